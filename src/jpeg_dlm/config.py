@@ -1,0 +1,344 @@
+"""Every option of the project as frozen dataclasses, and the one strict way in and out of JSON and the command line.
+
+Each field says what it is and, where it has a source, which: (paper), (released) for the authors' inference code,
+(measured) here, or (assumed) where nothing states it. This module never imports torch, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from jpeg_dlm.errors import UsageError
+
+
+def opt(default: Any, help: str) -> Any:
+    """A dataclass field with a default and a help text."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which text, how it becomes tokens, how tokens become blocks."""
+
+    source: str = opt("", "text file, folder, JSONL, prepared folder, named corpus or hf:DATASET")
+    tokenizer: str = opt("bpe", "'bpe' (trained on the corpus), 't5', or a hub name or folder of a tokenizer")
+    vocab_size: int = opt(4096, "number of token ids; for 'bpe' also the size to train")
+    token_len: int = opt(128, "L, tokens of a block (paper: 128 / 1024)")
+    packing: Literal["continuous", "sentences", "padded"] = opt(
+        "continuous", "how documents fill blocks: cut anywhere, cut between sentences, or one padded row each"
+    )
+    frame: bool = opt(False, "frame each block with begin and end tokens and mark line boundaries (released, LM1B)")
+    detokenize: Literal["none", "lm1b"] = opt("none", "undo the corpus's own tokenization before ours")
+    holdout: float = opt(0.02, "share of documents kept for evaluation")
+    cache_features: bool = opt(False, "keep the frozen encoder's features of every block on disk")
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """The frozen text encoder E."""
+
+    kind: Literal["small", "hf", "flan-t5-small", "random"] = opt(
+        "small",
+        "'small': trained by this project; 'hf': transformers, by `name`; 'flan-t5-small': pinned package; 'random': for tests",
+    )
+    name: str = opt("", "hub name or folder for 'hf'; folder of a trained encoder for 'small'")
+    revision: str = opt("", "hub revision for 'hf'")
+    layer: int = opt(-1, "hidden layer whose states are the features; -1 is the last (paper)")
+    feature_dim: int = opt(512, "F, width of the features")
+    scale: Literal["none", "fixed", "per_channel"] = opt(
+        "per_channel", "how features are standardized: not, by `std`, or by statistics stored with the encoder"
+    )
+    std: float = opt(0.2, "feature deviation for scale 'fixed' (ELF's constant for T5-small)")
+    depth: int = opt(4, "layers of the 'small' encoder")
+    heads: int = opt(4, "attention heads of the 'small' encoder")
+    mask_prob: float = opt(0.3, "share of tokens masked while pretraining the 'small' encoder (assumed)")
+    keep_weight: float = opt(0.2, "weight of predicting unmasked tokens, which keeps token identity (measured)")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of compressor, decompressor, token projection and DiT."""
+
+    latent_len: int = opt(32, "N, latent positions; the rate r is N / L (paper: 32 / 512)")
+    latent_dim: int = opt(512, "D, latent width (paper)")
+    bottleneck_dim: int = opt(128, "feature and latent bottleneck (paper)")
+    codec_layers: int = opt(6, "layers of compressor and of decompressor (paper)")
+    codec_heads: int = opt(8, "attention heads of the codec (paper)")
+    codec_mlp_ratio: float = opt(4.0, "codec feed-forward ratio (released)")
+    proj_dim: int = opt(512, "inner width of the token projection W (released)")
+    hidden: int = opt(768, "H, width of the DiT (paper)")
+    depth: int = opt(12, "layers of the DiT (paper)")
+    heads: int = opt(12, "attention heads of the DiT (paper)")
+    mlp_ratio: float = opt(4.0, "SwiGLU ratio before the two-thirds rule (paper)")
+    freq_dim: int = opt(256, "sinusoid width of time and guidance-scale embeddings (released)")
+    time_tokens: int = opt(4, "prefix tokens carrying t (paper)")
+    sc_tokens: int = opt(4, "prefix tokens carrying the guidance scale w (paper)")
+    mode_tokens: int = opt(4, "prefix tokens telling denoise from decode (paper)")
+    dropout: float = opt(0.0, "dropout of codec and DiT (paper: 0)")
+    shared: bool = opt(True, "one network for both branches; false is the paper's 'sep. nets' ablation")
+    decode_residual: bool = opt(False, "z_hat = z_c + head in the decode branch: helps small budgets, not in the paper")
+    position_scale: float = opt(0.0, "scale of codec position tables; 0 means D**-0.5 (released)")
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """Losses, corruption, self-conditioning and regularizers of joint training."""
+
+    sigma: float = opt(0.8, "corruption of features in the decode branch (paper: 0.8, OWT-128 1.0)")
+    jep_weight: float = opt(1.0, "weight of the joint-embedding prediction loss (paper)")
+    flow_weight: float = opt(1.0, "weight of the flow matching loss (paper)")
+    feat_weight: float = opt(1.0, "weight of the feature reconstruction loss (paper)")
+    ce_weight: float = opt(1.0, "weight of the token cross-entropy (paper)")
+    sigreg_weight: float = opt(0.1, "weight of SIGReg (paper)")
+    var_weight: float = opt(0.2, "weight of the variance hinge (paper)")
+    cov_weight: float = opt(0.002, "weight of the covariance term (paper)")
+    sigreg_slices: int = opt(256, "M, random directions of SIGReg (assumed; LeJEPA uses 256 to 1024)")
+    sigreg_knots: int = opt(17, "quadrature knots of SIGReg (LeJEPA)")
+    sigreg_t_max: float = opt(3.0, "largest frequency of SIGReg (LeJEPA)")
+    reg_space: Literal["raw", "standardized"] = opt("raw", "which z_c the regularizers see (assumed)")
+    reg_max_rows: int = opt(4096, "latent vectors the regularizers use at most; 0 is all (assumed)")
+    time_mean: float = opt(-1.5, "mean of logit(t) (paper)")
+    time_std: float = opt(0.8, "deviation of logit(t) (paper)")
+    flow_loss: Literal["x", "v"] = opt("x", "error of the clean embedding or of the velocity (paper: x)")
+    v_floor: float = opt(0.05, "smallest 1 - t in the velocity loss (ELF)")
+    ce_time_min: float = opt(1.0, "token loss also on denoise predictions with t above this; 1 is off (paper)")
+    sc_prob: float = opt(0.5, "probability of self-conditioning, per example (paper)")
+    w_min: float = opt(0.5, "smallest guidance scale in training (ELF)")
+    w_max: float = opt(5.0, "largest guidance scale in training (ELF)")
+    target_ema_start: float = opt(0.995, "momentum of the target compressor at the first step (paper)")
+    target_ema_end: float = opt(0.999, "momentum of the target compressor at the last step (paper)")
+    standardize_momentum: float = opt(0.99, "momentum of the latent statistics (paper)")
+    standardize_steps: int = opt(0, "steps until the latent statistics freeze; 0 is min(10%, 2000) (assumed)")
+    ce_chunk: int = opt(0, "rows of logits kept at once, recomputed in backward; 0 keeps all")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Budget, batch, optimizer, precision, and what a run writes."""
+
+    steps: int = opt(0, "optimizer steps; 0 derives them from `epochs`")
+    epochs: float = opt(20.0, "passes over the data when `steps` is 0 (paper: 20 / 5)")
+    batch: int = opt(384, "rows of a micro-batch on one device (paper: 384 / 24)")
+    accumulation: int = opt(2, "micro-batches of an optimizer step (paper)")
+    devices: int = opt(8, "devices the batch above is meant for (paper); a run uses what it is given")
+    lr: float = opt(1e-3, "learning rate of the flow group: DiT and token projection (paper)")
+    codec_lr: float = opt(3e-4, "learning rate of compressor and decompressor (paper: 3e-4 / 2e-4)")
+    beta1: float = opt(0.9, "AdamW beta 1 (paper)")
+    beta2: float = opt(0.999, "AdamW beta 2 (paper)")
+    weight_decay: float = opt(0.01, "AdamW weight decay of matrices (paper)")
+    clip: float = opt(1.0, "largest gradient norm (paper)")
+    warmup: int = opt(0, "linear warm-up steps; 0 is min(2500, 5%) (assumed)")
+    schedule: Literal["constant", "cosine", "linear"] = opt("constant", "learning rate after warm-up (assumed)")
+    ema: float = opt(0.999, "moving average of the weights that are sampled from (paper)")
+    precision: Literal["fp32", "bf16"] = opt("bf16", "autocast type (paper: bf16); sensitive parts stay fp32")
+    compile: bool = opt(False, "compile the networks with torch.compile")
+    seed: int = opt(42, "seed of everything random (paper)")
+    nonfinite: Literal["stop", "skip"] = opt("stop", "what to do when a loss or gradient is not a number")
+    log_every: int = opt(10, "steps between lines of metrics.jsonl")
+    eval_every: int = opt(500, "steps between held-out losses and sample texts; 0 is never")
+    save_every: int = opt(500, "steps between checkpoints")
+    keep: int = opt(2, "checkpoints kept")
+    encoder_steps: int = opt(0, "steps of pretraining the 'small' encoder before the run (0: it must exist)")
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    """Algorithm 2: how noise becomes tokens."""
+
+    steps: int = opt(32, "K, solver steps (paper: 32, OWT-128 64)")
+    solver: Literal["euler", "heun", "multistep"] = opt("euler", "ODE solver (paper: Euler)")
+    grid: Literal["quantile", "random", "uniform"] = opt("quantile", "how the K+1 times are placed (released)")
+    w: float = opt(3.0, "self-conditioning guidance scale (paper: 3 on LM1B and OWT-128, 2 on OWT-1024)")
+    grid_mean: float = opt(-1.5, "mean of logit(t) of the grid (released)")
+    grid_std: float = opt(0.8, "deviation of logit(t) of the grid (released)")
+    protocol: Literal["default", "released"] = opt(
+        "default", "'released' draws random numbers in the order of the authors' code"
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole experiment."""
+
+    preset: str = opt("lm1b", "name of the preset this started from")
+    method: str = opt("jpeg-dlm", "which system")
+    data: DataConfig = field(default_factory=DataConfig)
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+
+    @property
+    def rate(self) -> float:
+        """r = N / L, the latent-length compression rate."""
+        return self.model.latent_len / self.data.token_len
+
+
+# ---------------------------------------------------------------- strict conversion
+
+
+def option_names(cls: type = Config, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
+    """Every leaf option by its dotted name, in order."""
+    names: dict[str, dataclasses.Field[Any]] = {}
+    hints = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[f.name]):
+            names |= option_names(hints[f.name], f"{prefix}{f.name}.")
+        else:
+            names[prefix + f.name] = f
+    return names
+
+
+def _suggest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}."
+
+
+def _convert(value: Any, hint: Any, path: str) -> Any:
+    """`value` as the annotated type, from JSON values or command-line strings; anything doubtful is refused."""
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise UsageError(f"'{path}' must be a group of options, not {value!r}.")
+        return from_dict(value, typing.cast(type, hint), path)
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise UsageError(f"'{path}' must be one of {', '.join(map(str, choices))}, not {value!r}.")
+        return value
+    if hint is bool:
+        table = {True: True, False: False, "true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+        key = value.lower() if isinstance(value, str) else value
+        if isinstance(key, (bool, str)) and key in table:
+            return table[key]
+    elif hint is int and not isinstance(value, bool):
+        try:
+            number = float(value)
+            if number == int(number):
+                return int(value) if isinstance(value, (int, str)) and str(value).lstrip("+-").isdigit() else int(number)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    elif hint is float and not isinstance(value, bool):
+        try:
+            number = float(value)
+            if number == number and abs(number) != float("inf"):
+                return number
+        except (TypeError, ValueError):
+            pass
+    elif hint is str and isinstance(value, str):
+        return value
+    name = hint.__name__ if isinstance(hint, type) else str(hint)
+    raise UsageError(f"'{path}' must be of type {name}, not {value!r}.")
+
+
+def from_dict(values: Mapping[str, Any], cls: type = Config, path: str = "") -> Any:
+    """A config of type `cls` from nested mappings; unknown keys are refused with the nearest known name."""
+    hints = typing.get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]
+    kwargs = {}
+    for key, value in values.items():
+        full = f"{path}.{key}" if path else key
+        if key not in known:
+            raise UsageError(f"Unknown option '{full}'{_suggest(key, known)}")
+        kwargs[key] = _convert(value, hints[key], full)
+    return cls(**kwargs)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The inverse of `from_dict`."""
+    return dataclasses.asdict(config)
+
+
+def override(config: Config, values: Mapping[str, Any]) -> Config:
+    """`config` with dotted options replaced: `override(c, {"model.latent_len": "16"})`. Dashes count as underscores."""
+    names = option_names(type(config))
+    for dotted, value in values.items():
+        key = dotted.replace("-", "_")
+        if key not in names:
+            raise UsageError(f"Unknown option '{dotted}'{_suggest(key, list(names))}")
+        config = _replace(config, key.split("."), value, key)
+    return config
+
+
+def _replace(node: Any, parts: list[str], value: Any, path: str) -> Any:
+    head, rest = parts[0], parts[1:]
+    new = _replace(getattr(node, head), rest, value, path) if rest else _convert(
+        value, typing.get_type_hints(type(node))[head], path
+    )
+    return dataclasses.replace(node, **{head: new})
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted names, the form `override` takes."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
+def read_json_file(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or a sentence that says what is wrong with it."""
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"Cannot read '{path}': {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"'{path}' is not valid JSON ({error}).") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"'{path}' must hold a JSON object with options.")
+    return values
+
+
+# ---------------------------------------------------------------- combinations that cannot work
+
+
+def validate(config: Config) -> Config:
+    """Refuse impossible combinations before anything runs; returns the config unchanged."""
+    d, e, m, t, s, o = config.data, config.encoder, config.model, config.train, config.sampler, config.objective
+    checks: list[tuple[bool, str]] = [
+        (d.token_len >= 1 and m.latent_len >= 1, "data.token_len and model.latent_len must be at least 1"),
+        (
+            m.latent_len <= d.token_len,
+            f"model.latent_len {m.latent_len} exceeds data.token_len {d.token_len}: latents compress tokens, so lower it",
+        ),
+        (
+            m.codec_heads >= 1 and m.latent_dim % m.codec_heads == 0,
+            f"model.latent_dim {m.latent_dim} is not divisible by model.codec_heads {m.codec_heads}",
+        ),
+        (m.heads >= 1 and m.hidden % m.heads == 0, f"model.hidden {m.hidden} is not divisible by model.heads {m.heads}"),
+        (m.heads >= 1 and (m.hidden // max(m.heads, 1)) % 2 == 0, "model.hidden / model.heads must be even for rotary positions"),
+        (m.freq_dim >= 2 and m.freq_dim % 2 == 0, "model.freq_dim must be even"),
+        (min(m.codec_layers, m.depth, m.bottleneck_dim, m.proj_dim) >= 1, "model sizes must be at least 1"),
+        (min(m.time_tokens, m.sc_tokens, m.mode_tokens) >= 1, "each kind of prefix token is needed at least once"),
+        (
+            e.kind != "small" or (e.heads >= 1 and e.feature_dim % (2 * e.heads) == 0),
+            f"encoder.feature_dim {e.feature_dim} must be a multiple of 2 * encoder.heads {e.heads}",
+        ),
+        (e.scale != "fixed" or e.std > 0, "encoder.std must be positive"),
+        (d.vocab_size >= 8, "data.vocab_size must be at least 8"),
+        (0 < d.holdout < 0.5, "data.holdout must lie between 0 and 0.5"),
+        (not d.frame or d.token_len >= 4, "data.frame needs data.token_len of at least 4"),
+        (t.batch >= 1 and t.accumulation >= 1, "train.batch and train.accumulation must be at least 1"),
+        (t.steps >= 0 and (t.steps > 0 or t.epochs > 0), "train.steps or train.epochs must be positive"),
+        (t.lr > 0 and t.codec_lr > 0, "learning rates must be positive"),
+        (t.clip > 0, "train.clip must be positive"),
+        (0 <= t.ema < 1 and 0 <= o.target_ema_start <= 1 and 0 <= o.target_ema_end <= 1, "moving averages must lie in [0, 1)"),
+        (t.keep >= 1 and t.save_every >= 1 and t.log_every >= 1, "train.keep, save_every and log_every must be at least 1"),
+        (o.sigma >= 0 and o.time_std > 0, "objective.sigma must not be negative and objective.time_std must be positive"),
+        (0 <= o.sc_prob <= 1, "objective.sc_prob must lie between 0 and 1"),
+        (0 < o.w_min <= o.w_max, "objective.w_min must be positive and at most objective.w_max"),
+        (o.sigreg_slices >= 1 and o.sigreg_knots >= 3, "SIGReg needs at least 1 slice and 3 knots"),
+        (s.steps >= 1, "sampler.steps must be at least 1"),
+        (s.w > 0 and s.grid_std > 0, "sampler.w and sampler.grid_std must be positive"),
+    ]
+    for ok, sentence in checks:
+        if not ok:
+            raise UsageError(sentence[0].upper() + sentence[1:] + ".")
+    return config

@@ -1,0 +1,40 @@
+"""The errors a person may see: one sentence that names the cause and the remedy.
+
+Everything the package refuses on purpose is a `JpegDlmError`. The command line prints the sentence alone and exits with
+`exit_code`; a traceback is shown only with `--debug`.
+"""
+
+
+class JpegDlmError(Exception):
+    """A failure that was foreseen; `str(error)` is the sentence to show."""
+
+    exit_code = 1
+
+
+class UsageError(JpegDlmError):
+    """The request itself is wrong: an unknown key, an impossible size, a missing argument."""
+
+    exit_code = 2
+
+
+class MissingPackageError(UsageError):
+    """An optional package is absent; the sentence names the extra that brings it."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs the package '{package}': install it with  pip install 'jpeg-dlm[{extra}]'.")
+
+
+class DataError(JpegDlmError):
+    """Text or prepared data that cannot be used: empty, binary, damaged or changed."""
+
+
+class CheckpointError(JpegDlmError):
+    """A checkpoint that is missing, damaged, or does not fit the model."""
+
+
+class AssetError(JpegDlmError):
+    """A pretrained part or corpus that could not be fetched or whose hash is wrong."""
+
+
+class NonFiniteError(JpegDlmError):
+    """A loss or gradient stopped being a number."""

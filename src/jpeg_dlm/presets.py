@@ -1,0 +1,131 @@
+"""Presets: each a function that returns a whole config, with the figures it is expected to give beside it.
+
+The paper's three carry the numbers of its tables "Model and training configurations" and of the OWT-128 appendix; what
+the paper leaves open keeps the defaults of `config.py`, which say so field by field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from jpeg_dlm.config import (
+    Config,
+    DataConfig,
+    EncoderConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    SamplerConfig,
+    TrainConfig,
+)
+from jpeg_dlm.errors import UsageError
+
+T5_VOCAB = 32_100  # released: not T5's padded 32,128
+T5_SMALL = EncoderConfig(
+    kind="hf",
+    name="t5-small",
+    revision="df1b051c49625cf57a3d0d8d3863ed4d13564fe4",  # released
+    feature_dim=512,
+    scale="fixed",
+    std=0.2,
+)
+
+
+def lm1b() -> Config:
+    """LM1B, 128 tokens, r = 0.25 (paper: Gen-PPL 96.76, entropy 4.263, MAUVE 0.951)."""
+    return Config(
+        preset="lm1b",
+        data=DataConfig(
+            source="lm1b", tokenizer="t5", vocab_size=T5_VOCAB, token_len=128, packing="continuous", frame=True, detokenize="lm1b"
+        ),
+        encoder=T5_SMALL,
+        model=ModelConfig(latent_len=32),
+        objective=ObjectiveConfig(sigma=0.8, target_ema_start=0.995, target_ema_end=0.999),
+        train=TrainConfig(epochs=20, batch=384, accumulation=2, devices=8, lr=1e-3, codec_lr=3e-4),
+        sampler=SamplerConfig(steps=32, w=3.0, grid="random"),
+    )
+
+
+def owt1024() -> Config:
+    """OpenWebText, 1024 tokens, r = 0.5 (paper: Gen-PPL 34.52, entropy 5.067, MAUVE 0.801)."""
+    return Config(
+        preset="owt1024",
+        data=DataConfig(source="openwebtext", tokenizer="t5", vocab_size=T5_VOCAB, token_len=1024, packing="sentences"),
+        encoder=T5_SMALL,
+        model=ModelConfig(latent_len=512),
+        objective=ObjectiveConfig(sigma=0.8, target_ema_start=0.996, target_ema_end=0.999),
+        train=TrainConfig(epochs=5, batch=24, accumulation=2, devices=8, lr=1e-3, codec_lr=2e-4),
+        sampler=SamplerConfig(steps=32, w=2.0, grid="quantile"),
+    )
+
+
+def owt128() -> Config:
+    """OpenWebText, 128 padded tokens, r = 0.5: the paper's ablations (Gen-PPL 48.00, entropy 4.064, MAUVE 0.912)."""
+    base = owt1024()
+    return replace(
+        base,
+        preset="owt128",
+        data=replace(base.data, source="hf:linluqiu/openwebtext-len128-packing_padding", token_len=128, packing="padded"),
+        model=replace(base.model, latent_len=64),
+        objective=replace(base.objective, sigma=1.0),
+        sampler=SamplerConfig(steps=64, w=3.0, grid="quantile"),
+    )
+
+
+def tiny() -> Config:
+    """What two CPU cores train in an evening: own tokenizer and encoder, r = 0.25."""
+    return Config(
+        preset="tiny",
+        data=DataConfig(source="sotu", tokenizer="bpe", vocab_size=4096, token_len=32, cache_features=True),
+        encoder=EncoderConfig(kind="small", feature_dim=128, depth=3, heads=4),
+        model=ModelConfig(
+            latent_len=8,
+            latent_dim=128,
+            bottleneck_dim=128,
+            codec_layers=3,
+            codec_heads=4,
+            proj_dim=128,
+            hidden=256,
+            depth=6,
+            heads=4,
+            freq_dim=64,
+            time_tokens=1,
+            sc_tokens=1,
+            mode_tokens=1,
+            decode_residual=True,
+            position_scale=1.0,
+        ),
+        objective=ObjectiveConfig(sigma=0.8, sigreg_weight=0.02),
+        train=TrainConfig(
+            steps=20_000, batch=128, accumulation=1, devices=1, lr=1e-3, codec_lr=1e-3, schedule="cosine", encoder_steps=3_000
+        ),
+    )
+
+
+def smoke() -> Config:
+    """Learns in about two minutes on two cores; for tests and for a first look."""
+    base = tiny()
+    return replace(
+        base,
+        preset="smoke",
+        data=replace(base.data, vocab_size=512, token_len=16, cache_features=False),
+        encoder=replace(base.encoder, feature_dim=64, depth=2),
+        model=replace(
+            base.model, latent_len=4, latent_dim=64, bottleneck_dim=64, codec_layers=2, proj_dim=64, hidden=96, depth=2, freq_dim=32
+        ),
+        objective=replace(base.objective, sigreg_slices=32),
+        train=replace(
+            base.train, steps=600, batch=64, lr=2e-3, codec_lr=2e-3, encoder_steps=300, eval_every=200, save_every=200, ema=0.98
+        ),
+        sampler=SamplerConfig(steps=8),
+    )
+
+
+PRESETS: dict[str, Callable[[], Config]] = {f.__name__: f for f in (lm1b, owt1024, owt128, tiny, smoke)}
+
+
+def preset(name: str) -> Config:
+    """The config of a preset by name."""
+    if name not in PRESETS:
+        raise UsageError(f"Unknown preset '{name}'; choose one of {', '.join(PRESETS)}.")
+    return PRESETS[name]()
