@@ -230,7 +230,7 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
             number = float(value)
             if number == number and abs(number) != float("inf"):
                 return number
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             pass
     elif hint is str and isinstance(value, str):
         return value
@@ -269,8 +269,10 @@ def override(config: Config, values: Mapping[str, Any]) -> Config:
 
 def _replace(node: Any, parts: list[str], value: Any, path: str) -> Any:
     head, rest = parts[0], parts[1:]
-    new = _replace(getattr(node, head), rest, value, path) if rest else _convert(
-        value, typing.get_type_hints(type(node))[head], path
+    new = (
+        _replace(getattr(node, head), rest, value, path)
+        if rest
+        else _convert(value, typing.get_type_hints(type(node))[head], path)
     )
     return dataclasses.replace(node, **{head: new})
 
@@ -313,9 +315,14 @@ def validate(config: Config) -> Config:
             f"model.latent_dim {m.latent_dim} is not divisible by model.codec_heads {m.codec_heads}",
         ),
         (m.heads >= 1 and m.hidden % m.heads == 0, f"model.hidden {m.hidden} is not divisible by model.heads {m.heads}"),
-        (m.heads >= 1 and (m.hidden // max(m.heads, 1)) % 2 == 0, "model.hidden / model.heads must be even for rotary positions"),
+        (m.heads >= 1 and m.hidden // max(m.heads, 1) % 2 == 0, "model.hidden / model.heads must be even for rotary positions"),
         (m.freq_dim >= 2 and m.freq_dim % 2 == 0, "model.freq_dim must be even"),
-        (min(m.codec_layers, m.depth, m.bottleneck_dim, m.proj_dim) >= 1, "model sizes must be at least 1"),
+        (
+            min(m.latent_dim, m.hidden, m.codec_layers, m.depth, m.bottleneck_dim, m.proj_dim, e.feature_dim) >= 1,
+            "model sizes and encoder.feature_dim must be at least 1",
+        ),
+        (m.mlp_ratio > 0 and m.codec_mlp_ratio > 0, "model.mlp_ratio and model.codec_mlp_ratio must be positive"),
+        (0 <= m.dropout < 1, "model.dropout must lie in [0, 1)"),
         (min(m.time_tokens, m.sc_tokens, m.mode_tokens) >= 1, "each kind of prefix token is needed at least once"),
         (
             e.kind != "small" or (e.heads >= 1 and e.feature_dim % (2 * e.heads) == 0),
@@ -325,7 +332,7 @@ def validate(config: Config) -> Config:
         (d.vocab_size >= 8, "data.vocab_size must be at least 8"),
         (0 < d.holdout < 0.5, "data.holdout must lie between 0 and 0.5"),
         (not d.frame or d.token_len >= 4, "data.frame needs data.token_len of at least 4"),
-        (t.batch >= 1 and t.accumulation >= 1, "train.batch and train.accumulation must be at least 1"),
+        (min(t.batch, t.accumulation, t.devices) >= 1, "train.batch, train.accumulation and train.devices must be at least 1"),
         (t.steps >= 0 and (t.steps > 0 or t.epochs > 0), "train.steps or train.epochs must be positive"),
         (t.lr > 0 and t.codec_lr > 0, "learning rates must be positive"),
         (t.clip > 0, "train.clip must be positive"),
@@ -340,5 +347,6 @@ def validate(config: Config) -> Config:
     ]
     for ok, sentence in checks:
         if not ok:
-            raise UsageError(sentence[0].upper() + sentence[1:] + ".")
+            starts_with_option = "." in sentence.split()[0]  # a name must stay as it is typed
+            raise UsageError((sentence if starts_with_option else sentence[0].upper() + sentence[1:]) + ".")
     return config

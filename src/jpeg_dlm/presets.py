@@ -36,7 +36,13 @@ def lm1b() -> Config:
     return Config(
         preset="lm1b",
         data=DataConfig(
-            source="lm1b", tokenizer="t5", vocab_size=T5_VOCAB, token_len=128, packing="continuous", frame=True, detokenize="lm1b"
+            source="lm1b",
+            tokenizer="t5",
+            vocab_size=T5_VOCAB,
+            token_len=128,
+            packing="continuous",
+            frame=True,
+            detokenize="lm1b",
         ),
         encoder=T5_SMALL,
         model=ModelConfig(latent_len=32),
@@ -97,7 +103,15 @@ def tiny() -> Config:
         ),
         objective=ObjectiveConfig(sigma=0.8, sigreg_weight=0.02),
         train=TrainConfig(
-            steps=20_000, batch=128, accumulation=1, devices=1, lr=1e-3, codec_lr=1e-3, schedule="cosine", encoder_steps=3_000
+            steps=20_000,
+            precision="fp32",
+            batch=128,
+            accumulation=1,
+            devices=1,
+            lr=1e-3,
+            codec_lr=1e-3,
+            schedule="cosine",
+            encoder_steps=3_000,
         ),
     )
 
@@ -111,7 +125,15 @@ def smoke() -> Config:
         data=replace(base.data, vocab_size=512, token_len=16, cache_features=False),
         encoder=replace(base.encoder, feature_dim=64, depth=2),
         model=replace(
-            base.model, latent_len=4, latent_dim=64, bottleneck_dim=64, codec_layers=2, proj_dim=64, hidden=96, depth=2, freq_dim=32
+            base.model,
+            latent_len=4,
+            latent_dim=64,
+            bottleneck_dim=64,
+            codec_layers=2,
+            proj_dim=64,
+            hidden=96,
+            depth=2,
+            freq_dim=32,
         ),
         objective=replace(base.objective, sigreg_slices=32),
         train=replace(

@@ -1,0 +1,1 @@
+"""Flow matching as pure functions: path, times, grids, and solvers that see only `predict(z, t)`."""

@@ -1,0 +1,1 @@
+"""Networks: they know tensors and sizes, nothing of text, diffusion or files."""

@@ -1,0 +1,229 @@
+"""Use from Python: `load()` gives a `Model` that generates, reconstructs, interpolates, encodes and decodes text.
+
+from jpeg_dlm import load
+model = load()                      # the bundled model; or a model folder, a run, a checkpoint
+model.generate(4, steps=32, seed=0)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelHubMixin, snapshot_download
+from torch import Tensor
+
+from jpeg_dlm.config import Config, override
+from jpeg_dlm.encoders import FrozenEncoder, build_encoder
+from jpeg_dlm.errors import CheckpointError, DataError, UsageError
+from jpeg_dlm.methods.base import Batch, Watch
+from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.model_folder import ModelParts, bundled_folder, read_model, write_model
+from jpeg_dlm.sampling.sampler import device_of, sample_batches
+from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer
+
+
+class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-generation", "diffusion"]):
+    """A trained model with its tokenizer and encoder, which are loaded when they are first needed."""
+
+    def __init__(self, parts: ModelParts, device: str | torch.device = "cpu") -> None:
+        self.parts = parts
+        self.config: Config = parts.config
+        self.method = parts.method.to(device)
+
+    # ------------------------------------------------------------ generation
+
+    def sample(
+        self, n: int = 1, *, seed: int = 0, first: int = 0, batch: int = 64, watch: Watch | None = None, **sampler: Any
+    ) -> Tensor:
+        """Token ids (n, L) of samples `first` to `first + n - 1` of `seed`.
+
+        Keyword arguments are options of `SamplerConfig`: steps, solver, grid, w, protocol, ...
+        """
+        if n < 1 or batch < 1:
+            raise UsageError("The number of samples and the batch must be at least 1.")
+        options = override(self.config, {f"sampler.{name}": value for name, value in sampler.items()}).sampler
+        if options.steps < 1:
+            raise UsageError("sampler.steps must be at least 1.")
+        return torch.cat(list(sample_batches(self.method, n, options, seed, batch, first, watch))).cpu()
+
+    def generate(self, n: int = 1, *, seed: int = 0, **options: Any) -> list[str]:
+        """n texts; the same seed gives the same texts in any batch size. Options are those of `sample`."""
+        return self.to_text(self.sample(n, seed=seed, **options))
+
+    def to_text(self, tokens: Tensor) -> list[str]:
+        """Rows of token ids as strings."""
+        return [self.tokenizer.decode(row) for row in tokens.tolist()]
+
+    # ------------------------------------------------------------ the codec
+
+    @property
+    def codec(self) -> JpegDlm:
+        if not isinstance(self.method, JpegDlm):
+            raise UsageError(f"{self.config.method} has no latent codec: encode, decode and interpolate need jpeg-dlm.")
+        return self.method
+
+    @torch.no_grad()
+    def encode(self, texts: Sequence[str]) -> Tensor:
+        """Standardized latents (B, N, D) of texts of at most L tokens each."""
+        rows, _ = self._rows(texts)
+        return self._encode_rows(rows)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> list[str]:
+        """Texts of latents, through the decode branch."""
+        m = self.config.model
+        if latents.dim() != 3 or latents.shape[1:] != (m.latent_len, m.latent_dim):
+            raise UsageError(f"Latents must have shape (B, {m.latent_len}, {m.latent_dim}), not {tuple(latents.shape)}.")
+        return self.to_text(self._decode_rows(latents))
+
+    @torch.no_grad()
+    def reconstruct(self, texts: Sequence[str]) -> list[str]:
+        """What is left of texts after compression to N latents and back; longer texts go block by block."""
+        out = []
+        for text in texts:
+            rows, lengths = self._rows(self._blocks(text), from_ids=True)
+            back = self._decode_rows(self._encode_rows(rows)).tolist()
+            start = self._payload_start
+            ids = [i for row, n in zip(back, lengths, strict=True) for i in row[start : start + n]]
+            out.append(self.tokenizer.decode(ids))
+        return out
+
+    @torch.no_grad()
+    def interpolate(self, a: str, b: str, points: int = 5) -> list[str]:
+        """Texts along the straight line between the latents of two texts, ends included."""
+        if points < 2:
+            raise UsageError("An interpolation needs at least 2 points.")
+        z_a, z_b = self.encode([a, b])
+        mix = torch.linspace(0, 1, points, device=z_a.device).view(-1, 1, 1)
+        return self.decode((1 - mix) * z_a + mix * z_b)
+
+    def _encode_rows(self, rows: Tensor) -> Tensor:
+        codec = self.codec
+        codec.encoder = self.encoder
+        rows = rows.to(device_of(codec))
+        mask = rows != self.tokenizer.pad_id if self.config.data.packing == "padded" else None
+        return codec.encode(Batch(rows, mask))
+
+    def _decode_rows(self, latents: Tensor) -> Tensor:
+        latents = latents.to(device_of(self.codec))
+        w = torch.full((len(latents),), self.config.sampler.w, device=latents.device)
+        return self.codec.tokens(latents, w).cpu()
+
+    @property
+    def _payload_start(self) -> int:
+        return 1 if self.config.data.frame else 0
+
+    @property
+    def _payload(self) -> int:
+        return self.config.data.token_len - (2 if self.config.data.frame else 0)
+
+    def _blocks(self, text: str) -> list[list[int]]:
+        ids = self._ids(text)
+        return [ids[i : i + self._payload] for i in range(0, len(ids), self._payload)]
+
+    def _ids(self, text: str) -> list[int]:
+        ids = self.tokenizer.encode(text)
+        if not ids:
+            raise DataError("The text is empty: give at least one word.")
+        return ids
+
+    def _rows(self, texts: Sequence[Any], from_ids: bool = False) -> tuple[Tensor, list[int]]:
+        """Rows of exactly L tokens in the form the model was trained on, and how many tokens of each are the text's.
+
+        A model trained on full blocks never saw padding, so a short text is repeated, as if more of it followed.
+        """
+        tok, data, rows, lengths = self.tokenizer, self.config.data, [], []
+        for text in texts:
+            ids = list(text) if from_ids else self._ids(text)
+            if len(ids) > self._payload:
+                raise DataError(
+                    f"The text has {len(ids)} tokens but the model takes {self._payload}: shorten it or use reconstruct."
+                )
+            lengths.append(len(ids))
+            if data.packing == "padded":
+                row = ids + [tok.pad_id] * (self._payload - len(ids))
+            else:
+                between = tok.boundary_id if data.frame and tok.boundary_id is not None else tok.eos_id
+                row = ids[:]
+                while len(row) < self._payload:
+                    row += [between, *ids]
+                row = row[: self._payload]
+            if data.frame:
+                if tok.bos_id is None:
+                    raise DataError("This model needs a tokenizer with a begin token: use the one it was trained with.")
+                row = [tok.bos_id, *row, tok.eos_id]
+            rows.append(row)
+        return torch.tensor(rows), lengths
+
+    # ------------------------------------------------------------ parts
+
+    @cached_property
+    def tokenizer(self) -> TextTokenizer:
+        """The tokenizer the model was trained with."""
+        if self.parts.tokenizer:
+            found = TextTokenizer.from_file(self.parts.tokenizer)
+        else:
+            found = load_tokenizer(self.config.data.tokenizer)
+        if found.vocab_size < self.config.data.vocab_size:
+            raise CheckpointError(
+                f"The tokenizer has {found.vocab_size} tokens, the model {self.config.data.vocab_size}: it is not the model's own."
+            )
+        return found
+
+    @cached_property
+    def encoder(self) -> FrozenEncoder:
+        """The frozen text encoder; generating does not need it."""
+        encoder = build_encoder(self.config.encoder, self.config.data.vocab_size, self.config.train.seed, self.parts.encoder)
+        return encoder.to(device_of(self.method))
+
+    # ------------------------------------------------------------ files and hub
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write a model folder that `load` reads; refuses to overwrite."""
+        return write_model(self.parts, Path(path))
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        import shutil
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = write_model(self.parts, Path(scratch) / "model")
+            for file in folder.iterdir():
+                shutil.copyfile(file, save_directory / file.name)
+
+    @classmethod
+    def _from_pretrained(
+        cls, *, model_id: str, revision: str | None, cache_dir: Any, force_download: bool, local_files_only: bool,
+        token: Any, **kwargs: Any,
+    ) -> Model:  # fmt: skip
+        if kwargs.keys() - {"device", "config", "proxies", "resume_download"}:
+            raise UsageError(f"Unknown argument '{min(kwargs)}' of from_pretrained.")
+        folder = Path(model_id)
+        if not folder.is_dir():
+            folder = Path(snapshot_download(
+                model_id, revision=revision, cache_dir=cache_dir, force_download=force_download,
+                local_files_only=local_files_only, token=token,
+            ))  # fmt: skip
+        return cls(read_model(folder), kwargs.get("device", "cpu"))
+
+
+def load(path: str | os.PathLike[str] | None = None, device: str | torch.device | None = None) -> Model:
+    """A model from a model folder, a run directory or a checkpoint; without a path, the bundled one.
+
+    `device` None takes a GPU if there is one.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Model(read_model(Path(path) if path is not None else bundled_folder()), device)
+
+
+def with_sampler(model: Model, **options: Any) -> Model:
+    """The same model with other sampling defaults."""
+    config = override(model.config, {f"sampler.{name}": value for name, value in options.items()})
+    return Model(replace(model.parts, config=config), device_of(model.method))

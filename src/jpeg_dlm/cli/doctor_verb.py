@@ -1,0 +1,61 @@
+"""jpeg-dlm doctor"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+from collections.abc import Sequence
+from importlib import metadata
+
+from jpeg_dlm.cli.options import refuse_rest
+
+OPTIONAL = {"datasets": "data", "mauve-text": "eval", "onnx": "export", "openvino": "export", "tensorboard": "track"}
+CORE = ("torch", "numpy", "safetensors", "tokenizers", "transformers", "sentencepiece", "huggingface_hub", "rich", "matplotlib")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """No options."""
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    refuse_rest(rest)
+    import torch
+
+    from jpeg_dlm.assets import ASSETS, cache_dir
+    from jpeg_dlm.model_folder import bundled_folder
+
+    print(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
+    for name in CORE:
+        print(f"  {name:<18} {_version(name) or 'MISSING: pip install jpeg-dlm'}")
+    for name, extra in OPTIONAL.items():
+        print(f"  {name:<18} {_version(name) or f'not installed: pip install jpeg-dlm[{extra}]'}")
+    if torch.cuda.is_available():
+        print(f"GPU: {torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB")
+    else:
+        print("GPU: none; everything runs on the CPU")
+    print(f"CPU bf16: {'native' if native_bf16(torch) else 'emulated, so use --train.precision fp32'}")
+    cache = cache_dir()
+    print(f"Cache: {cache} ({shutil.disk_usage(_existing(cache)).free / 1e9:.0f} GB free)")
+    for name in ASSETS:
+        print(f"  {name:<18} {'cached' if any(cache.glob(f'{name}*')) else 'fetched when first needed'}")
+    whole = (bundled_folder() / "manifest.json").is_file()
+    print(f"Bundled model: {'there' if whole else 'MISSING: reinstall jpeg-dlm'}")
+    return 0
+
+
+def native_bf16(torch) -> bool:  # noqa: ANN001 - the module, passed so that this file does not import it for --help
+    """Whether the CPU multiplies bf16 itself; emulation is about ten times slower than fp32 (measured on AVX2)."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _existing(path):  # noqa: ANN001, ANN202 - Path to Path
+    return path if path.exists() else _existing(path.parent)

@@ -1,0 +1,64 @@
+"""jpeg-dlm generate"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jpeg_dlm.cli.options import parse_overrides
+from jpeg_dlm.errors import UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", nargs="?", type=Path, help="model folder, run or checkpoint (default: the bundled model)")
+    parser.add_argument("-n", type=int, default=4, help="number of texts (default: 4)")
+    parser.add_argument("--seed", type=int, default=0, help="seed; text i of a seed is the same in any batch (default: 0)")
+    parser.add_argument("--steps", type=int, help="solver steps")
+    parser.add_argument("--solver", help="euler, heun or multistep")
+    parser.add_argument("--grid", help="quantile, random or uniform")
+    parser.add_argument("--w", type=float, help="self-conditioning guidance scale")
+    parser.add_argument("--protocol", help="default, or released: random numbers in the order of the authors' code")
+    parser.add_argument("--batch", type=int, default=64, help="texts at once (default: 64)")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
+    parser.add_argument("--watch", action="store_true", help="show the first text form step by step")
+    parser.add_argument("--tokens", action="store_true", help="print token ids instead of text")
+    parser.add_argument("--out", type=Path, help="write JSON lines to this file instead of printing")
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    extra = parse_overrides(rest)
+    wrong = [name for name in extra if not name.startswith("sampler.")]
+    if wrong:
+        raise UsageError(f"'--{wrong[0]}' cannot be changed when generating; only --sampler.* options can.")
+    options = {name.removeprefix("sampler.").replace("-", "_"): value for name, value in extra.items()}
+    for name in ("steps", "solver", "grid", "w", "protocol"):
+        if getattr(args, name) is not None:
+            options[name] = getattr(args, name)
+    if args.out and args.out.exists():
+        raise UsageError(f"'{args.out}' already exists: name another file, nothing was overwritten.")
+
+    from jpeg_dlm.api import load
+
+    model = load(args.checkpoint, args.device)
+    watch = None
+    if args.watch:
+        from jpeg_dlm.cli.watch import Watcher
+
+        watch = Watcher(model)
+    began = time.monotonic()
+    tokens = model.sample(args.n, seed=args.seed, batch=args.batch, watch=watch, **options)
+    seconds = time.monotonic() - began
+    texts = None if args.tokens else model.to_text(tokens)
+    if args.out:
+        rows = tokens.tolist()
+        lines = [{"index": i, "token_ids": row} | ({"prediction": texts[i]} if texts else {}) for i, row in enumerate(rows)]
+        args.out.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), "utf-8")
+    else:
+        for i, row in enumerate(tokens.tolist()):
+            print(" ".join(map(str, row)) if texts is None else f"[{i}] {texts[i]}")
+    print(f"{args.n} texts of {tokens.shape[1]} tokens in {seconds:.1f} s", file=sys.stderr)
+    return 0

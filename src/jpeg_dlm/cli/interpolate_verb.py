@@ -1,0 +1,28 @@
+"""jpeg-dlm interpolate"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from jpeg_dlm.cli.options import refuse_rest
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", help="the text at one end")
+    parser.add_argument("second", help="the text at the other end")
+    parser.add_argument("--points", type=int, default=5, help="texts along the way, ends included (default: 5)")
+    parser.add_argument("--checkpoint", type=Path, help="model folder, run or checkpoint (default: the bundled model)")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    refuse_rest(rest, ("--points", "--checkpoint", "--device"))
+
+    from jpeg_dlm.api import load
+
+    texts = load(args.checkpoint, args.device).interpolate(args.first, args.second, args.points)
+    for i, text in enumerate(texts):
+        print(f"{i / (len(texts) - 1):.2f}  {text}")
+    return 0

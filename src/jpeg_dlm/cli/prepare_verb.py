@@ -1,0 +1,33 @@
+"""jpeg-dlm prepare"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from jpeg_dlm.cli.options import add_config_arguments, read_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser)
+    parser.add_argument(
+        "source", help="text file, folder, .jsonl, a named corpus (sotu, sotu-modern, wikipedia, lm1b, openwebtext) or hf:NAME"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for the blocks")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    config = read_config(args, rest, **{"data.source": args.source})
+
+    from jpeg_dlm.text.prepare import prepare
+    from jpeg_dlm.training.console import Console
+
+    with Console(args.quiet).progress("Preparing text", "bytes") as progress:
+        done = prepare(config.data, args.out, progress)
+    print(
+        f"{done.train_rows:,} training and {done.heldout_rows:,} held-out blocks of {done.token_len} tokens "
+        f"(vocabulary {done.vocab_size:,}) in '{done.path}'{', already there' if done.reused else ''}"
+    )
+    return 0

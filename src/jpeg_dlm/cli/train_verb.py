@@ -1,0 +1,54 @@
+"""jpeg-dlm train"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from jpeg_dlm.cli.options import add_config_arguments, read_config
+from jpeg_dlm.errors import UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser)
+    parser.add_argument("--method", help="which system to train: jpeg-dlm, or encoder for the small text encoder alone")
+    parser.add_argument(
+        "--data", help="text file, folder, .jsonl, prepared folder, named corpus or hf:NAME (default: the preset's)"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="run directory")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out, or start it if there is none")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
+    parser.add_argument(
+        "--threads", type=int, help="CPU threads (default: PyTorch's choice); part of what makes a run repeatable"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    config = read_config(args, rest, **{"method": args.method, "data.source": args.data})
+    if not config.data.source:
+        raise UsageError("There is no text to train on: name it with --data.")
+
+    import torch
+
+    from jpeg_dlm.training.console import Console
+    from jpeg_dlm.training.dist import setup, teardown
+    from jpeg_dlm.training.run import train_run
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    ranks = setup(args.device)
+    console = Console(args.quiet or not ranks.is_main)
+    try:
+        outcome = train_run(config, args.out, ranks, console, args.resume)
+    finally:
+        teardown()
+    if outcome.stopped_by:
+        console.say(f"Stopped by {outcome.stopped_by} at step {outcome.step:,} and saved: go on with --resume.")
+        return 143 if outcome.stopped_by == "SIGTERM" else 130
+    if config.method == "encoder":
+        console.say(f"Done. Use it with  --encoder.name {args.out / 'encoder'}")
+    else:
+        console.say(f"Done. Try  jpeg-dlm generate {args.out}")
+    return 0

@@ -1,0 +1,44 @@
+"""Noise becoming text: the prediction of the first sample after some of the steps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from torch import Tensor
+
+from jpeg_dlm.api import Model
+
+PLAIN_LINES = 8  # without a terminal to redraw, about this many moments are printed
+
+
+class Watcher:
+    """Called by the sampler; redraws a panel on a terminal, prints lines elsewhere. Only the first batch is shown."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.console = Console(stderr=True)
+        self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+        self.done = False
+
+    def __call__(self, step: int, steps: int, t: float, tokens: Callable[[], Tensor]) -> None:
+        if self.done:
+            return
+        last = step == steps
+        if self.live is None and not last and step % max(1, steps // PLAIN_LINES):
+            return
+        text = self.model.to_text(tokens()[:1])[0]
+        if self.live is None:
+            print(f"  step {step:>3}/{steps}  t={t:.2f}  {text}", file=sys.stderr)
+        else:
+            if step == 0:
+                self.live.start()
+            self.live.update(
+                Panel(text, title=f"step {step}/{steps}, t = {t:.2f}", width=min(100, self.console.width)), refresh=True
+            )
+            if last:
+                self.live.stop()
+        self.done = last

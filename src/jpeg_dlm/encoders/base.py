@@ -1,0 +1,144 @@
+"""One interface for every frozen text encoder E: token ids in, standardized features h out.
+
+Shapes: B batch, L tokens, F feature width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from jpeg_dlm.config import EncoderConfig
+from jpeg_dlm.encoders.small import check_statistics
+from jpeg_dlm.errors import DataError, UsageError
+from jpeg_dlm.files import write_atomic
+
+STATISTICS_FILE = "feature_statistics.safetensors"
+STD_FLOOR = 1e-5  # a channel that never moves must not divide by zero
+
+
+def tensors_sha256(tensors: Mapping[str, Tensor], *extra: str) -> str:
+    """sha256 over names, types, shapes and bytes, in the order of the names."""
+    digest = hashlib.sha256("\0".join(extra).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+class FrozenEncoder(nn.Module):
+    """A feature extractor that never learns. Subclasses give `raw_features`; this class standardizes them.
+
+    `name` says what it really is, `feature_dim` is F, and `fingerprint` changes with anything that changes features.
+    """
+
+    feature_mean: Tensor
+    feature_std: Tensor
+
+    def __init__(self, model: nn.Module, name: str, feature_dim: int, config: EncoderConfig) -> None:
+        super().__init__()
+        self.model = model
+        self.name = name
+        self.feature_dim = feature_dim
+        self.layer, self.scale = config.layer, config.scale
+        self.register_buffer("feature_mean", torch.zeros(feature_dim))
+        self.register_buffer("feature_std", torch.full((feature_dim,), config.std if config.scale == "fixed" else 1.0))
+        self.has_statistics = config.scale != "per_channel"
+        self._weights_sha256 = ""
+        self.requires_grad_(False)
+        self.eval()
+
+    def train(self, mode: bool = True) -> FrozenEncoder:
+        """Stays in eval mode: dropout in a frozen encoder would make features random."""
+        return super().train(False)
+
+    def raw_features(self, tokens_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
+        """Hidden states of the configured layer, before standardization."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def forward(self, tokens_BL: Tensor, mask_BL: Tensor | None = None) -> Tensor:
+        """Standardized fp32 features h_BLF; `mask_BL` is True at real tokens, which alone are attended to."""
+        if not self.has_statistics:
+            raise UsageError(
+                f"encoder.scale 'per_channel' has no feature statistics for {self.name}: measure them with "
+                "measure_statistics(), or choose --encoder.scale fixed."
+            )
+        h_BLF = self.raw_features(tokens_BL, mask_BL).float()
+        return h_BLF if self.scale == "none" else (h_BLF - self.feature_mean) / self.feature_std
+
+    @property
+    def weights_fingerprint(self) -> str:
+        """sha256 of the weights and the layer read: identifies raw features."""
+        if not self._weights_sha256:  # frozen, so once is enough
+            self._weights_sha256 = tensors_sha256(self.model.state_dict(), f"layer {self.layer}")
+        return self._weights_sha256
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of weights, layer, scale and statistics: identifies features as `forward` gives them."""
+        statistics = {"mean": self.feature_mean, "std": self.feature_std}
+        return tensors_sha256(statistics, self.weights_fingerprint, self.scale)
+
+    def set_feature_statistics(self, mean: Tensor, std: Tensor) -> None:
+        """Standardize by these from now on; only scale 'per_channel' has statistics."""
+        if self.scale != "per_channel":
+            raise UsageError(f"encoder.scale is '{self.scale}': choose --encoder.scale per_channel to use feature statistics.")
+        check_statistics(mean, std, self.feature_dim)
+        self.feature_mean.copy_(mean)
+        self.feature_std.copy_(std)
+        self.has_statistics = True
+
+
+@torch.no_grad()
+def measure_statistics(encoder: FrozenEncoder, batches: Iterable[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor]:
+    """Per-channel mean and deviation of raw features over the real tokens of `batches`, summed in float64."""
+    total = torch.zeros(encoder.feature_dim, dtype=torch.float64)
+    squares = torch.zeros_like(total)
+    count = 0
+    for tokens_BL, mask_BL in batches:
+        h_BLF = encoder.raw_features(tokens_BL, mask_BL)
+        rows = (h_BLF.flatten(0, 1) if mask_BL is None else h_BLF[mask_BL]).double().cpu()
+        total += rows.sum(0)
+        squares += rows.square().sum(0)
+        count += len(rows)
+    if count < 2:
+        raise DataError("Feature statistics need at least two tokens: give more text.")
+    mean = total / count
+    std = (squares / count - mean.square()).clamp_min(0).sqrt().clamp_min(STD_FLOOR)
+    return mean.float(), std.float()
+
+
+def save_statistics(folder: Path, encoder: FrozenEncoder) -> Path:
+    """Keep an encoder's statistics in `folder`, tied to its weights."""
+    from safetensors.torch import save
+
+    path = Path(folder) / STATISTICS_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {"mean": encoder.feature_mean.cpu(), "std": encoder.feature_std.cpu()}
+    write_atomic(path, save(tensors, metadata={"weights": encoder.weights_fingerprint}))
+    return path
+
+
+def load_statistics(folder: Path, encoder: FrozenEncoder) -> bool:
+    """Give `encoder` the statistics kept in `folder`; False when there are none."""
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(folder) / STATISTICS_FILE
+    if not path.is_file():
+        return False
+    try:
+        with safe_open(path, framework="pt") as file:
+            weights = (file.metadata() or {}).get("weights", "")
+            mean, std = file.get_tensor("mean"), file.get_tensor("std")
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"Cannot read '{path}' ({error}): delete it and measure the statistics again.") from error
+    if weights != encoder.weights_fingerprint:
+        raise DataError(f"'{path}' was measured with another encoder or layer: delete it and measure the statistics again.")
+    encoder.set_feature_statistics(mean, std)
+    return True

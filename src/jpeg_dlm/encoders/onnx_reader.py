@@ -1,0 +1,170 @@
+"""The weights and node list of an ONNX file, read from the protobuf wire format with nothing but numpy.
+
+Only what a weight conversion needs is decoded: initializers (TensorProto) and nodes (NodeProto) of the main graph. The
+`onnx` package is a heavy dependency for that, and running the graph is not wanted: the pinned encoder's int8 graph also
+rounds activations, which loses a lot of its features.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jpeg_dlm.errors import AssetError
+
+# TensorProto.DataType -> numpy, for the types weights come in.
+_DTYPES: dict[int, str] = {1: "<f4", 2: "u1", 3: "i1", 4: "<u2", 5: "<i2", 6: "<i4", 7: "<i8", 9: "?", 10: "<f2", 11: "<f8"}
+# Typed storage when raw_data is absent: field number -> (varint or fixed-width format).
+_FLOAT_DATA, _INT32_DATA, _INT64_DATA, _RAW_DATA, _DOUBLE_DATA = 4, 5, 7, 9, 10
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+@dataclass(frozen=True)
+class OnnxNode:
+    """One operation of the graph."""
+
+    op_type: str
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OnnxGraph:
+    """What the reader takes from a file."""
+
+    initializers: dict[str, np.ndarray]
+    nodes: tuple[OnnxNode, ...]
+
+
+def read_onnx(path: Path) -> OnnxGraph:
+    """Initializers and nodes of the file's main graph; a damaged or foreign file is an AssetError."""
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            return _parse_model(bytes(mapped))
+    except (OSError, ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+        raise AssetError(f"'{path}' is not an ONNX file this reader understands ({error}): fetch it again.") from error
+
+
+def _parse_model(data: bytes) -> OnnxGraph:
+    graphs = [value for field, _, value in _fields(memoryview(data)) if field == 7]
+    if len(graphs) != 1:
+        raise ValueError(f"{len(graphs)} graphs")
+    initializers: dict[str, np.ndarray] = {}
+    nodes: list[OnnxNode] = []
+    for field, _, value in _fields(graphs[0]):
+        if field == 5:
+            name, array = _parse_tensor(value)
+            initializers[name] = array
+        elif field == 1:
+            nodes.append(_parse_node(value))
+    return OnnxGraph(initializers, tuple(nodes))
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """The base-128 number at `at`, and where it ends."""
+    result = shift = 0
+    while True:
+        byte = data[at]
+        result |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return result, at
+        if shift > 63:
+            raise ValueError("a number longer than 64 bits")
+
+
+def _signed(value: int) -> int:
+    """Protobuf stores negative int32 and int64 as 64-bit two's complement."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, int, Any]]:
+    """(field number, wire type, value) of a message; nested messages and strings come as memoryviews."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        wire = key & 7
+        if wire == _VARINT:
+            value, at = _varint(data, at)
+        elif wire in (_BYTES, _FIXED32, _FIXED64):
+            size = {_FIXED32: 4, _FIXED64: 8}.get(wire, -1)
+            if size < 0:
+                size, at = _varint(data, at)
+            if at + size > len(data):
+                raise ValueError("the file is cut short")
+            value, at = data[at : at + size], at + size
+        else:
+            raise ValueError(f"wire type {wire}")
+        yield key >> 3, wire, value
+
+
+def _varints(wire: int, value: Any) -> Iterator[int]:
+    """A repeated integer field, packed or one at a time."""
+    if wire == _VARINT:
+        yield _signed(value)
+        return
+    at = 0
+    while at < len(value):
+        number, at = _varint(value, at)
+        yield _signed(number)
+
+
+def _text(value: memoryview) -> str:
+    return bytes(value).decode("utf-8")
+
+
+def _parse_node(data: memoryview) -> OnnxNode:
+    inputs: list[str] = []
+    outputs: list[str] = []
+    name = op_type = ""
+    for field, _, value in _fields(data):
+        if field == 1:
+            inputs.append(_text(value))
+        elif field == 2:
+            outputs.append(_text(value))
+        elif field == 3:
+            name = _text(value)
+        elif field == 4:
+            op_type = _text(value)
+    return OnnxNode(op_type, name, tuple(inputs), tuple(outputs))
+
+
+def _parse_tensor(data: memoryview) -> tuple[str, np.ndarray]:
+    shape: list[int] = []
+    integers: list[int] = []
+    chunks: list[bytes] = []  # fixed-width typed storage, concatenated
+    code, name, stored, raw = 0, "", "", None
+    for field, wire, value in _fields(data):
+        if field == 1:
+            shape.extend(_varints(wire, value))
+        elif field == 2:
+            code = value
+        elif field == 8:
+            name = _text(value)
+        elif field == _RAW_DATA:
+            raw = bytes(value)
+        elif field in (_INT32_DATA, _INT64_DATA):
+            integers.extend(_varints(wire, value))
+        elif field in (_FLOAT_DATA, _DOUBLE_DATA):
+            stored = "<f4" if field == _FLOAT_DATA else "<f8"
+            chunks.append(bytes(value))
+        elif field == 14 and value:
+            raise ValueError(f"tensor '{name}' is stored in another file")
+    if code not in _DTYPES:
+        raise ValueError(f"tensor '{name}' has the unsupported type {code}")
+    dtype = np.dtype(_DTYPES[code])
+    if raw is not None:
+        flat = np.frombuffer(raw, dtype)
+    elif chunks:
+        flat = np.frombuffer(b"".join(chunks), stored).astype(dtype)
+    elif code == 10:  # float16 without raw_data keeps its bits in int32_data
+        flat = np.array(integers, np.uint16).view(np.float16)
+    else:
+        flat = np.array(integers, np.int64).astype(dtype)
+    return name, flat.reshape(shape)

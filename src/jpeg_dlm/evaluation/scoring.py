@@ -1,0 +1,198 @@
+"""Causal language models that score text: negative log-likelihood per text, under one interface.
+
+Two conventions: without a beginning token the first token is context only (LM1B); with it every token counts (OWT).
+Every figure must carry the scorer's name: figures of different scorers do not compare.
+Shapes: B batch, L tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jpeg_dlm.errors import UsageError
+from jpeg_dlm.evaluation.text_metrics import (
+    TextScore,
+    bootstrap_interval,
+    distinct_n,
+    gen_ppl,
+    repetition_rate,
+    shuffle_words,
+    unigram_entropy,
+)
+
+__all__ = [
+    "GgufScorer",
+    "Scorer",
+    "TextScore",
+    "TransformersScorer",
+    "bootstrap_interval",
+    "build_scorer",
+    "distinct_n",
+    "gen_ppl",
+    "repetition_rate",
+    "shuffle_words",
+    "unigram_entropy",
+]
+
+TOKENS_PER_BATCH = 2048  # logits of a batch over 50 k tokens stay near 400 MB
+ROWS_PER_CHUNK = 512  # rows of logits that cross-entropy holds in fp32 at once
+PAPER_SCORER_TOKENS = 1024  # released: the first 1024 tokens of a text count
+
+Progress = Callable[[int, int], None]
+
+
+class Scorer:
+    """Subclasses tokenize and give per-token NLL; batching, skipping and truncation happen here."""
+
+    name: str
+    hash: str
+    bos_id: int | None
+    context: int
+
+    def __init__(self, device: str = "cpu", precision: str = "auto") -> None:
+        if precision not in ("auto", "fp32", "bf16"):
+            raise UsageError(f"The scorer's precision must be auto, fp32 or bf16, not {precision!r}.")
+        self.device = torch.device(device)
+        # (measured) bf16 on a CPU without its instructions is nine times slower than fp32, so 'auto' means CUDA only.
+        cuda = self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        self.bf16 = precision == "bf16" or (precision == "auto" and cuda)
+
+    def encode(self, text: str, max_tokens: int) -> list[int]:
+        """The first `max_tokens` ids of a text, without special tokens."""
+        raise NotImplementedError
+
+    def token_nll(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        """NLL (B, L - 1) of each token after the first, given those before it; padding is on the right."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def nll(
+        self,
+        texts: Sequence[str],
+        max_tokens: int = PAPER_SCORER_TOKENS,
+        bos: bool = False,
+        progress: Progress | None = None,
+    ) -> list[TextScore]:
+        """One score per text, in order. Blank texts, and one-token texts without `bos`, are marked as skipped."""
+        if max_tokens < 2:
+            raise UsageError("Scoring needs max_tokens of at least 2.")
+        if bos and self.bos_id is None:
+            raise UsageError(f"{self.name} has no beginning token: score without it.")
+        limit = min(max_tokens, self.context)
+        ids = [self.encode(text, limit - bos) if text.strip() else [] for text in texts]
+        rows = [[self.bos_id, *row] if bos and row else row for row in ids]
+        scores = [TextScore(0.0, 0, tuple(row)) for row in ids]
+        done = sum(len(row) < 2 for row in rows)
+        for batch in _batches_by_length(rows):
+            for i, total in zip(batch, self._sums([rows[i] for i in batch]), strict=True):
+                scores[i] = TextScore(total, len(rows[i]) - 1, tuple(ids[i]))
+            done += len(batch)
+            if progress is not None:
+                progress(done, len(rows))
+        return scores
+
+    def _sums(self, rows: list[list[Any]]) -> list[float]:
+        length = max(map(len, rows))
+        # Any id serves as padding: causal attention never looks right, and the mask removes it from the sum.
+        tokens_BL = torch.tensor([row + [row[-1]] * (length - len(row)) for row in rows], device=self.device)
+        mask_BL = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=self.device).bool()
+        autocast = torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else contextlib.nullcontext()
+        with autocast:
+            nll = self.token_nll(tokens_BL, mask_BL)
+        return (nll.double() * mask_BL[:, 1:]).sum(1).tolist()
+
+
+def _batches_by_length(rows: Sequence[Sequence[Any]]) -> Iterator[list[int]]:
+    """Indices of rows with at least two ids, alike in length so that little is padded; longest first shows memory early."""
+    order = sorted((i for i, row in enumerate(rows) if len(row) > 1), key=lambda i: (-len(rows[i]), i))
+    while order:
+        size = max(1, TOKENS_PER_BATCH // len(rows[order[0]]))
+        yield order[:size]
+        order = order[size:]
+
+
+def _chunked_cross_entropy(states: Tensor, targets: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
+    """NLL of `targets` (n) under `logits(states)` (n, V), a chunk of rows at a time, in fp32."""
+    pairs = zip(states.split(ROWS_PER_CHUNK), targets.split(ROWS_PER_CHUNK), strict=True)
+    return torch.cat([F.cross_entropy(logits(h).float(), y, reduction="none") for h, y in pairs])
+
+
+class GgufScorer(Scorer):
+    """A llama-style model from a GGUF file; without a path the pinned SmolLM2-135M-Instruct."""
+
+    def __init__(self, path: Path | None = None, device: str = "cpu", precision: str = "auto") -> None:
+        from jpeg_dlm.evaluation.smollm2 import DOCUMENT_START, NAME, load_gguf_llama
+        from jpeg_dlm.files import sha256_file
+
+        super().__init__(device, precision)
+        self.name = NAME if path is None else Path(path).stem
+        if path is None:
+            from jpeg_dlm.assets import fetch
+
+            path = fetch("smollm2")
+        model, self.tokenizer, metadata = load_gguf_llama(Path(path))
+        self.model = model.to(self.device)
+        self.hash = sha256_file(Path(path))
+        self.context = int(metadata.get("llama.context_length", PAPER_SCORER_TOKENS))
+        start = self.tokenizer.token_to_id(DOCUMENT_START)
+        self.bos_id = metadata.get("tokenizer.ggml.bos_token_id") if start is None else start
+
+    def encode(self, text: str, max_tokens: int) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids[:max_tokens]
+
+    def token_nll(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        h_BLH = self.model.hidden(tokens_BL)[:, :-1]
+        targets_BL = tokens_BL[:, 1:]
+        return _chunked_cross_entropy(h_BLH.flatten(0, 1), targets_BL.flatten(), self.model.logits).view_as(targets_BL)
+
+
+class TransformersScorer(Scorer):
+    """Any causal language model of transformers, by hub name or folder; the paper's is gpt2-large."""
+
+    def __init__(self, name: str, revision: str = "", device: str = "cpu", precision: str = "auto") -> None:
+        super().__init__(device, precision)
+        import transformers
+
+        from jpeg_dlm.encoders.base import tensors_sha256
+        from jpeg_dlm.encoders.hub import load_pretrained
+
+        def load(options: dict[str, Any]) -> tuple[Any, Any]:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+            return tokenizer, transformers.AutoModelForCausalLM.from_pretrained(name, **options)
+
+        remedy = "give a local folder as hf:FOLDER, or use the pinned package with --scorer smollm2."
+        self.tokenizer, model = load_pretrained(load, name, revision, "the scorer", remedy)
+        self.model = model.float().eval().requires_grad_(False).to(self.device)
+        self.name = Path(name).name if Path(name).is_dir() else name
+        self.hash = tensors_sha256(self.model.state_dict())
+        self.bos_id = self.tokenizer.bos_token_id
+        self.context = int(getattr(self.model.config, "max_position_embeddings", PAPER_SCORER_TOKENS))
+
+    def encode(self, text: str, max_tokens: int) -> list[int]:
+        # Asking the tokenizer to truncate, instead of slicing, keeps it from warning about every long text.
+        return self.tokenizer(text, add_special_tokens=False, truncation=True, max_length=max_tokens).input_ids
+
+    def token_nll(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        logits = self.model(input_ids=tokens_BL, attention_mask=mask_BL.long(), use_cache=False).logits[:, :-1]
+        targets_BL = tokens_BL[:, 1:]
+        flat = logits.flatten(0, 1)
+        return _chunked_cross_entropy(flat, targets_BL.flatten(), lambda chunk: chunk).view_as(targets_BL)
+
+
+def build_scorer(spec: str, device: str = "cpu", precision: str = "auto") -> Scorer:
+    """'smollm2' (pinned package), 'gguf:FILE', or 'hf:NAME' with a hub name or folder, such as hf:gpt2-large."""
+    kind, _, rest = spec.partition(":")
+    if kind == "hf" and rest:
+        return TransformersScorer(rest, device=device, precision=precision)
+    if kind == "gguf" and rest:
+        return GgufScorer(Path(rest), device, precision)
+    if spec in ("smollm2", "smollm2-135m"):
+        return GgufScorer(None, device, precision)
+    raise UsageError(f"Unknown scorer '{spec}': choose smollm2, gguf:FILE or hf:NAME (hf:gpt2-large is the paper's).")

@@ -1,0 +1,97 @@
+"""Numbers about texts that need no model beyond the scores already taken: pure functions.
+
+Entropy is in nats. Token ids are those of the scorer, so that systems with different tokenizers compare.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from jpeg_dlm.errors import DataError
+from jpeg_dlm.rng import derive_seed
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """What a scorer says about one text; `n_tokens` 0 means it was skipped as blank or too short to score."""
+
+    nll_sum: float
+    n_tokens: int
+    token_ids: tuple[int, ...]  # the truncated text without the beginning token
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the text had nothing to score."""
+        return self.n_tokens == 0
+
+
+def gen_ppl(scores: Sequence[TextScore]) -> float:
+    """exp(total NLL / total tokens): weighted by tokens over the whole file, not a mean of per-text figures."""
+    tokens = sum(score.n_tokens for score in scores)
+    if not tokens:
+        raise DataError("No text had a token to score: give texts of at least two tokens.")
+    return math.exp(math.fsum(score.nll_sum for score in scores) / tokens)
+
+
+def unigram_entropy(ids_per_text: Iterable[Sequence[int]]) -> float:
+    """Mean over texts of the entropy of each text's own token frequencies; blank texts do not count."""
+    entropies = [_entropy(ids) for ids in ids_per_text if len(ids)]
+    if not entropies:
+        raise DataError("Entropy needs at least one text that is not blank.")
+    return math.fsum(entropies) / len(entropies)
+
+
+def _entropy(ids: Sequence[int]) -> float:
+    total = len(ids)
+    return -math.fsum(n / total * math.log(n / total) for n in Counter(ids).values())
+
+
+def _ngrams(ids: Sequence[int], n: int) -> list[tuple[int, ...]]:
+    return [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+
+
+def distinct_n(ids_per_text: Iterable[Sequence[int]], n: int) -> float:
+    """Different n-grams over all n-grams of all texts together; 0 when no text has n tokens."""
+    grams = [gram for ids in ids_per_text for gram in _ngrams(ids, n)]
+    return len(set(grams)) / len(grams) if grams else 0.0
+
+
+def repetition_rate(ids_per_text: Iterable[Sequence[int]], n: int = 4) -> float:
+    """Mean over texts of the share of n-grams that already occurred earlier in the same text."""
+    rates = []
+    for ids in ids_per_text:
+        grams = _ngrams(ids, n)
+        if grams:
+            rates.append(1 - len(set(grams)) / len(grams))
+    return math.fsum(rates) / len(rates) if rates else 0.0
+
+
+def shuffle_words(text: str, generator: torch.Generator) -> str:
+    """The words of a text in random order: the same unigrams without grammar, a floor for any scorer."""
+    words = text.split()
+    return " ".join(words[i] for i in torch.randperm(len(words), generator=generator).tolist())
+
+
+def bootstrap_interval(
+    items: Sequence[T],
+    statistic: Callable[[Sequence[T]], float],
+    seed: int = 0,
+    resamples: int = 1000,
+    level: float = 0.95,
+) -> tuple[float, float]:
+    """Percentile interval of `statistic` over items (texts) drawn with replacement."""
+    if not items:
+        raise DataError("A bootstrap interval needs at least one text.")
+    random = np.random.default_rng(derive_seed(seed, "bootstrap"))
+    values = [statistic([items[i] for i in random.integers(len(items), size=len(items))]) for _ in range(resamples)]
+    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)

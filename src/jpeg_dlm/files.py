@@ -1,0 +1,334 @@
+"""Files that survive a kill: atomic writes, atomic directories, manifests, and tensors as safetensors.
+
+Every write goes to a temporary name beside its target, is flushed to the disk and only then renamed, so a reader sees the
+old content or the new one, never a part. torch is imported inside the few functions that need it, because rooms that
+must start quickly use the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import stat
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from jpeg_dlm.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MANIFEST = "manifest.json"
+MANIFEST_BYTES = 1 << 20  # a manifest lists a handful of files; anything larger was not written by us
+JSON_DEPTH = 32  # our own JSON nests five deep at most
+TEMP_PREFIX = ".tmp-"
+OLD_SUFFIX = ".old"
+FOREIGN_TEMP_S = 86400.0  # whether a process of another machine lives cannot be asked, so its temporaries get a day
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
+
+# ---------------------------------------------------------------- durable writes
+
+
+def sha256_file(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal."""
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes this user may still write on the disk that holds `path`."""
+    return shutil.disk_usage(path).free
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the names inside a directory durable; a rename alone may be lost with the power."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write(handle: IO[bytes], data: Any) -> None:
+    """The single place where bytes leave for the disk, so that tests can fill it up at any point."""
+    handle.write(data)
+
+
+def temp_name(path: Path) -> Path:
+    """A fresh temporary name beside `path` that tells which process of which machine owns it."""
+    return path.parent / f"{TEMP_PREFIX}{_process_key(os.getpid())}@{_host()}@{uuid.uuid4().hex[:8]}-{path.name[:60]}"
+
+
+@contextlib.contextmanager
+def _atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    temp = temp_name(path)
+    try:
+        with open(temp, "xb") as handle:  # plain open: mode 0666 minus the umask, as people expect of their files
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temp, path)
+    except BaseException:
+        temp.unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Write a whole file, or leave the previous one as it was."""
+    with _atomic_file(path) as handle:
+        _write(handle, content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Fill the yielded temporary directory; it takes the name `path` only once every file in it is on the disk.
+
+    An existing `path` is set aside as `path.old` and removed after the new one is durable: a kill at any moment
+    leaves at least one of the two whole, so readers that care look at both names.
+    """
+    temp, old = temp_name(path), path.with_name(path.name + OLD_SUFFIX)
+    temp.mkdir()
+    try:
+        yield temp
+        for entry in temp.iterdir():
+            with open(entry, "rb") as handle:
+                os.fsync(handle.fileno())
+        fsync_dir(temp)
+        if path.exists():
+            remove_directory(old)
+            os.rename(path, old)
+        os.rename(temp, path)
+    except BaseException:
+        if old.exists() and not path.exists():
+            os.rename(old, path)
+        shutil.rmtree(temp, ignore_errors=True)
+        raise
+    fsync_dir(path.parent)
+    remove_directory(old)
+
+
+def remove_directory(path: Path) -> None:
+    """Delete a directory so that a kill midway leaves a stale temporary, never a torn directory under its real name."""
+    if not path.exists():
+        return
+    temp = temp_name(path)
+    os.rename(path, temp)
+    shutil.rmtree(temp, ignore_errors=True)
+
+
+def sweep_temps(parent: Path) -> list[Path]:
+    """Remove temporaries in `parent` whose process is gone; returns what was removed."""
+    removed = []
+    for entry in parent.glob(TEMP_PREFIX + "*"):
+        if not _owner_alive(entry):
+            shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+            removed.append(entry)
+    return removed
+
+
+def _owner_alive(temp: Path) -> bool:
+    """Whether the process in a temporary's name may still be writing it; in doubt it may."""
+    key, _, rest = temp.name.removeprefix(TEMP_PREFIX).partition("@")
+    pid = key.partition(".")[0]
+    if pid.isdecimal() and len(pid) < 10 and rest.partition("@")[0] == _host():
+        return _process_key(int(pid)) == key
+    try:
+        return time.time() - temp.lstat().st_mtime < FOREIGN_TEMP_S
+    except FileNotFoundError:
+        return False
+
+
+def _process_key(pid: int) -> str | None:
+    """A process by id and start time, because ids return: after a restart a container's trainer often has the same one."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass  # it lives and belongs to someone else
+    try:
+        start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # field 22 of proc(5)
+    except (OSError, IndexError):
+        start = "0"  # a system without /proc: the id has to do
+    return f"{pid}.{start}"
+
+
+def _host() -> str:
+    return socket.gethostname().replace("/", "_").replace("@", "_")[:64]
+
+
+# ---------------------------------------------------------------- JSON and manifests
+
+
+def dump_json(values: Mapping[str, Any]) -> str:
+    """JSON that any reader accepts; what JSON cannot say, NaN included, is refused here and not found on loading."""
+    try:
+        return json.dumps(values, indent=1, allow_nan=False) + "\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"The values to save do not fit JSON ({error}): use finite numbers and strings.") from error
+
+
+def load_json(path: Path, max_bytes: int) -> dict[str, Any]:
+    """A JSON object of bounded size and depth."""
+    try:
+        with open(path, "rb") as handle:
+            raw = handle.read(max_bytes + 1)
+        if len(raw) > max_bytes:
+            raise CheckpointError(f"'{path}' is larger than {max_bytes} bytes and is not read: restore it from a copy.")
+        values = json.loads(raw.decode())
+    except OSError as error:
+        raise CheckpointError(f"Cannot read '{path}' ({error.strerror or error}): restore it from a copy.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"'{path}' is damaged, it is not valid JSON ({error}): restore it from a copy.") from error
+    if not isinstance(values, dict) or _deeper_than(values, JSON_DEPTH):
+        raise CheckpointError(f"'{path}' is not a JSON object of moderate depth: restore it from a copy.")
+    return values
+
+
+def _deeper_than(values: Any, depth: int) -> bool:
+    level = [values]
+    for _ in range(depth):
+        level = [v for x in level for v in (x.values() if isinstance(x, dict) else x) if isinstance(v, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
+def _sealed(body: Mapping[str, Any]) -> str:
+    """A manifest's text, with a digest of the rest: a flipped bit in the manifest itself must not pass either."""
+    return dump_json({**body, "digest": hashlib.sha256(dump_json(body).encode()).hexdigest()})
+
+
+def write_manifest(directory: Path, extra: Mapping[str, Any]) -> None:
+    """Write `manifest.json`: hash and size of every file of `directory`, what wrote them, and `extra`."""
+    import torch
+
+    files = {}
+    for entry in sorted(directory.iterdir()):
+        _check_entry(entry)
+        if entry.name != MANIFEST:
+            files[entry.name] = {"sha256": sha256_file(entry), "size": entry.stat().st_size}
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions["jpeg_dlm"] = importlib.metadata.version("jpeg-dlm")
+    body = {"format": 1, "files": files, "versions": versions, "threads": torch.get_num_threads(), "extra": dict(extra)}
+    write_atomic(directory / MANIFEST, _sealed(body))
+
+
+def verify_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of `directory`, after every file in it proved to be exactly what was written."""
+    path = directory / MANIFEST
+    try:
+        entries = sorted(directory.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"Cannot read the directory '{directory}' ({error.strerror or error}).") from error
+    for entry in entries:
+        _check_entry(entry)
+    if path not in entries:
+        raise CheckpointError(f"'{path}' is missing, so '{directory.name}' cannot be trusted: restore it from a copy.")
+    manifest = load_json(path, MANIFEST_BYTES)
+    body = {k: v for k, v in manifest.items() if k != "digest"}
+    # Comparing whole texts also refuses what parses to the same values: repeated keys, other spellings, added spaces.
+    if not _same_text(path, body) or manifest.get("format") != 1 or not isinstance(manifest.get("files"), dict):
+        raise CheckpointError(f"'{path}' is damaged, its digest does not match: restore '{directory.name}' from a copy.")
+    _compare(directory, manifest["files"], {e.name for e in entries} - {MANIFEST})
+    return manifest
+
+
+def _same_text(path: Path, body: Mapping[str, Any]) -> bool:
+    try:
+        return path.read_bytes() == _sealed(body).encode()
+    except CheckpointError:  # NaN parses but is never written
+        return False
+
+
+def _check_entry(entry: Path) -> None:
+    mode = entry.lstat().st_mode
+    if not stat.S_ISREG(mode):
+        kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a plain file"
+        raise CheckpointError(f"'{entry}' is {kind}, which a checkpoint never holds: remove it.")
+
+
+def _compare(directory: Path, listed: Mapping[str, Any], present: set[str]) -> None:
+    for name, record in listed.items():
+        if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
+            raise CheckpointError(f"The manifest of '{directory}' lists {name!r}, which is no file name: do not use it.")
+        if name not in present:
+            raise CheckpointError(f"'{directory / name}' is missing: restore it from a copy.")
+        size = (directory / name).stat().st_size
+        if not isinstance(record, dict) or record.get("size") != size:
+            raise CheckpointError(f"'{directory / name}' is damaged, it has {size} bytes: restore it from a copy.")
+        if record.get("sha256") != sha256_file(directory / name):
+            raise CheckpointError(f"'{directory / name}' is damaged, its SHA-256 does not match: restore it from a copy.")
+    for name in sorted(present - set(listed)):
+        raise CheckpointError(f"'{directory / name}' is not in the manifest: remove it.")
+
+
+# ---------------------------------------------------------------- tensors
+
+HEADER_BYTES = 16 << 20  # names, types and shapes of a hundred thousand tensors fit; a larger header is an attack or damage
+DTYPE_NAMES = {  # the type names of the safetensors format
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write tensors as one safetensors file.
+
+    The format is written here and read back by the safetensors package: its own writer reports a full disk without an
+    error number, orders metadata at random, does not flush to the disk and gives the file mode 0600. Tensors that share
+    storage are simply written once each; one tensor at a time is copied, never the whole model.
+    """
+    import torch
+
+    # Widest types first keeps every tensor aligned; names make the bytes a function of the content alone.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    offset = 0
+    for name in order:
+        dtype = str(tensors[name].dtype).removeprefix("torch.")
+        kind = DTYPE_NAMES.get(dtype)
+        if kind is None or name == "__metadata__" or tensors[name].layout != torch.strided:
+            raise CheckpointError(f"Tensor '{name}' of type {dtype} cannot be saved in '{path}': convert or rename it.")
+        end = offset + tensors[name].nbytes
+        header[name] = {"dtype": kind, "shape": list(tensors[name].shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with _atomic_file(path) as handle:
+        _write(handle, len(text).to_bytes(8, "little") + text)
+        for name in order:
+            flat = tensors[name].detach().to("cpu").contiguous().view(-1)
+            _write(handle, flat.view(torch.uint8).numpy())
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the CPU and independent of the file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as handle:
+            header = int.from_bytes(handle.read(8), "little")
+        if size < 8 or header > min(HEADER_BYTES, size - 8):
+            raise CheckpointError(f"'{path}' is not a whole safetensors file: restore it from a copy.")
+        with safe_open(path, framework="pt", device="cpu") as file:
+            # Cloned, because the file is only mapped: it could not be deleted or replaced while its tensors are in use.
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except OSError as error:
+        raise CheckpointError(f"Cannot read '{path}' ({error.strerror or error}): restore it from a copy.") from error
+    except (SafetensorError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"'{path}' is damaged or no safetensors file ({error}): restore it from a copy.") from error

@@ -1,0 +1,80 @@
+"""How the 'small' encoder learns: predict masked tokens, and keep the identity of the others.
+
+The first term makes features contextual, the second keeps them invertible, which a decoder from features needs.
+Shapes: B batch, L tokens, F feature width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jpeg_dlm.config import Config, SamplerConfig
+from jpeg_dlm.encoders.small import SmallEncoder
+from jpeg_dlm.errors import UsageError
+from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, Watch
+from jpeg_dlm.rng import RowNoise
+
+MASK_SHARE, RANDOM_SHARE = 0.8, 0.1  # of the chosen tokens; the remaining tenth stays as it is (BERT)
+
+
+class EncoderPretraining(Method):
+    """Masked language modeling around a trainable `SmallEncoder`, behind the contract of every method."""
+
+    def __init__(self, model: SmallEncoder, mask_prob: float = 0.3, keep_weight: float = 0.2) -> None:
+        super().__init__()
+        if not 0 < mask_prob <= 1:
+            raise UsageError(f"encoder.mask_prob must lie above 0 and not above 1, not {mask_prob}.")
+        self.model = model
+        self.mask_prob = mask_prob
+        self.loss_weights = {"masked": 1.0, "kept": keep_weight}
+
+    @classmethod
+    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> EncoderPretraining:
+        e = config.encoder
+        model = SmallEncoder(config.data.vocab_size, e.feature_dim, e.depth, e.heads).initialize(config.train.seed)
+        return cls(model, e.mask_prob, e.keep_weight)
+
+    def corrupt(self, tokens_BL: Tensor, mask_BL: Tensor | None, noise: RowNoise) -> tuple[Tensor, Tensor]:
+        """Tokens as the encoder sees them, and which of them (B, L, bool) were chosen for prediction."""
+        B, L = tokens_BL.shape
+        valid_BL = torch.ones_like(tokens_BL, dtype=torch.bool) if mask_BL is None else mask_BL
+        order, kind, replacement = noise.uniform("encoder-mask", 3, L).to(tokens_BL.device).unbind(1)
+        # A fixed share of each row's real tokens, not a coin per token: every row then gives a signal of the same size.
+        counts_B1 = (valid_BL.sum(1, keepdim=True) * self.mask_prob).round().clamp(min=1)
+        ranks_BL = order.masked_fill(~valid_BL, 2.0).argsort(1).argsort(1)
+        chosen_BL = (ranks_BL < counts_B1) & valid_BL
+        random_BL = (replacement * self.model.vocab_size).long().clamp(max=self.model.vocab_size - 1)
+        seen_BL = torch.where(chosen_BL & (kind < MASK_SHARE), self.model.mask_id, tokens_BL)
+        swap_BL = chosen_BL & (kind >= MASK_SHARE) & (kind < MASK_SHARE + RANDOM_SHARE)
+        return torch.where(swap_BL, random_BL, seen_BL), chosen_BL
+
+    def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
+        """'masked': mean cross-entropy of chosen tokens; 'kept': of the other real tokens. Padding counts in neither."""
+        tokens_BL, mask_BL = batch.tokens_BL, batch.mask_BL
+        seen_BL, chosen_BL = self.corrupt(tokens_BL, mask_BL, noise)
+        h_BLF = self.model.hidden(seen_BL, mask_BL)
+        logits = self.model.logits(h_BLF).flatten(0, 1).float()
+        nll = F.cross_entropy(logits, tokens_BL.flatten(), reduction="none")
+        chosen = chosen_BL.flatten()
+        kept = ~chosen if mask_BL is None else ~chosen & mask_BL.flatten()
+        return {"masked": _mean_over(nll, chosen), "kept": _mean_over(nll, kept)}
+
+    @torch.no_grad()
+    def reconstruction(self, batch: Batch) -> Tensor:
+        """Share of tokens that can be read off their own features: what a codec on top can hope to keep."""
+        same = self.model.logits(self.model.hidden(batch.tokens_BL, batch.mask_BL)).argmax(-1) == batch.tokens_BL
+        return same.float().mean() if batch.mask_BL is None else same[batch.mask_BL].float().mean()
+
+    def sample(self, n: int, sampler: SamplerConfig, noise: RowNoise, watch: Watch | None = None) -> Tensor:
+        raise UsageError("A text encoder does not generate text: train --method jpeg-dlm on top of it.")
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        return [ParameterGroup("flow", dict(self.named_parameters()))]
+
+
+def _mean_over(values: Tensor, where: Tensor) -> Tensor:
+    """Mean of the selected values; zero, not NaN, when none is."""
+    weights = where.to(values.dtype)
+    return (values * weights).sum() / weights.sum().clamp(min=1)

@@ -1,0 +1,325 @@
+"""JPEG-DLM: a compressor, a flow matching model and a decoding module trained together (Algorithms 1 and 2).
+
+Symbols of the paper: E encoder, C context compressor, C-bar target compressor, f shared network, D decompressor,
+W token projection; h features, z_tgt clean target, z_c corrupted view, z_t noisy embedding, w guidance scale.
+Shapes: B batch, L tokens, N latents, D latent width, F feature width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jpeg_dlm.collectives import all_mean
+from jpeg_dlm.config import Config, SamplerConfig
+from jpeg_dlm.flow.grids import make_grid
+from jpeg_dlm.flow.path import guidance_scale, guided_target, interpolate, logit_normal, per_row
+from jpeg_dlm.flow.solvers import SOLVERS
+from jpeg_dlm.methods.base import (
+    FROZEN,
+    Batch,
+    Method,
+    ParameterGroup,
+    Watch,
+    copy_tensors,
+    linear_ramp,
+    rounded_up_share,
+)
+from jpeg_dlm.methods.regularizers import sigreg, unit_directions, variance_covariance
+from jpeg_dlm.nn.dit import DiT
+from jpeg_dlm.nn.perceiver import Compressor, Decompressor
+from jpeg_dlm.nn.token_loss import token_nll
+from jpeg_dlm.rng import RowNoise
+
+VARIANCE_FLOOR = 1e-4  # assumed: keeps a dead channel from being blown up by standardization
+
+
+def build_dit(config: Config) -> DiT:
+    m = config.model
+    return DiT(
+        m.latent_len, m.latent_dim, m.bottleneck_dim, m.hidden, m.depth, m.heads, m.mlp_ratio,
+        m.freq_dim, m.time_tokens, m.sc_tokens, m.mode_tokens, m.dropout,
+    )  # fmt: skip
+
+
+class JpegDlm(Method):
+    """The whole system. `encoder` is frozen and may be None for a model that only samples."""
+
+    latent_mean: Tensor
+    latent_scale: Tensor
+    latent_updates: Tensor
+
+    def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
+        super().__init__()
+        m, o = config.model, config.objective
+        self.config = config
+        self.encoder = encoder
+        codec_sizes = (
+            config.data.token_len, m.latent_len, config.encoder.feature_dim, m.latent_dim, m.bottleneck_dim,
+            m.codec_layers, m.codec_heads, m.codec_mlp_ratio, m.dropout, m.position_scale,
+        )  # fmt: skip
+        self.compressor = Compressor(*codec_sizes)
+        self.target = copy.deepcopy(self.compressor).requires_grad_(False)
+        self.dit = build_dit(config)
+        self.predictor = None if m.shared else build_dit(config)  # the 'sep. nets' ablation
+        if self.predictor is not None:
+            # The heads of the other branch never run; distributed training would wait for their gradients forever.
+            self.dit.decode_head.requires_grad_(False)
+            self.predictor.denoise_head.requires_grad_(False)
+        self.decompressor = Decompressor(*codec_sizes)
+        self.unembed_proj = nn.Linear(config.encoder.feature_dim, m.proj_dim)
+        self.lm_head = nn.Linear(m.proj_dim, config.data.vocab_size)
+        self.register_buffer("latent_mean", torch.zeros(m.latent_dim))
+        self.register_buffer("latent_scale", torch.ones(m.latent_dim))
+        self.register_buffer("latent_updates", torch.zeros((), dtype=torch.int64))
+        self.loss_weights = {
+            "jep": o.jep_weight, "flow": o.flow_weight, "feat": o.feat_weight, "ce": o.ce_weight,
+            "ce_noisy": o.ce_weight, "sigreg": o.sigreg_weight, "var": o.var_weight, "cov": o.cov_weight,
+        }  # fmt: skip
+
+    @classmethod
+    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> JpegDlm:
+        return cls(config, encoder)
+
+    # ------------------------------------------------------------ Algorithm 1
+
+    def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
+        o = self.config.objective
+        h = self.features(batch)  # h <- E(x)
+        z_tgt = self.target_latents(h, batch.mask_BL, noise.step)  # z_tgt <- sg(C-bar(h)), standardized
+
+        # decode branch (t = 1): a corrupted view of the features, compressed
+        eps_h = noise.normal("feature", *h.shape[1:])
+        z_raw = self.compressor(h + o.sigma * eps_h, batch.mask_BL)
+        z_c = self.standardize(z_raw)
+
+        # denoise branch: a noisy embedding on the linear path (Equation 1), and its self-conditioning
+        t = logit_normal(noise.normal("time"), o.time_mean, o.time_std)
+        z_t = interpolate(z_tgt, noise.normal("latent", *z_tgt.shape[1:]), t)
+        w = guidance_scale(noise.uniform("scale"), o.w_min, o.w_max)
+        s, z_flow = self.self_condition(z_t, t, w, z_tgt, noise)
+
+        zhat_tgt, zhat_1 = self.both_branches(z_c, z_t, t, s, w)
+        hhat = self.decompressor(self.unstandardize(zhat_tgt))  # hhat <- D(zhat_tgt)
+
+        return {
+            "jep": F.mse_loss(zhat_tgt, z_tgt),  # Equation 3
+            "flow": self.flow_loss(zhat_1, z_flow, t),  # Equation 2
+            "feat": self.masked_mean(((hhat - h) ** 2).mean(-1), batch.mask_BL),  # Equation 5
+            "ce": self.token_loss(hhat, batch),  # Equation 4
+            **self.noisy_token_loss(zhat_1, t, batch),
+            **self.regularizers(z_raw if o.reg_space == "raw" else z_c, noise),
+        }
+
+    def features(self, batch: Batch) -> Tensor:
+        """h = E(x) from the cache or the frozen encoder."""
+        if batch.features_BLF is not None:
+            return batch.features_BLF
+        if self.encoder is None:
+            raise ValueError("this model was loaded without its text encoder")
+        with torch.no_grad():
+            return self.encoder(batch.tokens_BL, batch.mask_BL)
+
+    @torch.no_grad()
+    def target_latents(self, h: Tensor, mask: Tensor | None, step: int | None = None) -> Tensor:
+        """Standardized clean latents of the target compressor; in training the first steps also move the statistics."""
+        z = self.target(h, mask)
+        if self.training and step is not None and step < self.standardize_steps:
+            self.update_statistics(z)
+        return self.standardize(z)
+
+    def both_branches(self, z_c: Tensor, z_t: Tensor, t: Tensor, s: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """(zhat_tgt, zhat_1) = (f(z_c, t=1) in decode mode, f(z_t, t; s, w)): one pass when the network is shared."""
+        if self.predictor is not None:
+            return self.decode_latents(z_c, w), self.dit(z_t, t, s, w)
+        rows = len(z_c)
+        out = self.dit(
+            torch.cat([z_c, z_t]), torch.cat([torch.ones_like(t), t]), torch.cat([torch.zeros_like(s), s]),
+            torch.cat([w, w]), decode_rows=rows,
+        )  # fmt: skip
+        return self.with_residual(out[:rows], z_c), out[rows:]
+
+    def decode_latents(self, z: Tensor, w: Tensor) -> Tensor:
+        """f(z, t=1) in decode mode, without self-conditioning; w is fed all the same (released)."""
+        network = self.dit if self.predictor is None else self.predictor
+        return self.with_residual(network(z, torch.ones_like(w), None, w, decode_rows=len(z)), z)
+
+    def with_residual(self, predicted: Tensor, z: Tensor) -> Tensor:
+        """Optionally zhat = z + head, so that a fresh zero head already passes the latents on; not in the paper."""
+        return predicted + z if self.config.model.decode_residual else predicted
+
+    @torch.no_grad()
+    def self_condition(self, z_t: Tensor, t: Tensor, w: Tensor, z_tgt: Tensor, noise: RowNoise) -> tuple[Tensor, Tensor]:
+        """(s, target of the flow loss): for a random half of the rows the guided target, else zeros and z_tgt."""
+        s, target = torch.zeros_like(z_t), z_tgt.clone()
+        chosen = (noise.uniform("self_condition") < self.config.objective.sc_prob).nonzero().squeeze(1)
+        if len(chosen):
+            training = self.dit.training
+            self.dit.eval()  # the two extra passes see no dropout (ELF)
+            first = self.dit(z_t[chosen], t[chosen], None, w[chosen])
+            second = self.dit(z_t[chosen], t[chosen], first, w[chosen])
+            self.dit.train(training)
+            s[chosen] = first
+            target[chosen] = guided_target(z_tgt[chosen], second, first, w[chosen])
+        return s, target
+
+    def flow_loss(self, predicted: Tensor, target: Tensor, t: Tensor) -> Tensor:
+        """The x-loss, or the same error as a velocity, weighted by (1 - t)**-2 (appendix)."""
+        error = (predicted - target) ** 2
+        if self.config.objective.flow_loss == "v":
+            error = error / per_row((1 - t).clamp_min(self.config.objective.v_floor) ** 2, error)
+        return error.mean()
+
+    def token_loss(self, hhat: Tensor, batch: Batch) -> Tensor:
+        nll = token_nll(self.project, hhat, batch.tokens_BL, self.config.objective.ce_chunk)
+        return self.masked_mean(nll, batch.mask_BL)
+
+    def noisy_token_loss(self, zhat_1: Tensor, t: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """The ablation that extends the token loss to denoise predictions with t in [ce_time_min, 1]."""
+        if self.config.objective.ce_time_min >= 1:
+            return {}
+        late = t >= self.config.objective.ce_time_min
+        hhat = self.decompressor(self.unstandardize(zhat_1))
+        nll = token_nll(self.project, hhat, batch.tokens_BL, self.config.objective.ce_chunk)
+        # Normalized by all rows, not by the few late ones, so that the term's size does not jump with their number.
+        return {"ce_noisy": self.masked_mean(nll * late[:, None], batch.mask_BL)}
+
+    def regularizers(self, z: Tensor, noise: RowNoise) -> dict[str, Tensor]:
+        """SIGReg, variance and covariance terms over the vectors of the context compressor (appendix)."""
+        o = self.config.objective
+        u = z.flatten(0, 1).float()
+        if 0 < o.reg_max_rows < len(u):
+            rows = torch.randperm(len(u), generator=noise.shared("reg_rows"))[: o.reg_max_rows]
+            u = u[rows.to(u.device)]
+        terms = {}
+        if o.sigreg_weight:
+            directions = unit_directions(u.shape[1], o.sigreg_slices, noise.shared("sigreg"))
+            terms["sigreg"] = sigreg(u, directions, o.sigreg_knots, o.sigreg_t_max)
+        terms["var"], terms["cov"] = variance_covariance(u)
+        return terms
+
+    @staticmethod
+    def masked_mean(x_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
+        """Mean over real tokens of the global batch."""
+        if mask_BL is None:
+            return x_BL.mean()
+        return (x_BL * mask_BL).sum() / all_mean(mask_BL.float().sum()).clamp_min(1)
+
+    # ------------------------------------------------------------ latent standardization (appendix)
+
+    @property
+    def standardize_steps(self) -> int:
+        given = self.config.objective.standardize_steps
+        return given or rounded_up_share(self.config.train.steps, 0.1, most=2000)
+
+    def standardize(self, z: Tensor) -> Tensor:
+        return (z.float() - self.latent_mean) * self.latent_scale
+
+    def unstandardize(self, z: Tensor) -> Tensor:
+        return z / self.latent_scale + self.latent_mean
+
+    @torch.no_grad()
+    def update_statistics(self, z: Tensor) -> None:
+        """Running per-channel mean and variance over every process; the first batch sets them."""
+        z = z.float().flatten(0, 1)
+        mean = all_mean(z.mean(0))
+        variance = all_mean(((z - mean) ** 2).mean(0))
+        m = self.config.objective.standardize_momentum if int(self.latent_updates) else 0.0
+        self.latent_mean.mul_(m).add_(mean, alpha=1 - m)
+        variance = m * self.latent_scale**-2 + (1 - m) * variance
+        self.latent_scale.copy_(variance.clamp_min(VARIANCE_FLOOR).rsqrt())
+        self.latent_updates += 1
+
+    @torch.no_grad()
+    def after_step(self, step: int, total: int) -> None:
+        """theta-bar <- m theta-bar + (1 - m) theta, m rising linearly (appendix; shape of the ramp from I-JEPA)."""
+        o = self.config.objective
+        m = linear_ramp(o.target_ema_start, o.target_ema_end, step, total)
+        torch._foreach_lerp_(list(self.target.parameters()), list(self.compressor.parameters()), 1 - m)
+
+    # ------------------------------------------------------------ Algorithm 2
+
+    @torch.no_grad()
+    def sample(self, n: int, sampler: SamplerConfig, noise: RowNoise, watch: Watch | None = None) -> Tensor:
+        m = self.config.model
+        z = noise.normal("sample", m.latent_len, m.latent_dim)  # z ~ N(0, I), one generator per row
+        grid = make_grid(sampler.grid, sampler.steps, sampler.grid_mean, sampler.grid_std, noise.shared("grid"))
+        return self.integrate(z, grid, sampler, watch)
+
+    @torch.no_grad()
+    def integrate(self, z: Tensor, grid: Tensor, sampler: SamplerConfig, watch: Watch | None = None) -> Tensor:
+        """From the noise z along the grid to tokens."""
+        w = torch.full((len(z),), sampler.w, device=z.device)
+        times = grid.tolist()
+
+        def on_step(k: int, t: float, z: Tensor, x: Tensor) -> None:
+            if watch:
+                watch(k, sampler.steps, t, lambda: self.tokens(x, w))
+
+        z = SOLVERS[sampler.solver](self.self_conditioned(w), z, times, on_step)
+        tokens = self.tokens(z, w)
+        if watch:
+            watch(sampler.steps, sampler.steps, 1.0, lambda: tokens)
+        return tokens
+
+    def self_conditioned(self, w: Tensor) -> Callable[[Tensor, float], Tensor]:
+        """`predict(z, t)`, each call conditioned on the prediction of the call before (appendix)."""
+        s: Tensor | None = None
+
+        def predict(z: Tensor, t: float) -> Tensor:
+            nonlocal s
+            s = x = self.dit(z, torch.full_like(w, t), s, w)
+            return x
+
+        return predict
+
+    def tokens(self, z: Tensor, w: Tensor) -> Tensor:
+        """One decode evaluation at t = 1, then greedy tokens."""
+        return self.greedy(self.decode_latents(z, w))
+
+    def greedy(self, z_standardized: Tensor) -> Tensor:
+        """Latents straight through D and W to the most probable tokens."""
+        return self.project(self.decompressor(self.unstandardize(z_standardized))).argmax(-1)
+
+    def project(self, h: Tensor) -> Tensor:
+        """W: features to logits through two linears and a GELU."""
+        return self.lm_head(F.gelu(self.unembed_proj(h)))
+
+    # ------------------------------------------------------------ the codec on its own
+
+    @torch.no_grad()
+    def encode(self, batch: Batch) -> Tensor:
+        """Clean text to standardized latents (B, N, D), by the target compressor."""
+        return self.target_latents(self.features(batch), batch.mask_BL)
+
+    @torch.no_grad()
+    def reconstruction(self, batch: Batch, w: float = 1.0) -> Tensor:
+        """Share of real tokens that come back from their own latents through the decode branch."""
+        z = self.encode(batch)
+        same = self.tokens(z, torch.full((len(z),), w, device=z.device)) == batch.tokens_BL
+        return self.masked_mean(same.float(), batch.mask_BL)
+
+    # ------------------------------------------------------------ files and optimization
+
+    def export_state(self) -> dict[str, Tensor]:
+        """The released layout, 383 tensors at the paper's sizes; `compressor.*` is the target, which makes clean latents."""
+        inner = ("target.", "compressor.", FROZEN, "latent_updates")
+        state = self.state_dict()
+        kept = {name: t for name, t in state.items() if not name.startswith(inner)}
+        return kept | {"compressor." + n.removeprefix("target."): t for n, t in state.items() if n.startswith("target.")}
+
+    def import_state(self, tensors: Mapping[str, Tensor], origin: str) -> None:
+        copy_tensors(self.export_state(), tensors, origin)
+        self.compressor.load_state_dict(self.target.state_dict())
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        flow = ("dit.", "predictor.", "unembed_proj.", "lm_head.")  # assumed: the projection goes with the DiT
+        groups: dict[str, dict[str, nn.Parameter]] = {"flow": {}, "codec": {}}
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                groups["flow" if name.startswith(flow) else "codec"][name] = parameter
+        return [ParameterGroup(name, parameters) for name, parameters in groups.items()]

@@ -1,0 +1,54 @@
+"""SIGReg and the variance and covariance terms that keep the compressed space from collapsing (appendix).
+
+U (R, D) holds R latent vectors of this process. Under several processes every mean is the global one, so the terms do
+not depend on how a batch is split.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jpeg_dlm.collectives import all_mean, world_size
+
+
+def unit_directions(dim: int, slices: int, generator: torch.Generator) -> Tensor:
+    """M random unit directions as columns (D, M)."""
+    a = torch.randn((dim, slices), generator=generator, device=generator.device)
+    return a / a.norm(dim=0)
+
+
+def epps_pulley(y: Tensor, knots: int = 17, t_max: float = 3.0) -> Tensor:
+    """The Epps-Pulley distance of each column of y (R, M) from N(0, 1), times R: shape (M,).
+
+    Trapezoidal quadrature on [-t_max, t_max], folded onto the half line by symmetry, with the Gaussian weight of
+    LeJEPA. Looping over the knots keeps memory at R x M instead of R x M x knots.
+    """
+    t = torch.linspace(0.0, t_max, knots, dtype=torch.float32, device=y.device)
+    dt = t_max / (knots - 1)
+    phi = torch.exp(-0.5 * t**2)
+    weights = torch.full_like(t, 2 * dt)
+    weights[0] = weights[-1] = dt
+    total = y.new_zeros(y.shape[1])
+    for k in range(knots):
+        angle = t[k] * y
+        real, imag = all_mean(torch.stack([angle.cos().mean(0), angle.sin().mean(0)]))
+        total = total + weights[k] * phi[k] * ((real - phi[k]) ** 2 + imag**2)
+    return total * (len(y) * world_size())
+
+
+def sigreg(u: Tensor, directions: Tensor, knots: int = 17, t_max: float = 3.0) -> Tensor:
+    """Sketched isotropic Gaussian regularization: the mean Epps-Pulley statistic over random directions."""
+    return epps_pulley(u.float() @ directions.to(u.device), knots, t_max).mean()
+
+
+def variance_covariance(u: Tensor, eps: float = 1e-4) -> tuple[Tensor, Tensor]:
+    """(L_var, L_cov): the hinge on channel deviations below 1 and the mean of squared off-diagonal covariances."""
+    u = u.float()
+    rows = len(u) * world_size()
+    centered = u - all_mean(u.mean(0))
+    cov = all_mean(centered.T @ centered / len(u)) * (rows / (rows - 1))
+    variance = cov.diagonal()
+    hinge = torch.relu(1 - torch.sqrt(variance + eps)).mean()
+    off_diagonal = (cov**2).sum() - (variance**2).sum()
+    return hinge, off_diagonal / u.shape[1]

@@ -1,0 +1,170 @@
+"""A model on disk, complete for use: config, tensors, tokenizer and, if the project trained it, the encoder.
+
+    config.json  model.safetensors  tokenizer.json  encoder.json  encoder.safetensors  manifest.json
+
+`read_model` also takes a run directory or one of its checkpoints, and then uses the averaged weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from jpeg_dlm.config import Config, from_dict, read_json_file, to_dict, validate
+from jpeg_dlm.encoders.small import CONFIG_FILE, WEIGHTS_FILE
+from jpeg_dlm.errors import CheckpointError
+from jpeg_dlm.files import atomic_directory, load_tensors, save_tensors, verify_manifest, write_atomic, write_manifest
+from jpeg_dlm.methods.base import Method, copy_tensors
+from jpeg_dlm.methods.registry import build_method
+from jpeg_dlm.training.checkpoint import latest_checkpoint, load_checkpoint
+
+MODEL_FILE, TOKENIZER_FILE = "model.safetensors", "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """A method with its weights, and where its tokenizer and encoder lie (they may come from elsewhere)."""
+
+    method: Method
+    config: Config
+    origin: Path
+    tokenizer: Path | None
+    encoder: Path | None
+
+
+def bundled_folder() -> Path:
+    """The model that ships with the package."""
+    return Path(__file__).parent / "bundled"
+
+
+def read_model(path: Path, warn=print) -> ModelParts:  # noqa: ANN001 - Callable[[str], None]
+    """A model folder, a run directory, or a checkpoint of one."""
+    if not path.is_dir():
+        what = (
+            "is a file, not a folder: import it first with  jpeg-dlm import"
+            if path.is_file()
+            else "does not exist: name a folder"
+        )
+        raise CheckpointError(f"'{path}' {what} that holds a model or a run.")
+    if (path / "state.json").is_file():
+        return _from_checkpoint(load_checkpoint(path), path.parent.parent)
+    if (path / "checkpoints").is_dir():
+        checkpoint = latest_checkpoint(path, warn)
+        if checkpoint is None:
+            raise CheckpointError(f"The run '{path}' has no checkpoint yet: train it longer or wait for its first save.")
+        return _from_checkpoint(checkpoint, path)
+    if (path / MODEL_FILE).is_file():
+        return _from_model_folder(path)
+    raise CheckpointError(f"'{path}' holds neither a model nor a run: name a folder made by train, import or save.")
+
+
+def _from_model_folder(path: Path) -> ModelParts:
+    verify_manifest(path)
+    config = validate(from_dict(read_json_file(path / "config.json")))
+    method = build_method(config)
+    method.import_state(load_tensors(path / MODEL_FILE), str(path / MODEL_FILE))
+    return ModelParts(
+        method.eval(), config, path, _if_there(path / TOKENIZER_FILE), path if (path / CONFIG_FILE).is_file() else None
+    )
+
+
+def _from_checkpoint(checkpoint, run: Path) -> ModelParts:  # noqa: ANN001 - training.checkpoint.Checkpoint
+    config = validate(from_dict(checkpoint.state["config"]))
+    method = build_method(config)
+    state = checkpoint.tensors("model") | checkpoint.tensors("ema")
+    copy_tensors({name: t for name, t in method.state_dict().items()}, state, str(checkpoint.path))
+    encoder = run / "encoder" if (run / "encoder" / CONFIG_FILE).is_file() else None
+    if encoder is None and config.encoder.kind == "small" and config.encoder.name:
+        encoder = Path(config.encoder.name)
+    return ModelParts(method.eval(), config, checkpoint.path, _if_there(run / TOKENIZER_FILE), encoder)
+
+
+def _if_there(path: Path) -> Path | None:
+    return path if path.is_file() else None
+
+
+def write_model(parts: ModelParts, out: Path, extra: dict[str, str] | None = None) -> Path:
+    """Save a model folder atomically; an existing folder of that name is refused, not overwritten."""
+    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+        raise CheckpointError(f"'{out}' already exists: name another folder, nothing was overwritten.")
+    if out.exists():
+        out.rmdir()
+    config = parts.config
+    if config.encoder.kind == "small":  # the encoder's files travel along, so no path of the training machine is kept
+        config = replace(config, encoder=replace(config.encoder, name=""))
+    config = replace(config, data=replace(config.data, source=Path(config.data.source).name))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_directory(out) as temp:
+        write_atomic(temp / "config.json", json.dumps(to_dict(config), indent=1) + "\n")
+        save_tensors(temp / MODEL_FILE, parts.method.export_state(), {"format": "pt"})
+        if parts.tokenizer:
+            shutil.copyfile(parts.tokenizer, temp / TOKENIZER_FILE)
+        if parts.encoder:
+            for name in (CONFIG_FILE, WEIGHTS_FILE):
+                shutil.copyfile(parts.encoder / name, temp / name)
+        write_manifest(temp, extra or {})
+    return out
+
+
+# ---------------------------------------------------------------- the authors' checkpoints
+
+
+def infer_config(tensors: dict[str, Tensor], base: Config) -> Config:
+    """The sizes of a checkpoint in the released layout, read from its tensors; the rest of the config from `base`."""
+
+    def shape(name: str) -> tuple[int, ...]:
+        if name not in tensors:
+            raise CheckpointError(f"The file is not in the released layout: it lacks the tensor '{name}'.")
+        return tuple(tensors[name].shape)
+
+    def layers(prefix: str) -> int:
+        return len({name.split(".")[2] for name in tensors if name.startswith(prefix)})
+
+    latent_len, dim = shape("compressor.latents")
+    token_len, _ = shape("decompressor.pos_emb.weight")
+    hidden = shape("dit.t_emb_tokens")[2]
+    proj_dim, feature_dim = shape("unembed_proj.weight")
+    model = replace(
+        base.model,
+        latent_len=latent_len,
+        latent_dim=dim,
+        bottleneck_dim=shape("compressor.in_proj.down.weight")[0],
+        codec_layers=layers("compressor.layers."),
+        codec_heads=dim // shape("compressor.layers.0.attn.q_norm.gamma")[0],
+        codec_mlp_ratio=shape("compressor.layers.0.ffn.net.1.weight")[0] / dim,
+        proj_dim=proj_dim,
+        hidden=hidden,
+        depth=layers("dit.blocks."),
+        heads=hidden // shape("dit.blocks.0.attn.q_norm.weight")[0],
+        mlp_ratio=_swiglu_ratio(shape("dit.blocks.0.mlp.w3.weight")[1], hidden),
+        freq_dim=shape("dit.t_embedder.mlp_0.weight")[1],
+        time_tokens=shape("dit.t_emb_tokens")[1],
+        sc_tokens=shape("dit.sc_tokens")[1],
+        mode_tokens=shape("dit.mode_tokens")[1],
+        shared=not any(name.startswith("predictor.") for name in tensors),
+    )
+    data = replace(base.data, token_len=token_len, vocab_size=shape("lm_head.weight")[0])
+    return replace(base, data=data, model=model, encoder=replace(base.encoder, feature_dim=feature_dim))
+
+
+def _swiglu_ratio(inner: int, hidden: int) -> float:
+    """The MLP ratio whose two-thirds rule gives `inner`."""
+    for expanded in range(inner * 3 // 2, inner * 3 // 2 + 3):
+        if int(expanded * 2 / 3) == inner and int(hidden * (expanded / hidden)) == expanded:
+            return expanded / hidden
+    raise CheckpointError(f"A SwiGLU width of {inner} does not fit a hidden width of {hidden}.")
+
+
+def import_released(file: Path, base: Config) -> ModelParts:
+    """A checkpoint file in the released layout as a model; every tensor must find its place."""
+    if not file.is_file():
+        raise CheckpointError(f"'{file}' does not exist: name the .safetensors file to import.")
+    tensors = load_tensors(file)
+    config = validate(infer_config(tensors, base))
+    method = build_method(config)
+    method.import_state(tensors, str(file))
+    return ModelParts(method.eval(), config, file, None, None)

@@ -1,0 +1,181 @@
+"""The latent DiT f: a transformer over [time, scale and mode tokens, N latents] with two heads (paper, after ELF).
+
+Shapes: B batch, N latents, D latent width, H hidden width, P prefix tokens, S = P + N.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jpeg_dlm.nn.precision import fp32_island
+
+
+def scalar_embedding(x_B: Tensor, dim: int) -> Tensor:
+    """Cosines then sines of x at `dim / 2` frequencies from 1 down to 1e-4; x is not multiplied by 1000 (released)."""
+    half = dim // 2
+    freqs = torch.exp(-math.log(10_000.0) * torch.arange(half, device=x_B.device, dtype=torch.float32) / half)
+    angles = x_B.float()[:, None] * freqs
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def rope_table(prefix: int, length: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """cos and sin (S, head_dim) for interleaved pairs; the prefix is not rotated, latents count from 0 (released)."""
+    inv = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), inv).repeat_interleave(2, dim=-1)
+    angles = torch.cat([torch.zeros(prefix, head_dim), angles])
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (2i, 2i + 1) of the last axis."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return x * cos + torch.stack([-odd, even], dim=-1).flatten(-2) * sin
+
+
+class ScalarEmbedder(nn.Module):
+    """Sinusoids through a two-layer SiLU network."""
+
+    def __init__(self, freq_dim: int, hidden: int) -> None:
+        super().__init__()
+        self.freq_dim = freq_dim
+        self.mlp_0 = nn.Linear(freq_dim, hidden)
+        self.mlp_2 = nn.Linear(hidden, hidden)
+
+    def forward(self, x_B: Tensor) -> Tensor:
+        return self.mlp_2(F.silu(self.mlp_0(scalar_embedding(x_B, self.freq_dim))))
+
+
+class InputProjection(nn.Module):
+    def __init__(self, dim: int, bottleneck: int, hidden: int) -> None:
+        super().__init__()
+        self.proj1 = nn.Linear(dim, bottleneck, bias=False)
+        self.proj2 = nn.Linear(bottleneck, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj2(self.proj1(x))
+
+
+class Attention(nn.Module):
+    """Full self-attention with RMS-normed q and k, then rotary positions."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.q_norm = nn.RMSNorm(hidden // heads, eps=1e-6)
+        self.k_norm = nn.RMSNorm(hidden // heads, eps=1e-6)
+        self.proj = nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # 3 B heads S head_dim
+        v = qkv[2]
+        # q and k go through norm and rotation together: one pass over memory instead of two.
+        gain = torch.stack([self.q_norm.weight, self.k_norm.weight])[:, None, None, None]
+        q, k = rotate(F.rms_norm(qkv[:2].float(), (qkv.shape[-1],), eps=1e-6) * gain, cos, sin).to(v.dtype)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, hidden: int, ratio: float) -> None:
+        super().__init__()
+        inner = int(int(hidden * ratio) * 2 / 3)
+        self.w12 = nn.Linear(hidden, 2 * inner)
+        self.w3 = nn.Linear(inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.w12(x).chunk(2, dim=-1)
+        return self.w3(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, heads: int, ratio: float, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.RMSNorm(hidden, eps=1e-6)
+        self.attn = Attention(hidden, heads)
+        self.norm2 = nn.RMSNorm(hidden, eps=1e-6)
+        self.mlp = SwiGLU(hidden, ratio)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + F.dropout(self.attn(self.norm1(x), cos, sin), self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
+
+
+class Head(nn.Module):
+    """RMSNorm and a linear that starts at zero, so that the first prediction is 0 (released)."""
+
+    def __init__(self, hidden: int, dim: int) -> None:
+        super().__init__()
+        self.norm_final = nn.RMSNorm(hidden, eps=1e-6)
+        self.linear = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm_final(x))
+
+
+class DiT(nn.Module):
+    """f(z, t; s, w) in two modes: denoise (flow matching) and decode (joint-embedding prediction at t = 1)."""
+
+    def __init__(
+        self, latent_len: int, dim: int, bottleneck: int, hidden: int, depth: int, heads: int, ratio: float,
+        freq_dim: int, time_tokens: int, sc_tokens: int, mode_tokens: int, dropout: float,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.prefix = time_tokens + sc_tokens + mode_tokens
+        self.t_emb_tokens = nn.Parameter(torch.empty(1, time_tokens, hidden))
+        self.sc_tokens = nn.Parameter(torch.empty(1, sc_tokens, hidden))
+        self.mode_tokens = nn.Parameter(torch.empty(1, mode_tokens, hidden))
+        self.self_cond_proj = nn.Linear(2 * dim, dim)
+        self.in_proj = InputProjection(dim, bottleneck, hidden)
+        self.t_embedder = ScalarEmbedder(freq_dim, hidden)
+        self.sc_embedder = ScalarEmbedder(freq_dim, hidden)
+        self.blocks = nn.ModuleList(Block(hidden, heads, ratio, dropout) for _ in range(depth))
+        self.denoise_head = Head(hidden, dim)
+        self.decode_head = Head(hidden, dim)
+        cos, sin = rope_table(self.prefix, latent_len, hidden // heads)
+        self.register_buffer("rope_cos", cos, persistent=False)
+        self.register_buffer("rope_sin", sin, persistent=False)
+        self._initialize()
+
+    def _initialize(self) -> None:
+        """Xavier-uniform weights and zero biases; N(0, 0.02) embedders and tokens; zero heads (released)."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for embedder in (self.t_embedder, self.sc_embedder):
+            nn.init.normal_(embedder.mlp_0.weight, std=0.02)
+            nn.init.normal_(embedder.mlp_2.weight, std=0.02)
+        for tokens in (self.t_emb_tokens, self.sc_tokens, self.mode_tokens):
+            nn.init.normal_(tokens, std=0.02)
+        for head in (self.denoise_head, self.decode_head):
+            nn.init.zeros_(head.linear.weight)
+
+    def forward(self, z_BND: Tensor, t_B: Tensor, s_BND: Tensor | None, w_B: Tensor, decode_rows: int = 0) -> Tensor:
+        """The predicted clean embedding. The first `decode_rows` rows are in decode mode, the rest denoise."""
+        with fp32_island(z_BND):
+            z_BND = z_BND.float()
+            s_BND = torch.zeros_like(z_BND) if s_BND is None else s_BND.float()
+            x_BNH = self.in_proj(self.self_cond_proj(torch.cat([z_BND, s_BND], dim=-1)))
+            x_BSH = torch.cat([self._prefix(t_B, w_B, decode_rows), x_BNH], dim=1)
+        for block in self.blocks:
+            x_BSH = block(x_BSH, self.rope_cos, self.rope_sin)
+        with fp32_island(z_BND):
+            x_BNH = x_BSH[:, self.prefix :].float()
+            if decode_rows == 0:
+                return self.denoise_head(x_BNH)
+            if decode_rows == len(x_BNH):
+                return self.decode_head(x_BNH)
+            return torch.cat([self.decode_head(x_BNH[:decode_rows]), self.denoise_head(x_BNH[decode_rows:])])
+
+    def _prefix(self, t_B: Tensor, w_B: Tensor, decode_rows: int) -> Tensor:
+        time = self.t_emb_tokens + self.t_embedder(t_B)[:, None]
+        scale = self.sc_tokens + self.sc_embedder(w_B)[:, None]
+        # In denoise mode the mode tokens are zeros that stay in the sequence and are attended to (released).
+        is_decode = (torch.arange(len(t_B), device=t_B.device) < decode_rows).to(time.dtype)
+        return torch.cat([time, scale, self.mode_tokens * is_decode[:, None, None]], dim=1)

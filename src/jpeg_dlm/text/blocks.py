@@ -1,0 +1,137 @@
+"""Reading a prepared folder: rows by number from memory-mapped shards, and the order in which training sees them.
+
+The order is a pure function of (seed, position): which rows a batch holds depends on the seed and the step alone, not on
+the number of processes, on what was read before, or on where a run was resumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jpeg_dlm.assets import sha256_file
+from jpeg_dlm.errors import DataError
+from jpeg_dlm.rng import derive_seed
+from jpeg_dlm.text.tokenizer import TextTokenizer
+
+FORMAT = 1  # of index.json and the shards
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The index of a prepared folder."""
+    path = folder / "index.json"
+    try:
+        index = json.loads(path.read_text("utf-8"))
+        found = index["format"]
+    except FileNotFoundError as error:
+        raise DataError(f"'{folder}' is not a prepared folder (no index.json): make one with  jpeg-dlm prepare.") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"'{path}' cannot be read ({error}): delete the folder and prepare it again.") from error
+    if found != FORMAT:
+        raise DataError(f"'{folder}' was prepared by another version (format {found}): prepare it again.")
+    return index
+
+
+class Blocks:
+    """The rows of one split of a prepared folder."""
+
+    def __init__(self, folder: Path, split: Literal["train", "heldout"] = "train") -> None:
+        self.folder, self.split = folder, split
+        self.index = read_index(folder)
+        self.token_len: int = self.index["token_len"]
+        self.vocab_size: int = self.index["vocab_size"]
+        self.pad_id: int = self.index["pad_id"]
+        self._files: list[dict[str, Any]] = self.index["splits"][split]["shards"]
+        self._shards = [self._open(shard) for shard in self._files]
+        self._ends = np.cumsum([len(shard) for shard in self._shards])
+
+    def _open(self, shard: dict[str, Any]) -> np.ndarray:
+        path, dtype = self.folder / shard["file"], np.dtype(self.index["dtype"]).newbyteorder("<")
+        shape = (shard["rows"], self.token_len)
+        try:
+            size = path.stat().st_size
+            if size != shape[0] * shape[1] * dtype.itemsize:
+                raise DataError(f"The shard '{path}' is damaged ({size} bytes): delete '{self.folder}' and prepare it again.")
+            return np.memmap(path, dtype, mode="r", shape=shape)
+        except OSError as error:
+            raise DataError(f"The shard '{path}' cannot be read ({error.strerror or error}): prepare it again.") from error
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the index, which names the hash of every shard and of the tokenizer."""
+        return hashlib.sha256(json.dumps(self.index, sort_keys=True).encode()).hexdigest()
+
+    def tokenizer(self) -> TextTokenizer:
+        """The tokenizer that made the rows."""
+        tokenizer = TextTokenizer.from_file(self.folder / "tokenizer.json")
+        if tokenizer.fingerprint != self.index["tokenizer"]:
+            raise DataError(f"The tokenizer.json in '{self.folder}' is not the one that made its rows: prepare it again.")
+        return tokenizer
+
+    def verify(self) -> None:
+        """Compare every shard with its hash."""
+        for shard in self._files:
+            path = self.folder / shard["file"]
+            if sha256_file(path) != shard["sha256"]:
+                raise DataError(f"The shard '{path}' is damaged (wrong hash): delete '{self.folder}' and prepare it again.")
+
+    def rows(self, indices: Sequence[int] | np.ndarray) -> Tensor:
+        """The rows with these numbers, in this order, as int64 (B, L)."""
+        wanted = np.asarray(indices, np.int64)
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
+            raise IndexError(f"rows {wanted.min()} to {wanted.max()} asked of {len(self)}")
+        out = np.empty((len(wanted), self.token_len), np.int64)
+        shard_of = np.searchsorted(self._ends, wanted, side="right")
+        for s in np.unique(shard_of):
+            here = shard_of == s
+            first = self._ends[s] - len(self._shards[s])
+            out[here] = self._shards[s][wanted[here] - first]
+        return torch.from_numpy(out)
+
+    def mask(self, rows: Tensor) -> Tensor | None:
+        """True where a row holds text rather than padding; None when the packing never pads."""
+        return rows != self.pad_id if self.index["padded"] else None
+
+
+class EpochOrder:
+    """Every row once per epoch, in a new order each; keeps the order of the epoch it was asked for last."""
+
+    def __init__(self, seed: int, n_rows: int) -> None:
+        if n_rows < 1:
+            raise DataError("There are no rows to train on: prepare more text or lower data.token_len.")
+        self.seed, self.n_rows = seed, n_rows
+        self._epoch, self._order = -1, np.zeros(0, np.int64)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The permutation of one epoch."""
+        if epoch != self._epoch:
+            # Sorting raw counter output instead of Generator.permutation: numpy promises that only the former
+            # stays the same between its versions.
+            raw = np.random.Philox(key=derive_seed(self.seed, "epoch", epoch)).random_raw(self.n_rows)
+            self._epoch, self._order = epoch, np.argsort(raw, kind="stable")
+        return self._order
+
+    def rows(self, position: int, count: int) -> np.ndarray:
+        """The rows at stream positions `position` to `position + count - 1`; an epoch's end may lie in between."""
+        parts: list[np.ndarray] = []
+        while count > 0:
+            epoch, offset = divmod(position, self.n_rows)
+            part = self.order(epoch)[offset : offset + count]
+            parts.append(part)
+            position, count = position + len(part), count - len(part)
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def row_indices(seed: int, position: int, count: int, n_rows: int) -> np.ndarray:
+    """`EpochOrder.rows` for a single question."""
+    return EpochOrder(seed, n_rows).rows(position, count)

@@ -1,0 +1,397 @@
+"""Sources of text as streams of documents, always in the same order.
+
+A document is a string whose paragraphs are lines; within a line, white space is collapsed. What counts as a document:
+
+| source | documents |
+|---|---|
+| one .txt or .md file | parts between lines that are only `<|endoftext|>`; else blank-line-separated paragraphs; else lines |
+| .jsonl | each record: its "text", else its first text field |
+| folder | one per .txt or .md file (in order of path; files above 16 MB as above), one per record of a .jsonl |
+| any of these with .gz | the same |
+| `sotu`, `sotu-modern` | one per speech; the latter those since 1945 |
+| `wikipedia` | one per article of enwik8, prose only |
+| `lm1b`, `openwebtext`, `hf:NAME[:SPLIT]` | one per record, streamed by the package `datasets` |
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import html
+import io
+import itertools
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jpeg_dlm.assets import ASSETS, fetch
+from jpeg_dlm.errors import DataError, MissingPackageError, UsageError
+from jpeg_dlm.text.tokenizer import collapse
+
+MARKER = "<|endoftext|>"
+SUFFIXES = (".txt", ".md", ".jsonl")
+BIG_FILE = 16 << 20  # a larger file of a folder is many documents, so that no document has to fit twice in memory
+LOOK_AHEAD = 1 << 20  # how far into a file we look for markers and blank lines
+WIKIPEDIA_BYTES = 51_000_000  # measured: what the cleaner leaves of enwik8
+SPEECHES = {"sotu": "", "sotu-modern": "1945"}  # corpus and the first year it takes
+HUB_SETS = {"lm1b": "dvruette/lm1b:train", "openwebtext": "Skylion007/openwebtext:train"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A source that was found: its documents, about how many bytes they are, and a mark that changes when it does."""
+
+    stream: Callable[[int], Iterator[str]]  # takes the number of documents to skip
+    total_bytes: int | None
+    fingerprint: str
+
+
+def open_corpus(source: str, detokenize: str = "none") -> Corpus:
+    """Find `source`; nothing is read yet but what is needed to know that it is there."""
+    corpus = _find(source)
+    if detokenize == "lm1b":
+        return Corpus(lambda skip: map(detokenize_lm1b, corpus.stream(skip)), corpus.total_bytes, corpus.fingerprint)
+    return corpus
+
+
+def documents(source: str, detokenize: str = "none", skip: int = 0) -> Iterator[str]:
+    """The documents of `source` after the first `skip`."""
+    return open_corpus(source, detokenize).stream(skip)
+
+
+def _find(source: str) -> Corpus:
+    if not source:
+        raise UsageError("No text was named: set data.source to a file or folder of text, to 'sotu', 'wikipedia' or hf:NAME.")
+    if source in HUB_SETS or source.startswith("hf:"):
+        name = HUB_SETS.get(source, source.removeprefix("hf:"))
+        return Corpus(lambda skip: _hub_documents(name, skip), None, f"hub:{name}")
+    if source == "wikipedia":
+        return Corpus(lambda skip: _skipping(wikipedia_articles(fetch("enwik8")), skip), WIKIPEDIA_BYTES, _pinned("enwik8"))
+    if source in SPEECHES:
+        files = [p for p in _files(fetch("sotu")) if p.name >= SPEECHES[source]]  # names begin with the year
+        return Corpus(lambda skip: _skipping(_documents(files), skip), _size(files), _pinned("sotu"))
+    path = Path(source).expanduser()
+    if (path / "index.json").is_file():
+        raise DataError(f"'{path}' is already prepared: name it where blocks are read, or prepare from its original text.")
+    if path.is_dir():
+        files = _files(path)
+        return Corpus(lambda skip: _skipping(_documents(files), skip), _size(files), _mark(files, path))
+    if path.is_file():
+        return Corpus(lambda skip: _skipping(_file(path), skip), _size([path]), _mark([path], path.parent))
+    raise DataError(f"No text at '{source}': no such file or folder; the named corpora are {', '.join(NAMED)} and hf:NAME.")
+
+
+NAMED = (*SPEECHES, "wikipedia", *HUB_SETS)
+
+
+def _pinned(name: str) -> str:
+    return f"asset:{ASSETS[name].archive_sha256}"
+
+
+def _skipping(stream: Iterator[str], skip: int) -> Iterator[str]:
+    return itertools.islice(stream, skip, None)
+
+
+# ---------------------------------------------------------------- files and folders
+
+
+def _files(folder: Path) -> list[Path]:
+    """Text files below a folder in a fixed order; hidden ones are left alone."""
+    found = [p for p in folder.rglob("*") if p.is_file() and _kind(p) and not p.relative_to(folder).as_posix().startswith(".")]
+    if not found:
+        raise DataError(f"The folder '{folder}' holds no .txt, .md, .jsonl or .gz of these: name the folder with the text.")
+    return sorted(found, key=lambda p: p.relative_to(folder).as_posix())
+
+
+def _kind(path: Path) -> str:
+    """The suffix that says how to read the file, without .gz; empty when it is not text."""
+    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
+    return suffix if suffix in SUFFIXES else ""
+
+
+def _size(files: Iterable[Path]) -> int:
+    # Text is about a third of its size when packed; this only feeds a progress bar.
+    return sum(p.stat().st_size * (3 if p.name.endswith(".gz") else 1) for p in files)
+
+
+def _mark(files: list[Path], base: Path) -> str:
+    """Names, sizes and both ends of all files: cheap, and different for nearly every change."""
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(base).as_posix()}\0{size}\0".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 16))
+            file.seek(max(0, size - (1 << 16)))
+            digest.update(file.read())
+    return f"files:{digest.hexdigest()}"
+
+
+def _documents(files: Iterable[Path]) -> Iterator[str]:
+    for path in files:
+        if _kind(path) == ".jsonl" or path.stat().st_size > BIG_FILE:
+            yield from _file(path)
+        else:
+            yield "\n".join(_paragraphs(_lines(path)))
+
+
+def _file(path: Path) -> Iterator[str]:
+    """The documents of one file; a file without any text is refused."""
+    return _nonempty(_records(path) if _kind(path) == ".jsonl" else _parts(path), path)
+
+
+def _nonempty(stream: Iterator[str], path: Path) -> Iterator[str]:
+    first = next(stream, None)
+    if first is None:
+        raise DataError(f"'{path}' holds no text: name a file with some.")
+    yield first
+    yield from stream
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Lines of a text file, packed or not; anything that is not UTF-8 text is refused by name."""
+    seen = False
+    try:
+        with path.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            plain: Any = gzip.GzipFile(fileobj=raw) if packed else raw
+            for line in io.TextIOWrapper(plain, encoding="utf-8-sig"):
+                if "\0" in line:
+                    raise DataError(f"'{path}' is a binary file (it holds NUL bytes): name a UTF-8 text file.")
+                seen = seen or not line.isspace()
+                yield line
+    except UnicodeDecodeError as error:
+        raise DataError(f"'{path}' is not UTF-8 text ({error.reason}): convert it, for example with iconv.") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"'{path}' is a damaged .gz file ({error}): fetch it again.") from error
+    except OSError as error:
+        raise DataError(f"Cannot read '{path}': {error.strerror or error}.") from error
+    if not seen:
+        raise DataError(f"'{path}' is empty: name a file with text.")
+
+
+def _paragraphs(lines: Iterable[str]) -> list[str]:
+    """Blank-line-separated paragraphs, each on one line; without a blank line, each line is one."""
+    stripped = [collapse(line) for line in lines]
+    while stripped and not stripped[-1]:
+        stripped.pop()
+    if "" not in stripped:
+        return stripped
+    groups = itertools.groupby(stripped, key=bool)
+    return [" ".join(group) for full, group in groups if full]
+
+
+def _parts(path: Path) -> Iterator[str]:
+    """Documents of one text file by the rule in the table above; the file's beginning decides which rule holds."""
+    head = list(itertools.islice(_budget(_lines(path), LOOK_AHEAD), 1 << 20))
+    marked = any(line.strip() == MARKER for line in head)
+    blank = "" in [line.strip() for line in head]
+    if not marked and not blank:
+        yield from filter(None, map(collapse, _lines(path)))
+        return
+    lines = (line.strip() for line in _lines(path))
+    end = MARKER if marked else ""
+    for ends, group in itertools.groupby(lines, key=lambda line: line == end):
+        if not ends:
+            paragraphs = _paragraphs(group)
+            text = ("\n" if marked else " ").join(paragraphs)
+            if text:
+                yield text
+
+
+def _budget(lines: Iterable[str], characters: int) -> Iterator[str]:
+    for line in lines:
+        yield line
+        characters -= len(line)
+        if characters < 0:
+            return
+
+
+def _records(path: Path) -> Iterator[str]:
+    for number, line in enumerate(_lines(path), 1):
+        if line.isspace():
+            continue
+        try:
+            text = _text_of(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"Line {number} of '{path}' is not a JSON object with a text field ({error}).") from error
+        if text:
+            yield text
+
+
+def _text_of(record: Any) -> str:
+    """The text of a record: its field "text", else its first field that is a string."""
+    if not isinstance(record, dict):
+        raise ValueError("not an object")
+    text = record.get("text")
+    if not isinstance(text, str):
+        text = next((v for v in record.values() if isinstance(v, str)), None)
+    if text is None:
+        raise ValueError(f"no text among the fields {', '.join(map(str, record)) or '(none)'}")
+    return "\n".join(_paragraphs(text.splitlines()))
+
+
+def _hub_documents(name: str, skip: int) -> Iterator[str]:
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MissingPackageError("datasets", "data", f"The data set '{name}'") from error
+    path, _, split = name.partition(":")
+    try:
+        stream = datasets.load_dataset(path, split=split or "train", streaming=True).skip(skip)
+        for record in stream:
+            # Empty records stay, so that the number of documents read is the number to skip on resuming.
+            yield _text_of(record)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"Cannot read the data set '{name}' ({reason}): check the name, its split and the network.") from error
+
+
+# ---------------------------------------------------------------- LM1B
+
+
+_LM1B_RULES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in [
+        (r" (?='(?:s|S|m|M|d|D|t|T|ll|LL|re|RE|ve|VE)\b)", ""),  # it 's, don 't
+        (r" (?=(?:n't|N'T)\b)", ""),
+        (r"(?<=\ws) ' (?=[a-z])", "' "),  # the players ' union
+        (r" (?=[.,;:!?%)\]}](?:\s|$|[\"'.,;:!?)]))", ""),
+        (r"(?<=[(\[{$£€#]) ", ""),
+        (r"(?<=\d)(?:: | / )(?=\d)", lambda m: m[0].strip()),  # 10 : 30, whose first space is gone by now, and 3 / 4
+        (r"(?<=\S) @-@ (?=\S)", "-"),
+    ]
+]
+
+
+def detokenize_lm1b(text: str) -> str:
+    """Undo the Penn-Treebank-like spacing of the One Billion Word Benchmark, line by line."""
+    return "\n".join(_detokenize_line(line) for line in text.split("\n"))
+
+
+def _detokenize_line(line: str) -> str:
+    line = _pair_quotes(line)
+    for pattern, replacement in _LM1B_RULES:
+        line = pattern.sub(replacement, line)
+    return line
+
+
+def _pair_quotes(line: str) -> str:
+    """Quotes that stand alone lean on the word they quote: every second one closes, `` opens and '' closes."""
+    words: list[str] = []
+    opened = lean = False  # lean: the next word follows an opening quote without a space
+    for word in line.split():
+        if word == "''" or (word == '"' and opened):
+            words[-1:] = [words[-1] + '"'] if words else ['"']
+            opened = lean = False
+        elif word in ('"', "``"):
+            words.append('"')
+            opened = lean = True
+        elif lean:
+            words[-1] += word
+            lean = False
+        else:
+            words.append(word)
+    return " ".join(words)
+
+
+# ---------------------------------------------------------------- Wikipedia
+
+
+_NAMESPACE = re.compile(r"(?:Wikipedia|Talk|User|Image|File|Template|Category|Portal|Help|MediaWiki|Special)(?: talk)?:", re.I)
+_REDIRECT = re.compile(r"\s*#\s*redirect", re.I)
+_DISAMBIGUATION = re.compile(
+    r"\{\{\s*(?:disambig|dab|geodis|hndis|2CC|3CC|TLAdisambig)[^{}]*\}\}|may (?:also )?(?:refer to|mean)[^.]{0,40}:\s*\n", re.I
+)
+_DROPPED = re.compile(
+    r"<!--.*?-->|<(ref|math|gallery|table|timeline|pre|code|imagemap|hiero|score|div)\b[^<>]*(?<!/)>.*?</\1\s*>|<ref\b[^<>]*/>",
+    re.S | re.I,
+)
+_BREAK = re.compile(r"</?(?:br|p|li|tr|td|blockquote)\b[^<>]*>", re.I)
+_TAG = re.compile(r"</?[a-zA-Z][^<>]*>")
+_TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")
+_TABLE = re.compile(r"\{\|(?:(?!\{\||\|\}).)*\|\}", re.S)
+_LINK = re.compile(r"\[\[([^\[\]]*)\]\]")
+_DROPPED_LINK = re.compile(r"\s*(?:Image|File|Category|[a-z]{2,3}(?:-[a-z]+)*|simple)\s*:", re.I)
+_EXTERNAL = re.compile(r"\[(?:https?|ftp|news|mailto)[^\s\]]*\s*([^\]]*)\]")
+_URL = re.compile(r"(?:https?|ftp)://\S+")
+_EMPTY_BRACKETS = re.compile(r"\(\s*[;,.:\s]*\)|\[\s*\]")
+_OPEN_BRACKET = re.compile(r"\([;,:\s]+")
+_COMMAS = re.compile(r",(?:\s*,)+")
+_SPACE_BEFORE = re.compile(r"\s+([,.;:!?)])")
+_DEBRIS = re.compile(r"&\w+;|\{\{|\}\}|\[\[|\]\]|\{\||\|\}|\|\||[<>]|__[A-Z]+__")
+_PROSE_END = re.compile(r"[.!?][\"')\]]*$")
+SHORTEST_PARAGRAPH = 60  # characters; shorter lines are captions and fragments
+SHORTEST_ARTICLE = 200
+
+
+def wikipedia_articles(dump: Path) -> Iterator[str]:
+    """The articles of a MediaWiki dump as prose: no redirects, lists, tables, templates, references or markup."""
+    for page in _pages(dump):
+        title, text = _between(page, "<title>", "</title>"), _between(page, "<text", "</text>")
+        if not text or _NAMESPACE.match(title):
+            continue
+        article = clean_wikitext(html.unescape(text.partition(">")[2]))
+        if len(article) >= SHORTEST_ARTICLE:
+            yield article
+
+
+def _pages(dump: Path) -> Iterator[str]:
+    """The text between <page> and </page>, streamed; a last page that is cut off (enwik8's is) is dropped."""
+    page: list[str] | None = None
+    for line in _lines(dump):
+        if "<page>" in line:
+            page = []
+        elif "</page>" in line and page is not None:
+            yield "".join(page)
+            page = None
+        elif page is not None:
+            page.append(line)
+
+
+def _between(text: str, left: str, right: str) -> str:
+    return text.partition(left)[2].rpartition(right)[0]
+
+
+def clean_wikitext(text: str) -> str:
+    """The prose of one article, one paragraph a line; empty for redirects and disambiguation pages."""
+    if _REDIRECT.match(text) or _DISAMBIGUATION.search(text):
+        return ""
+    text = _DROPPED.sub(" ", text)
+    text = _innermost_first(_TEMPLATE, "", text)
+    text = _innermost_first(_TABLE, "\n", text)
+    text = _TAG.sub("", _BREAK.sub(" ", text))  # no space for the others: H<sub>2</sub>O is one word
+    text = _innermost_first(_LINK, _link_text, text)  # captions of images hold links themselves
+    text = _URL.sub("", _EXTERNAL.sub(r"\1", text))
+    lines = (_clean_line(line) for line in html.unescape(text).split("\n") if line[:1] not in "*#:;|!={}" or not line)
+    return "\n".join(line for line in lines if _is_prose(line))
+
+
+def _innermost_first(pattern: re.Pattern[str], replacement: str | Callable[[re.Match[str]], str], text: str) -> str:
+    for _ in range(8):  # deeper nesting does not occur in prose; what remains is dropped with its line
+        text, count = pattern.subn(replacement, text)
+        if not count:
+            break
+    return text
+
+
+def _link_text(match: re.Match[str]) -> str:
+    target, _, label = match[1].partition("|")
+    if _DROPPED_LINK.match(target):
+        return ""
+    return label.rpartition("|")[2] or target.lstrip(":")
+
+
+def _clean_line(line: str) -> str:
+    line = re.sub(r"'{2,}", "", line)
+    line = _COMMAS.sub(",", _OPEN_BRACKET.sub("(", _EMPTY_BRACKETS.sub("", line)))
+    return _SPACE_BEFORE.sub(r"\1", collapse(line))
+
+
+def _is_prose(line: str) -> bool:
+    return len(line) >= SHORTEST_PARAGRAPH and bool(_PROSE_END.search(line)) and not _DEBRIS.search(line)

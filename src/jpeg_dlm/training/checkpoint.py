@@ -1,0 +1,257 @@
+"""Checkpoints: one directory per step, `RUN/checkpoints/step-00001234/`, whole or absent.
+
+It holds safetensors files, `state.json` and the manifest that proves them. Saving never touches an older checkpoint until
+the new one is durable; loading proves every byte and falls back to the step before, loudly.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from jpeg_dlm.errors import CheckpointError
+from jpeg_dlm.files import (
+    FULL_DISK,
+    OLD_SUFFIX,
+    atomic_directory,
+    dump_json,
+    free_bytes,
+    load_json,
+    load_tensors,
+    remove_directory,
+    save_tensors,
+    sweep_temps,
+    verify_manifest,
+    write_atomic,
+    write_manifest,
+)
+
+STATE = "state.json"
+STATE_BYTES = 16 << 20
+MARGIN_BYTES = 1 << 20  # manifest, headers and file-system blocks, generously
+STEP_NAME = re.compile(r"step-(\d{8,15})(" + re.escape(OLD_SUFFIX) + r")?")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose every file was verified."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    manifest: dict[str, Any]
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """One of its groups of tensors: 'model', 'ema', 'optimizer', or whatever was saved."""
+        return load_tensors(self.path / f"{name}.safetensors")
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What verification found: `error` is None for a whole checkpoint."""
+
+    path: Path
+    step: int
+    size: int
+    error: str | None
+
+
+# ---------------------------------------------------------------- saving
+
+
+def save_checkpoint(
+    run: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+    keep: int,
+    *,
+    attempts: int = 3,
+    wait_s: float = 20.0,
+) -> Path:
+    """Save `step`, then delete the oldest checkpoints beyond `keep`; a full disk is tried again before it is an error."""
+    if step < 0 or keep < 1:
+        raise CheckpointError(f"Cannot save step {step} keeping {keep}: the step must not be negative and keep at least 1.")
+    folder = run / "checkpoints"
+    path = folder / f"step-{step:08d}"
+    text = dump_json(state)
+    needed = sum(t.nbytes for group in tensors.values() for t in group.values()) + len(text) + MARGIN_BYTES
+    for left in reversed(range(attempts)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            sweep_temps(folder)  # before measuring: a killed save may hold just the space that is missing
+            if free_bytes(folder) >= needed:
+                _write_checkpoint(path, step, tensors, text)
+                break
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise CheckpointError(
+                    f"Cannot save '{path}' ({error.strerror or error}): check the disk and its permissions; "
+                    "earlier checkpoints are intact."
+                ) from error
+        if left == 0:
+            raise CheckpointError(
+                f"Saving '{path}' needs {_megabytes(needed)} but {_megabytes(free_bytes(folder))} are free: "
+                "earlier checkpoints are intact, so make room and resume."
+            )
+        time.sleep(wait_s)
+    _retire(folder, step, keep)
+    return path
+
+
+def _write_checkpoint(path: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: str) -> None:
+    with atomic_directory(path) as temp:
+        for name, group in tensors.items():
+            save_tensors(temp / f"{name}.safetensors", group, {"format": "pt"})
+        write_atomic(temp / STATE, state)
+        write_manifest(temp, {"step": step})
+
+
+def _retire(folder: Path, step: int, keep: int) -> None:
+    """Keep the newest `keep` up to `step`. Later ones belong to a future that was left by falling back: not ours to judge."""
+    past = sorted((s, path) for s, path in _found(folder) if s <= step)
+    for s in sorted({s for s, _ in past})[:-keep]:
+        for other, path in past:
+            if other == s:
+                remove_directory(path)
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
+
+
+# ---------------------------------------------------------------- loading
+
+
+def latest_checkpoint(run: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest whole checkpoint, None if there never was one; every damaged one passed over is told to `warn`."""
+    errors = []
+    for step, path in reversed(sorted(_found(run / "checkpoints"), key=_preference)):
+        try:
+            checkpoint = load_checkpoint(path, step)
+        except CheckpointError as error:
+            errors.append(str(error))
+            continue
+        for sentence in errors:
+            warn(f"DAMAGED CHECKPOINT: {sentence} Falling back to step {step}.")
+        return checkpoint
+    if errors:
+        raise CheckpointError(f"No checkpoint of '{run}' is whole, so it cannot resume. {' '.join(errors)}")
+    return None
+
+
+def load_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
+    """The checkpoint in a directory, verified; with `step`, it must also be of that step."""
+    manifest = verify_manifest(path)
+    extra = manifest.get("extra")
+    saved = extra.get("step") if isinstance(extra, dict) else None
+    if not isinstance(saved, int) or step not in (None, saved):
+        raise CheckpointError(f"'{path}' holds step {saved}, not {step}: give the directory its own name back.")
+    if STATE not in manifest["files"]:
+        raise CheckpointError(f"'{path / STATE}' is missing: this is not a training checkpoint.")
+    return Checkpoint(path, saved, load_json(path / STATE, STATE_BYTES), manifest)
+
+
+def verify_run(run: Path) -> list[CheckpointReport]:
+    """A report on every checkpoint of a run, oldest first."""
+    reports = []
+    for step, path in sorted(_found(run / "checkpoints"), key=_preference):
+        size = sum(entry.lstat().st_size for entry in path.iterdir())
+        try:
+            load_checkpoint(path, step)
+            reports.append(CheckpointReport(path, step, size, None))
+        except CheckpointError as error:
+            reports.append(CheckpointReport(path, step, size, str(error)))
+    return reports
+
+
+def _found(folder: Path) -> list[tuple[int, Path]]:
+    """Directories named like a checkpoint, including one set aside by a replacement that a kill interrupted."""
+    matches = [(STEP_NAME.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir()]
+    return [(int(match[1]), path) for match, path in matches if match]
+
+
+def _preference(found: tuple[int, Path]) -> tuple[int, bool]:
+    """Later steps are better; of one step, the one that was set aside is the worse."""
+    return found[0], not found[1].name.endswith(OLD_SUFFIX)
+
+
+# ---------------------------------------------------------------- optimizer state by parameter name
+
+UNTOUCHED = "untouched"  # marks a parameter that never had a gradient, to tell it from one whose state was lost
+
+
+def optimizer_tensors(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The optimizer's state as flat tensors 'slot/parameter name', exact in every bit.
+
+    `parameters` is `dict(model.named_parameters())`. Learning rates and the like are not state: they come from the config.
+    """
+    flat: dict[str, Tensor] = {}
+    for name, parameter in _optimized(optimizer, parameters).items():
+        slots = {slot: value for slot, value in optimizer.state.get(parameter, {}).items() if value is not None}
+        for slot, value in slots.items():
+            if not isinstance(value, Tensor):
+                raise CheckpointError(f"Optimizer state '{slot}' of '{name}' is not a tensor: use an optimizer like AdamW.")
+            flat[f"{slot}/{name}"] = value
+        if not slots:
+            flat[f"{UNTOUCHED}/{name}"] = torch.zeros(0, dtype=torch.uint8)
+    return flat
+
+
+def load_optimizer_tensors(optimizer: Optimizer, parameters: Mapping[str, Tensor], flat: Mapping[str, Tensor]) -> None:
+    """The inverse of `optimizer_tensors`; everything is checked before anything is changed."""
+    expected = _optimized(optimizer, parameters)
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, value in flat.items():
+        slot, _, name = key.partition("/")
+        if name not in expected:
+            raise CheckpointError(
+                f"The checkpoint has optimizer state for '{name or key}', which the model does not train: use the run's config."
+            )
+        found.setdefault(name, {})[slot] = value
+    required = _slots(optimizer, {slot for slots in found.values() for slot in slots} - {UNTOUCHED})
+    for name, parameter in expected.items():
+        if name not in found:
+            raise CheckpointError(f"The checkpoint lacks optimizer state for '{name}': use the run's own config.")
+        if set(found[name]) not in (required, {UNTOUCHED}):
+            raise CheckpointError(f"Optimizer state of '{name}' has {sorted(found[name])} but needs {sorted(required)}.")
+        for slot, value in found[name].items():
+            if slot != UNTOUCHED and value.shape not in (parameter.shape, torch.Size([])):
+                raise CheckpointError(
+                    f"Optimizer state '{slot}' of '{name}' has shape {tuple(value.shape)} but the parameter "
+                    f"{tuple(parameter.shape)}: use the run's own config."
+                )
+    on_device = {p: bool(g.get("capturable") or g.get("fused")) for g in optimizer.param_groups for p in g["params"]}
+    optimizer.state.clear()
+    for name, parameter in expected.items():
+        if UNTOUCHED not in found[name]:
+            optimizer.state[parameter] = {
+                # The step counter lives on the CPU unless the optimizer runs as one kernel on the device.
+                slot: value.to(parameter.device if slot != "step" or on_device[parameter] else "cpu", copy=True)
+                for slot, value in found[name].items()
+            }
+
+
+def _optimized(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters the optimizer trains, by name."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in names for parameter in trained):
+        raise CheckpointError("The optimizer trains a parameter that has no name: pass every named parameter of the model.")
+    return {names[id(parameter)]: parameter for parameter in trained}
+
+
+def _slots(optimizer: Optimizer, present: set[str]) -> set[str]:
+    """What each touched parameter must have; for optimizers other than Adam, whatever any parameter has."""
+    if not isinstance(optimizer, (Adam, AdamW)):
+        return present
+    amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
+    return {"step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if amsgrad else set())

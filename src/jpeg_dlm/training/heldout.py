@@ -1,0 +1,33 @@
+"""What a run knows of itself on text it does not train on."""
+
+from __future__ import annotations
+
+import torch
+
+from jpeg_dlm.methods.base import Batch, Method
+from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.text.blocks import Blocks
+
+
+@torch.no_grad()
+def heldout_losses(
+    method: Method, blocks: Blocks, device: torch.device, max_rows: int = 512, batch: int = 128, seed: int = 0
+) -> dict[str, float]:
+    """Mean losses over the first held-out rows with fixed noise, and token accuracy where the method reconstructs."""
+    totals: dict[str, float] = {}
+    n = min(max_rows, len(blocks))
+    was_training = method.training
+    method.eval()
+    for start in range(0, n, batch):
+        rows = range(start, min(start + batch, n))
+        tokens = blocks.rows(list(rows))
+        mask = blocks.mask(tokens)
+        b = Batch(tokens.to(device), None if mask is None else mask.to(device))
+        values = {k: float(v) for k, v in method.losses(b, RowNoise(seed, rows, 0, device)).items()}
+        accuracy = method.reconstruction(b)
+        if accuracy is not None:
+            values["accuracy"] = float(accuracy)
+        for name, value in values.items():
+            totals[f"heldout_{name}"] = totals.get(f"heldout_{name}", 0.0) + value * len(rows) / n
+    method.train(was_training)
+    return totals

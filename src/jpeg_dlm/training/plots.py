@@ -1,0 +1,154 @@
+"""One picture of a run, drawn from its `metrics.jsonl`: a small panel for each thing that was measured."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from jpeg_dlm.errors import DataError
+from jpeg_dlm.files import write_atomic
+from jpeg_dlm.training.metrics import read_metrics
+
+HELDOUT = "heldout_"
+LR = "lr_"
+TRAIN_COLOR, HELDOUT_COLOR, BAD_COLOR, INK = "#2b6cb0", "#dd6b20", "#c53030", "#2d3748"
+LINE_COLORS = (TRAIN_COLOR, "#2f855a", "#805ad5", "#b7791f", "#97266d")
+PANEL_SIZE = (4.1, 2.7)  # inches; four fit the width of a wide screen at 110 dots per inch
+LOG_RANGE = 30.0  # a curve that spans more than this factor is read better on a logarithmic axis
+# What is not a loss, and how its axis is named; any other measure is taken for a loss term and needs no entry.
+SPEED = {"grad_norm": ("gradient norm", "L2 norm"), "rows_per_s": ("speed", "rows per second")}
+HIDDEN = ("step", "elapsed_s")
+
+
+@dataclass
+class _Series:
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+
+def plot_metrics(run: Path) -> Path:
+    """Draw `RUN/metrics.png` and return its path."""
+    series = _collect(read_metrics(run / "metrics.jsonl"))
+    if not series:
+        raise DataError(f"'{run / 'metrics.jsonl'}' holds no measurements yet: train for some steps first.")
+    panels = _panels(list(series))
+    columns = min(4, len(panels)) if len(panels) != 4 else 2
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(PANEL_SIZE[0] * columns, PANEL_SIZE[1] * rows + 0.5), facecolor="white")
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.08)
+    FigureCanvasAgg(figure)
+    figure.suptitle(run.resolve().name, fontsize=12, color=INK, fontweight="bold")
+    steps = [s for one in series.values() for s in one.steps]
+    for i, (title, unit, names) in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, i + 1)
+        _draw_panel(axes, {name: series[name] for name in names})
+        _dress(axes, title, unit, (min(steps), max(steps)))
+        if i + columns >= len(panels):  # nothing below: the step axis of this column is named here
+            axes.set_xlabel("optimizer step", fontsize=9, color=INK)
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=110)
+    path = run / "metrics.png"
+    write_atomic(path, out.getvalue())
+    return path
+
+
+def _collect(rows: Sequence[dict[str, Any]]) -> dict[str, _Series]:
+    """Each measure as its own series, in order of first appearance; text and nulls are no measures."""
+    series: dict[str, _Series] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name not in HIDDEN and isinstance(value, (int, float)) and not isinstance(value, bool):
+                one = series.setdefault(name, _Series())
+                one.steps.append(row["step"])
+                one.values.append(float(value))
+    return series
+
+
+def _panels(names: Sequence[str]) -> list[tuple[str, str, list[str]]]:
+    """(title, unit, measures) of each panel: the total, its terms with their held-out twins, then how training went."""
+    rates = [name for name in names if name.startswith(LR)]
+    terms: dict[str, list[str]] = {}
+    for name in names:
+        if name not in rates and name not in SPEED:
+            terms.setdefault(name.removeprefix(HELDOUT), []).append(name)
+    panels = [("total loss" if term == "loss" else term, "loss", members) for term, members in terms.items()]
+    panels.sort(key=lambda panel: panel[0] != "total loss")
+    panels += [(*SPEED[name], [name]) for name in SPEED if name in names]
+    return panels + ([("learning rates", "learning rate", rates)] if rates else [])
+
+
+def _draw_panel(axes: Axes, series: dict[str, _Series]) -> None:
+    rates = all(name.startswith(LR) for name in series)
+    for i, (name, one) in enumerate(series.items()):
+        order = np.argsort(one.steps, kind="stable")
+        x, y = np.asarray(one.steps)[order], np.asarray(one.values)[order]
+        bad = ~np.isfinite(y)
+        if rates:
+            axes.plot(x, y, color=LINE_COLORS[i % len(LINE_COLORS)], lw=1.6, label=name.removeprefix(LR))
+        elif name.startswith(HELDOUT):
+            axes.plot(x, y, "o-", color=HELDOUT_COLOR, ms=3.5, lw=1.0, label="held out", zorder=4)
+        else:
+            _draw_train(axes, x, y)
+        if bad.any():
+            full_height = axes.get_xaxis_transform()
+            axes.vlines(x[bad], 0, 1, transform=full_height, color=BAD_COLOR, lw=1.0, alpha=0.7, label="not finite")
+    finite = np.concatenate([np.asarray(one.values) for one in series.values()])
+    finite = finite[np.isfinite(finite)]
+    if not rates and len(finite) and finite.min() > 0 and finite.max() > LOG_RANGE * finite.min():
+        axes.set_yscale("log")
+    if axes.get_legend_handles_labels()[1] not in ([], ["train"]):
+        axes.legend(fontsize=7.5, frameon=False, handlelength=1.4, labelcolor=INK)
+
+
+def _draw_train(axes: Axes, x: np.ndarray, y: np.ndarray) -> None:
+    """The measured values faintly, their moving average over a fiftieth of the run clearly."""
+    reach = len(y) // 100
+    if reach == 0:
+        axes.plot(x, y, ".-", color=TRAIN_COLOR, lw=1.4, ms=3.5, label="train")
+        return
+    axes.plot(x, y, color=TRAIN_COLOR, lw=0.7, alpha=0.28)
+    axes.plot(x, _smooth(y, reach), color=TRAIN_COLOR, lw=1.7, label="train", zorder=3)
+
+
+def _smooth(values: np.ndarray, reach: int) -> np.ndarray:
+    """The mean of the finite values up to `reach` places to either side: centered, so that a falling curve does not lag."""
+    finite = np.isfinite(values)
+    total = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    count = np.concatenate([[0], np.cumsum(finite)])
+    place = np.arange(len(values))
+    # Near an end both sides shrink alike, or the mean would lean toward the middle of the run; the last few, which would
+    # be hardly smoothed, are left out.
+    half = np.minimum(np.minimum(place, len(values) - 1 - place), reach)
+    low, high = place - half, place + half + 1
+    number = count[high] - count[low]
+    return np.where((number > 0) & (half >= reach // 2), (total[high] - total[low]) / np.maximum(number, 1), np.nan)
+
+
+def _dress(axes: Axes, title: str, unit: str, span: tuple[int, int]) -> None:
+    axes.set_title(title, fontsize=10, color=INK, loc="left", fontweight="bold")
+    axes.set_ylabel(unit, fontsize=9, color=INK)
+    if span[1] > span[0]:
+        pad = 0.02 * (span[1] - span[0])
+        axes.set_xlim(span[0] - pad, span[1] + pad)  # one span for all panels, so that they can be compared by eye
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.tick_params(labelsize=8, colors=INK, length=3)
+    axes.grid(True, color="#e2e8f0", lw=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#a0aec0")
+    if axes.get_yscale() == "linear":
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useMathText=True)
+        axes.yaxis.get_offset_text().set_fontsize(8)

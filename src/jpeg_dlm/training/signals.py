@@ -1,0 +1,50 @@
+"""SIGTERM and Ctrl-C ask a run to finish its step, save and leave; a second one makes it leave at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignal:
+    """Within the `with` block, `requested` turns from None into the name of the first signal that arrived.
+
+    The second signal restores the previous handlers, so that a third cannot be swallowed, and exits with 128 plus its
+    number (130 for Ctrl-C, 143 for SIGTERM). `echo_s` is a time after the first signal in which further ones are taken
+    for its echo: under torchrun a single Ctrl-C reaches a worker twice, from the terminal and from the launcher.
+    Outside the main thread Python allows no handlers, and the object just never requests a stop.
+    """
+
+    def __init__(self, echo_s: float = 0.0) -> None:
+        self.requested: str | None = None
+        self._echo_s = echo_s
+        self._since = 0.0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is None:
+            self.requested = signal.Signals(number).name
+            self._since = time.monotonic()
+        elif time.monotonic() - self._since >= self._echo_s:
+            self._restore()
+            raise SystemExit(128 + number)
+
+    def _restore(self) -> None:
+        while self._previous:
+            number, handler = self._previous.popitem()
+            # None means a handler that was not set from Python, which Python cannot set again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

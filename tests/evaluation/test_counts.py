@@ -1,0 +1,182 @@
+"""Counts by formula against the networks themselves, and against figures of the released model."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from jpeg_dlm.config import Config, override
+from jpeg_dlm.evaluation import counts
+from jpeg_dlm.methods.base import Batch
+from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.presets import preset
+from jpeg_dlm.rng import RowNoise
+
+# An odd size in every place, so that no two terms of a formula can be exchanged unnoticed.
+ODD = {
+    "data.token_len": 11, "data.vocab_size": 37, "encoder.feature_dim": 20, "model.latent_len": 5, "model.latent_dim": 24,
+    "model.bottleneck_dim": 7, "model.codec_layers": 3, "model.codec_heads": 2, "model.codec_mlp_ratio": 2.5,
+    "model.proj_dim": 13, "model.hidden": 36, "model.depth": 2, "model.heads": 3, "model.mlp_ratio": 3.0,
+    "model.freq_dim": 10, "model.time_tokens": 1, "model.sc_tokens": 2, "model.mode_tokens": 3, "sampler.steps": 6,
+}  # fmt: skip
+
+
+def odd(**more) -> Config:
+    return override(preset("smoke"), ODD | more)
+
+
+def size(module: torch.nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+# ---------------------------------------------------------------- parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "compressor", "decompressor", "total"),
+    [  # counted on a reconstruction of the released model
+        ("lm1b", 22_262_528, 24_362_778, 151_468_670),
+        ("owt1024", 22_967_040, 25_067_290, 152_877_694),
+    ],
+)
+def test_parameters_of_the_released_models(name, compressor, decompressor, total):
+    assert counts.parameter_counts(preset(name)) == {
+        "compressor": compressor,
+        "decompressor": decompressor,
+        "dit": 88_113_408,
+        "unembed_proj": 262_656,
+        "lm_head": 16_467_300,
+        "dit_and_projection": 104_843_364,
+        "total": total,
+    }
+
+
+@pytest.mark.parametrize("config", [preset("smoke"), preset("tiny"), odd(), odd(**{"model.shared": False})])
+def test_parameters_equal_those_of_the_modules(config):
+    method = JpegDlm(config)
+    parts = counts.parameter_counts(config)
+    modules = {name: size(getattr(method, name)) for name in parts if name not in ("dit_and_projection", "total")}
+    assert {name: parts[name] for name in modules} == modules
+    assert parts["total"] == size(method) - size(method.target)
+
+
+# ---------------------------------------------------------------- operations
+
+
+@pytest.mark.parametrize(
+    ("name", "compressed", "full"),
+    [  # 1e12 multiply-accumulates, counted on the released model; the paper prints 0.13 / 0.40 and 1.68 / 3.56
+        ("lm1b", 0.131, 0.414),
+        ("owt1024", 1.704, 3.648),
+    ],
+)
+def test_operations_of_the_released_models(name, compressed, full):
+    config = preset(name)
+    ours = counts.sampling_macs(config)
+    assert ours["evaluations"] == 33
+    assert ours["total"] / 1e12 == pytest.approx(compressed, abs=5e-4)
+    assert counts.sampling_macs(config, config.data.token_len)["total"] / 1e12 == pytest.approx(full, abs=5e-4)
+
+
+@torch.no_grad()
+def measured(function) -> int:
+    """Multiply-accumulates of all matrix products; attention is run as plain products so that they are seen."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops() // 2
+
+
+@pytest.mark.parametrize("config", [preset("smoke"), odd()])
+def test_operations_equal_what_the_networks_do(config):
+    method = JpegDlm(config).eval()
+    m, tokens = config.model, config.data.token_len
+    z, one = torch.randn(1, m.latent_len, m.latent_dim), torch.ones(1)
+    assert counts.dit_macs(config, m.latent_len) == measured(lambda: method.dit(z, one, None, one))
+    # The released code runs the query network at every token, ours once for all.
+    saved = (tokens - 1) * 2 * m.latent_dim * counts.codec_inner(config)
+    assert counts.decompressor_macs(config, m.latent_len) - saved == measured(lambda: method.decompressor(z))
+    h = torch.randn(1, tokens, config.encoder.feature_dim)
+    assert counts.projection_macs(config) == measured(lambda: method.project(h))
+
+
+@pytest.mark.parametrize("solver", ["euler", "heun", "multistep"])
+def test_operations_of_a_whole_sample(solver):
+    config = odd(**{"sampler.solver": solver})
+    method, m = JpegDlm(config).eval(), config.model
+    saved = (config.data.token_len - 1) * 2 * m.latent_dim * counts.codec_inner(config)
+    seen = measured(lambda: method.sample(1, config.sampler, RowNoise(0, [0])))
+    assert seen == counts.sampling_macs(config)["total"] - saved
+
+
+def test_full_length_means_one_latent_per_token():
+    config = odd()
+    full = override(config, {"model.latent_len": config.data.token_len})
+    assert counts.sampling_macs(config, config.data.token_len) == counts.sampling_macs(full)
+
+
+# ---------------------------------------------------------------- steps and memory
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("lm1b", 6144 * 128), ("owt1024", 384 * 1024)])
+def test_tokens_per_step(name, tokens):
+    assert counts.tokens_per_step(preset(name)) == tokens
+
+
+def saved_for_backward(method: JpegDlm, config: Config) -> int:
+    """Bytes of distinct storages that autograd keeps, weights left out."""
+    own = {p.untyped_storage().data_ptr() for p in [*method.parameters(), *method.buffers()]}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(t):
+        if t.untyped_storage().data_ptr() not in own:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage()
+        return t
+
+    rows = config.train.batch
+    batch = Batch(
+        torch.zeros(rows, config.data.token_len, dtype=torch.long),
+        features_BLF=torch.randn(rows, config.data.token_len, config.encoder.feature_dim),
+    )
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        losses = method.losses(batch, RowNoise(0, range(rows)))  # noqa: F841 - the graph must live while storages are summed
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"model.depth": 5}, {"model.codec_layers": 5}, {"data.vocab_size": 3000}, {"train.batch": 24}]
+)
+def test_the_activation_estimate_is_good_to_a_factor_of_two(options):
+    config = override(preset("smoke"), {"train.precision": "fp32", "train.batch": 8} | options)
+    config = override(config, {"objective.sigreg_weight": 0})  # its slices are no part of the estimate
+    estimate = counts.activation_bytes(config)
+    assert 0.5 < estimate / saved_for_backward(JpegDlm(config), config) < 2
+
+
+def test_memory_adds_up():
+    config = preset("lm1b")
+    memory, parts = counts.memory_estimate(config), counts.parameter_counts(config)
+    assert memory["weights"] == memory["gradients"] == memory["ema"] == 4 * parts["total"]
+    assert memory["adamw"] == 8 * parts["total"] and memory["target_compressor"] == 4 * parts["compressor"]
+    assert memory["training"] == sum(v for k, v in memory.items() if k not in ("training", "sampling"))
+
+
+def test_memory_grows_and_shrinks_with_what_it_should():
+    config = preset("lm1b")
+    activations = counts.activation_bytes(config)
+    half = dataclasses.replace(config.train, batch=config.train.batch // 2)
+    assert 2 * counts.activation_bytes(dataclasses.replace(config, train=half)) == activations
+    chunked = override(config, {"objective.ce_chunk": 1024})
+    kept_logits = 2 * 4 * 32100 * (384 * 128 - 1024)
+    assert activations - counts.activation_bytes(chunked) == kept_logits
+    # Logits are the largest moment here: 128 tokens x 32,100 words x 4 bytes for each further sample.
+    more = counts.memory_estimate(config, 17)["sampling"] - counts.memory_estimate(config, 16)["sampling"]
+    assert more == 128 * 32100 * 4
+
+
+def test_counting_does_not_load_torch():
+    code = "import sys, jpeg_dlm.evaluation.info; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,67 @@
+"""The description of a config: complete, JSON-able, and readable beside the paper's figures."""
+
+import json
+import re
+
+import pytest
+
+from jpeg_dlm.config import override
+from jpeg_dlm.evaluation.info import describe, format_description, gigabytes, operations
+from jpeg_dlm.evaluation.paper import PAPER, paper_figures
+from jpeg_dlm.presets import PRESETS, preset
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_descriptions_are_json_and_complete(name):
+    description = describe(preset(name))
+    assert json.loads(json.dumps(description)) == description
+    assert {"preset", "sizes", "parameters", "macs", "memory", "step", "paper"} <= set(description)
+    assert description["preset"] == name and description["paper"] == paper_figures(name)
+
+
+def test_the_papers_figures():
+    # Tables "Unconditional generation", "Model and training configurations" and "Ablations" (row Base).
+    assert set(PAPER) == {"lm1b", "owt1024", "owt128"}
+    quality = {name: (f.get("gen_ppl"), f.get("entropy"), f.get("mauve")) for name, f in PAPER.items()}
+    assert quality == {"lm1b": (96.76, 4.263, 0.951), "owt1024": (34.52, 5.067, 0.801), "owt128": (48.00, 4.064, 0.912)}
+    assert (PAPER["lm1b"].get("macs_compressed_T"), PAPER["lm1b"].get("macs_full_T")) == (0.13, 0.40)
+    assert (PAPER["owt1024"].get("macs_compressed_T"), PAPER["owt1024"].get("macs_full_T")) == (1.68, 3.56)
+
+
+def row(text: str, label: str) -> list[str]:
+    """The columns of the line that starts with a label."""
+    line = next(line for line in text.splitlines() if line.startswith(label))
+    return re.split(r"\s{2,}", line[len(label) :].strip())
+
+
+def test_ours_stands_beside_the_papers():
+    text = format_description(describe(preset("lm1b")))
+    assert row(text, "DiT and token projection") == ["104,843,364", "105M"]
+    assert row(text, "all parameters") == ["151,468,670", "154M"]
+    assert row(text, "operations per sample, N latents") == ["0.131 T", "0.13 T"]
+    assert row(text, "operations per sample, one latent per token") == ["0.414 T", "0.40 T"]
+    assert row(text, "rows per step") == ["6,144", "6,144"]
+    assert row(text, "Gen-PPL") == ["96.76"]
+    assert row(text, "rate N / L") == ["0.25"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_table_is_aligned_and_fits_a_terminal(name):
+    lines = format_description(describe(preset(name))).splitlines()
+    assert max(map(len, lines)) <= 80
+    edge = lines[1].index("ours") + len("ours")
+    ours = [line[:edge] for line in lines[2:] if line[:edge].strip() and len(line) <= edge]
+    assert ours and all(len(line) == edge for line in ours)
+    assert ("paper" in lines[1]) == (name in PAPER)
+
+
+def test_changed_options_show():
+    description = describe(override(preset("tiny"), {"model.latent_len": 4, "model.shared": False, "train.batch": 3}))
+    assert description["sizes"]["rate"] == 0.125
+    assert description["parameters"]["predictor"] == description["parameters"]["dit"]
+    assert description["step"]["tokens_per_step"] == 3 * 32
+
+
+def test_units():
+    assert [operations(n) for n in (130_763_488_256, 1_798_809_600, 17_683_840)] == ["0.131 T", "1.799 G", "17.684 M"]
+    assert [gigabytes(n) for n in (605_874_680, 2_406_824)] == ["0.61 GB", "2.4 MB"]

@@ -1,0 +1,644 @@
+"""JPEG-DLM's training step and sampler: which loss moves what, statistics, targets, ablations, and batch invariance."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from jpeg_dlm.config import EncoderConfig, override
+from jpeg_dlm.encoders import build_encoder
+from jpeg_dlm.methods.base import Batch, linear_ramp
+from jpeg_dlm.methods.jpeg_dlm import VARIANCE_FLOOR, JpegDlm
+from jpeg_dlm.methods.registry import build_method
+from jpeg_dlm.nn.perceiver import Compressor
+from jpeg_dlm.presets import preset
+from jpeg_dlm.rng import RowNoise
+
+B, VOCAB = 4, 40
+TINY = {
+    "data.vocab_size": VOCAB, "data.token_len": 8, "encoder.kind": "random", "encoder.feature_dim": 16, "encoder.depth": 1,
+    "encoder.heads": 2, "encoder.scale": "none", "model.latent_len": 3, "model.latent_dim": 12, "model.bottleneck_dim": 8,
+    "model.codec_layers": 1, "model.codec_heads": 2, "model.proj_dim": 10, "model.hidden": 16, "model.heads": 2,
+    "model.depth": 1, "model.freq_dim": 8, "model.decode_residual": False, "model.position_scale": 0.0,
+    "objective.sigreg_slices": 8, "train.precision": "fp32", "train.steps": 100, "sampler.steps": 4,
+}  # fmt: skip
+
+
+def tiny(**options):
+    return override(preset("smoke"), TINY | {k.replace("__", "."): v for k, v in options.items()})
+
+
+def build(perturbed=0.1, **options) -> JpegDlm:
+    """A tiny model; perturbed, because fresh heads are zero and stop every gradient that would pass through them."""
+    config = tiny(**options)
+    encoder = build_encoder(config.encoder, VOCAB)
+    method = build_method(config, encoder)
+    assert isinstance(method, JpegDlm)
+    if perturbed:
+        g = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in method.parameters():
+                p.add_(perturbed * torch.randn(p.shape, generator=g))
+    return method.train()
+
+
+FROZEN_STEP = 50  # later than the tenth of 100 steps in which the statistics move
+
+
+def with_statistics(method):
+    """Latent statistics that are not the identity."""
+    g = torch.Generator().manual_seed(5)
+    method.update_statistics(0.5 + 1.5 * torch.randn(9, 3, 12, generator=g))
+    return method
+
+
+def tokens(rows=B, length=8):
+    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(7))
+
+
+def batch(rows=B, **kwargs):
+    return Batch(tokens(rows), **kwargs)
+
+
+def noise(rows=B, step=0):
+    return RowNoise(0, range(rows), step)
+
+
+def losses(method, data=None, step=FROZEN_STEP):
+    return method.losses(data or batch(), noise(step=step))
+
+
+# ---------------------------------------------------------------- which loss moves which module
+
+
+def moved(method, loss) -> set[str]:
+    method.zero_grad(set_to_none=True)
+    loss.backward(retain_graph=True)
+    with_gradient = [name for name, p in method.named_parameters() if p.grad is not None and p.grad.any()]
+    return {name.split(".")[0] for name in with_gradient}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_which_loss_moves_which_module(shared):
+    """The last paragraph of the paper's Method; with separate networks the decode branch has its own."""
+    method = build(model__shared=shared, objective__ce_time_min=0.0, objective__sc_prob=0.5)
+    terms = losses(method)
+    decode_network = "dit" if shared else "predictor"
+    assert {name: moved(method, loss) for name, loss in terms.items()} == {
+        "jep": {"compressor", decode_network},
+        "flow": {"dit"},
+        "feat": {"compressor", decode_network, "decompressor"},
+        "ce": {"compressor", decode_network, "decompressor", "unembed_proj", "lm_head"},
+        "ce_noisy": {"dit", "decompressor", "unembed_proj", "lm_head"},
+        "sigreg": {"compressor"},
+        "var": {"compressor"},
+        "cov": {"compressor"},
+    }
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_every_trainable_parameter_gets_a_gradient_and_nothing_else_does(shared):
+    """Distributed training waits for the gradient of everything that is trainable."""
+    method = build(model__shared=shared)
+    method.total_loss(losses(method)).backward()
+    assert [n for n, p in method.named_parameters() if p.requires_grad and p.grad is None] == []
+    assert [n for n, p in method.named_parameters() if p.grad is not None and n.startswith(("encoder.", "target."))] == []
+    assert not any(p.requires_grad for p in [*method.encoder.parameters(), *method.target.parameters()])
+
+
+def test_fresh_zero_heads_let_only_the_regularizers_reach_the_compressor():
+    method = build(perturbed=0)
+    terms = losses(method)
+    assert "compressor" not in moved(method, terms["jep"] + terms["ce"] + terms["feat"])
+    assert moved(method, terms["sigreg"]) == {"compressor"}
+    residual = build(perturbed=0, model__decode_residual=True)
+    assert "compressor" in moved(residual, losses(residual)["ce"])
+
+
+def test_groups_hold_every_trainable_parameter_once():
+    method = build()
+    groups = {g.name: g.parameters for g in method.parameter_groups()}
+    trainable = {n for n, p in method.named_parameters() if p.requires_grad}
+    assert groups["flow"].keys() | groups["codec"].keys() == trainable
+    assert not groups["flow"].keys() & groups["codec"].keys()
+    assert {n.split(".")[0] for n in groups["codec"]} == {"compressor", "decompressor"}
+    assert {n.split(".")[0] for n in groups["flow"]} == {"dit", "unembed_proj", "lm_head"}
+
+
+def test_total_loss_is_the_papers_weighted_sum():
+    method = build(objective__sigreg_weight=0.1)
+    terms = losses(method)
+    main = terms["jep"] + terms["flow"] + terms["feat"] + terms["ce"]
+    wanted = main + 0.1 * terms["sigreg"] + 0.2 * terms["var"] + 0.002 * terms["cov"]
+    assert method.total_loss(terms).item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+# ---------------------------------------------------------------- the step as in Algorithm 1, slowly
+
+
+@torch.no_grad()
+def test_losses_follow_algorithm_1():
+    method = build(objective__sc_prob=0.0)
+    with_statistics(method)
+    n, o, x = noise(), method.config.objective, tokens()
+    terms = method.eval().losses(Batch(x), n)
+    mean, std = method.latent_mean, 1 / method.latent_scale
+
+    h = method.encoder(x)
+    z_tgt = (method.target(h) - mean) / std
+    z_c = (method.compressor(h + o.sigma * n.normal("feature", 8, 16)) - mean) / std
+    t = torch.sigmoid(-1.5 + 0.8 * n.normal("time"))
+    z_t = t[:, None, None] * z_tgt + (1 - t)[:, None, None] * n.normal("latent", 3, 12)
+    w = 1.5 * 4 ** n.uniform("scale") - 1
+    zhat_tgt = method.dit(z_c, torch.ones(B), None, w, decode_rows=B)
+    hhat = method.decompressor(zhat_tgt * std + mean)
+    logits = method.lm_head(F.gelu(method.unembed_proj(hhat)))
+
+    assert terms["jep"].item() == pytest.approx(((zhat_tgt - z_tgt) ** 2).mean().item(), rel=1e-5)
+    assert terms["flow"].item() == pytest.approx(((method.dit(z_t, t, None, w) - z_tgt) ** 2).mean().item(), rel=1e-5)
+    assert terms["feat"].item() == pytest.approx(((hhat - h) ** 2).mean().item(), rel=1e-5)
+    log_p = logits.log_softmax(-1).gather(-1, x[..., None])
+    assert terms["ce"].item() == pytest.approx(-log_p.mean().item(), rel=1e-5)
+
+
+# ---------------------------------------------------------------- tensors and names
+
+
+def released_names() -> set[str]:
+    """The 383 names of the released checkpoints, spelled out from their description."""
+    codec_attention = [f"attn.{n}.gamma" for n in ("norm_ctx", "norm_latents", "q_norm", "k_norm")]
+    codec_attention += [f"attn.{n}.weight" for n in ("to_q", "to_kv_ctx", "to_kv_latents", "out")]
+    ffn = [f"net.{i}.{kind}" for i in (0, 1, 4) for kind in ("weight", "bias")]
+    gate = ["scale_mlp.weight", "scale_mlp.bias"]
+    names = {"latent_mean", "latent_scale", "compressor.latents", "compressor.latent_norm.gamma", "compressor.pos_emb.weight"}
+    names |= {"compressor.output_norm.gamma", "compressor.in_proj.down.weight", "compressor.in_proj.up.weight"}
+    names |= {"decompressor.base_query", "decompressor.pos_emb.weight", "decompressor.pos_latent.weight"}
+    names |= {"decompressor.out_proj.down.weight", "decompressor.out_proj.up.weight"}
+    names |= {f"decompressor.query_ffn.{n}" for n in ffn} | {f"decompressor.query_gate.{n}" for n in gate}
+    for i in range(6):
+        for part in ("compressor", "decompressor"):
+            names |= {f"{part}.layers.{i}.{n}" for n in codec_attention} | {f"{part}.layers.{i}.ffn.{n}" for n in ffn}
+        names |= {f"decompressor.layers.{i}.{g}.{n}" for g in ("attn_gate", "ffn_gate") for n in gate}
+    both = ("weight", "bias")
+    names |= {f"{m}.{k}" for m in ("unembed_proj", "lm_head", "dit.self_cond_proj", "dit.in_proj.proj2") for k in both}
+    names |= {"dit.t_emb_tokens", "dit.sc_tokens", "dit.mode_tokens", "dit.in_proj.proj1.weight"}
+    names |= {f"dit.{e}.{m}.{k}" for e in ("t_embedder", "sc_embedder") for m in ("mlp_0", "mlp_2") for k in both}
+    for i in range(12):
+        block = ["norm1.weight", "norm2.weight", "attn.q_norm.weight", "attn.k_norm.weight"]
+        block += [f"{m}.{k}" for m in ("attn.qkv", "attn.proj", "mlp.w12", "mlp.w3") for k in both]
+        names |= {f"dit.blocks.{i}.{n}" for n in block}
+    for head in ("denoise_head", "decode_head"):
+        names |= {f"dit.{head}.norm_final.weight", f"dit.{head}.linear.weight", f"dit.{head}.linear.bias"}
+    return names
+
+
+def test_the_released_names_and_shapes():
+    names = released_names()
+    assert len(names) == 383
+    with torch.device("meta"):
+        state = JpegDlm(preset("lm1b")).state_dict()
+    ours = {name for name in state if not name.startswith(("target.", "encoder.")) and name != "latent_updates"}
+    assert ours == names
+    shapes = {
+        "latent_mean": (512,),
+        "compressor.latents": (32, 512),
+        "compressor.in_proj.down.weight": (128, 512),
+        "compressor.pos_emb.weight": (128, 512),
+        "compressor.layers.5.attn.to_kv_ctx.weight": (1024, 512),
+        "compressor.layers.0.attn.q_norm.gamma": (64,),
+        "compressor.layers.0.ffn.net.1.weight": (2048, 512),
+        "decompressor.base_query": (1, 1, 512),
+        "decompressor.pos_latent.weight": (32, 512),
+        "decompressor.query_gate.scale_mlp.weight": (1, 1),
+        "decompressor.out_proj.up.weight": (512, 128),
+        "unembed_proj.weight": (512, 512),
+        "lm_head.weight": (32100, 512),
+        "dit.sc_tokens": (1, 4, 768),
+        "dit.self_cond_proj.weight": (512, 1024),
+        "dit.in_proj.proj2.weight": (768, 128),
+        "dit.t_embedder.mlp_0.weight": (768, 256),
+        "dit.blocks.11.attn.qkv.weight": (2304, 768),
+        "dit.blocks.0.mlp.w12.weight": (4096, 768),
+        "dit.blocks.0.mlp.w3.weight": (768, 2048),
+        "dit.decode_head.linear.weight": (512, 768),
+    }
+    assert {name: tuple(state[name].shape) for name in shapes} == shapes
+
+
+def test_weights_come_from_the_seed_and_leave_the_global_state_alone():
+    torch.manual_seed(5)
+    first = build_method(tiny()).state_dict()
+    drawn = torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(1), drawn)
+    second, other = build_method(tiny()).state_dict(), build_method(tiny(train__seed=43)).state_dict()
+    assert all(torch.equal(first[n], second[n]) for n in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+# ---------------------------------------------------------------- standardization
+
+
+def test_the_first_batch_sets_the_statistics_and_later_ones_move_them():
+    method = build(objective__standardize_momentum=0.9)
+    first, second = torch.randn(5, 3, 12) * 2 + 1, torch.randn(5, 3, 12) * 0.5 - 1
+    method.update_statistics(first)
+    rows = first.flatten(0, 1)
+    assert torch.allclose(method.latent_mean, rows.mean(0), atol=1e-5)
+    assert torch.allclose(method.latent_scale, 1 / rows.std(0, unbiased=False), rtol=1e-4)
+    z = method.standardize(first).flatten(0, 1)
+    assert torch.allclose(z.mean(0), torch.zeros(12), atol=1e-5)
+    assert torch.allclose(z.var(0, unbiased=False), torch.ones(12), atol=1e-4)
+
+    method.update_statistics(second)
+    later = second.flatten(0, 1)
+    assert torch.allclose(method.latent_mean, 0.9 * rows.mean(0) + 0.1 * later.mean(0), atol=1e-5)
+    variance = 0.9 * rows.var(0, unbiased=False) + 0.1 * later.var(0, unbiased=False)
+    assert torch.allclose(method.latent_scale**-2, variance, rtol=1e-4)
+
+
+def test_unstandardize_is_the_inverse():
+    method = build()
+    method.update_statistics(torch.randn(9, 3, 12) * torch.rand(12) * 3 + torch.randn(12))
+    z = torch.randn(4, 3, 12)
+    assert torch.allclose(method.unstandardize(method.standardize(z)), z, atol=1e-5)
+    assert torch.allclose(method.standardize(method.unstandardize(z)), z, atol=1e-5)
+
+
+def test_a_dead_channel_is_not_blown_up():
+    method = build()
+    method.update_statistics(torch.ones(5, 3, 12))
+    assert method.latent_scale.max().item() == pytest.approx(VARIANCE_FLOOR**-0.5)
+    assert method.standardize(torch.ones(1, 3, 12)).abs().max() < 1e-3
+
+
+def test_statistics_move_only_in_training_and_only_before_they_freeze():
+    method = build(objective__standardize_steps=3)
+    for step, count in ((0, 1), (2, 2), (3, 2), (50, 2)):
+        method.losses(batch(), noise(step=step))
+        assert int(method.latent_updates) == count
+    method.eval()
+    method.losses(batch(), noise(step=0))
+    assert int(method.latent_updates) == 2
+    method.train()
+    method.encode(batch())
+    assert int(method.latent_updates) == 2
+
+
+@pytest.mark.parametrize(("steps", "given", "freeze"), [(100, 0, 10), (15, 0, 2), (1_000_000, 0, 2000), (100, 7, 7)])
+def test_when_the_statistics_freeze(steps, given, freeze):
+    assert build(train__steps=steps, objective__standardize_steps=given).standardize_steps == freeze
+
+
+def test_statistics_are_of_the_target_on_clean_features():
+    method = build()
+    method.losses(batch(), noise())
+    z = method.target(method.encoder(tokens())).flatten(0, 1)
+    assert torch.allclose(method.latent_mean, z.mean(0), atol=1e-5)
+
+
+# ---------------------------------------------------------------- target network
+
+
+def test_the_ramp_of_the_target_momentum():
+    assert linear_ramp(0.996, 0.999, 0, 101) == 0.996
+    assert linear_ramp(0.996, 0.999, 50, 101) == pytest.approx(0.9975)  # the midpoint
+    assert linear_ramp(0.996, 0.999, 100, 101) == pytest.approx(0.999)
+    assert linear_ramp(0.996, 0.999, 500, 101) == pytest.approx(0.999)
+    assert linear_ramp(0.996, 0.999, 0, 1) == 0.999
+
+
+def test_the_target_starts_as_a_copy_and_follows():
+    method = build(perturbed=0, objective__target_ema_start=0.996, objective__target_ema_end=0.999)
+    for own, target in zip(method.compressor.parameters(), method.target.parameters(), strict=True):
+        assert torch.equal(own, target) and own.data_ptr() != target.data_ptr()
+    before = copy.deepcopy(method.target.state_dict())
+    with torch.no_grad():
+        for p in method.compressor.parameters():
+            p.add_(1.0)
+    method.after_step(50, 101)
+    for name, after in method.target.state_dict().items():
+        wanted = 0.9975 * before[name] + 0.0025 * method.compressor.state_dict()[name]
+        assert torch.allclose(after, wanted, atol=1e-6)
+
+
+# ---------------------------------------------------------------- self-conditioning
+
+
+def self_conditioned(method, w, rows=64):
+    g = torch.Generator().manual_seed(3)
+    z_t, z_tgt = torch.randn(rows, 3, 12, generator=g), torch.randn(rows, 3, 12, generator=g)
+    t = torch.rand(rows, generator=g)
+    w = torch.full((rows,), w) if isinstance(w, float) else w
+    s, target = method.self_condition(z_t, t, w, z_tgt, noise(rows))
+    return z_t, t, w, z_tgt, s, target
+
+
+def test_at_scale_one_the_target_is_the_clean_one():
+    *_, z_tgt, s, target = self_conditioned(build(objective__sc_prob=1.0), 1.0)
+    assert torch.allclose(target, z_tgt, atol=1e-6) and s.any()
+
+
+def test_the_coin_is_thrown_for_each_example():
+    method = build()
+    z_t, t, w, z_tgt, s, target = self_conditioned(method, 3.0)
+    chosen = noise(64).uniform("self_condition") < 0.5
+    assert 15 < int(chosen.sum()) < 49
+    assert torch.equal(s.flatten(1).any(1), chosen)
+    assert torch.equal(target[~chosen], z_tgt[~chosen])
+    with torch.no_grad():
+        first = method.dit(z_t, t, None, w)
+        second = method.dit(z_t, t, first, w)
+    assert torch.allclose(s[chosen], first[chosen], atol=1e-5)
+    assert torch.allclose(target[chosen], (z_tgt + (2 / 3) * (second - first))[chosen], atol=1e-5)
+    assert not s.requires_grad and not target.requires_grad
+
+
+def test_a_row_alone_gets_the_same_coin():
+    method = build()
+    together = noise(8).uniform("self_condition")
+    assert all(RowNoise(0, [i]).uniform("self_condition")[0] == together[i] for i in range(8))
+    *_, z_tgt, s, target = self_conditioned(build(objective__sc_prob=0.0), 3.0)
+    assert not s.any() and torch.equal(target, z_tgt)
+    assert method.dit.training
+
+
+def test_the_extra_passes_see_no_dropout():
+    method = build(model__dropout=0.5, objective__sc_prob=1.0)
+    z_t, t, w, _, s, _ = self_conditioned(method, 2.0, rows=8)
+    method.dit.eval()
+    with torch.no_grad():
+        assert torch.allclose(s, method.dit(z_t, t, None, w), atol=1e-5)
+    method.dit.train()
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def speaker() -> JpegDlm:
+    """A random model whose tokens depend on its latents: its average logits, which would always win, are taken away."""
+    method = with_statistics(build(perturbed=0.3)).eval()
+    seen = []
+    handle = method.lm_head.register_forward_hook(lambda m, i, out: seen.append(out))
+    method.sample(32, method.config.sampler, RowNoise(77, range(32)))
+    handle.remove()
+    with torch.no_grad():
+        method.lm_head.bias.sub_(seen[0].mean((0, 1)))
+    return method
+
+
+def distinct(rows):
+    return len({tuple(row) for row in rows.tolist()})
+
+
+def test_the_sampler_follows_algorithm_2():
+    method = speaker()
+    sampler = method.config.sampler
+    got = method.sample(2, sampler, RowNoise(9, [0, 1]))
+    z, s, w = RowNoise(9, [0, 1]).normal("sample", 3, 12), None, torch.full((2,), sampler.w)
+    # quantile grid of four steps of logit-normal(-1.5, 0.8)
+    grid = [0, 0.11510830408920063, 0.18242552380635635, 0.27679647391051354, 1]
+    with torch.no_grad():
+        for t, u in zip(grid, grid[1:], strict=False):
+            s = method.dit(z, torch.full((2,), float(t)), s, w)
+            z = z + (u - t) * (s - z) / (1 - t)
+        z = method.dit(z, torch.ones(2), None, w, decode_rows=2)
+        logits = method.project(method.decompressor(z / method.latent_scale + method.latent_mean))
+    assert torch.equal(got, logits.argmax(-1)) and distinct(got) == 2
+
+
+@pytest.mark.parametrize("grid", ["quantile", "random", "uniform"])
+@pytest.mark.parametrize("solver", ["euler", "heun", "multistep"])
+def test_a_sample_is_the_same_in_any_batch(grid, solver):
+    method = speaker()
+    sampler = override(method.config, {"sampler.grid": grid, "sampler.solver": solver}).sampler
+    together = method.sample(6, sampler, RowNoise(1, range(6)))
+    assert together.shape == (6, 8) and distinct(together) > 3
+    alone = torch.cat([method.sample(1, sampler, RowNoise(1, [i])) for i in range(6)])
+    pairs = torch.cat([method.sample(2, sampler, RowNoise(1, [i, i + 1])) for i in (4, 2, 0)])
+    assert torch.equal(alone, together)
+    assert torch.equal(pairs.view(3, 2, 8).flip(0).flatten(0, 1), together)
+    assert not torch.equal(method.sample(6, sampler, RowNoise(2, range(6))), together)
+
+
+def test_guidance_and_steps_change_the_sample():
+    method = speaker()
+    base = method.sample(8, method.config.sampler, RowNoise(1, range(8)))
+    for option, value in (("sampler.w", 0.5), ("sampler.steps", 1)):
+        sampler = override(method.config, {option: value}).sampler
+        assert not torch.equal(method.sample(8, sampler, RowNoise(1, range(8))), base)
+
+
+def test_watching_shows_every_step_and_changes_nothing():
+    method = speaker()
+    seen = []
+    sampler = method.config.sampler
+    watched = method.sample(2, sampler, RowNoise(1, [0, 1]), lambda k, n, t, decode: seen.append((k, n, t, decode())))
+    assert torch.equal(watched, method.sample(2, sampler, RowNoise(1, [0, 1])))
+    assert [k for k, *_ in seen] == [0, 1, 2, 3, 4] and {n for _, n, *_ in seen} == {4}
+    assert [t for *_, t, _ in seen] == sorted(t for *_, t, _ in seen) and seen[-1][2] == 1.0
+    assert all(x.shape == (2, 8) for *_, x in seen) and torch.equal(seen[-1][3], watched)
+
+
+def test_a_model_without_encoder_samples_but_says_that_it_cannot_encode():
+    method = JpegDlm(tiny()).eval()
+    assert method.sample(1, method.config.sampler, RowNoise(0, [0])).shape == (1, 8)
+    with pytest.raises(ValueError, match="without its text encoder"):
+        method.encode(batch())
+
+
+# ---------------------------------------------------------------- ablations
+
+
+def compared(**options):
+    base = with_statistics(build())
+    changed = build(**options)
+    changed.load_state_dict(base.state_dict(), strict=False)
+    return losses(base), losses(changed)
+
+
+def differing(a, b):
+    return {name for name in a if name in b and not math.isclose(a[name].item(), b[name].item(), rel_tol=1e-6)}
+
+
+def test_token_loss_on_late_denoise_predictions():
+    base, late = compared(objective__ce_time_min=0.0)
+    assert set(late) - set(base) == {"ce_noisy"} and not differing(base, late)
+    none = losses(build(objective__ce_time_min=0.999))["ce_noisy"]
+    assert late["ce_noisy"] > 1 and none == 0
+
+
+def test_only_late_rows_enter_the_noisy_token_loss():
+    method = build(objective__ce_time_min=0.2)
+    t = torch.tensor([0.1, 0.2, 0.7, 0.19])
+    zhat = torch.randn(B, 3, 12)
+    mask = torch.arange(8) < torch.tensor([8, 3, 5, 1])[:, None]
+    logits = method.project(method.decompressor(method.unstandardize(zhat)))
+    nll = -logits.log_softmax(-1).gather(-1, tokens()[..., None]).squeeze(-1)
+    total = sum(nll[b, i] for b in range(B) for i in range(8) if t[b] >= 0.2 and mask[b, i])
+    got = method.noisy_token_loss(zhat, t, batch(mask_BL=mask))["ce_noisy"]
+    assert got.item() == pytest.approx(total.item() / int(mask.sum()), rel=1e-5)  # the count of `ce`
+
+
+def test_velocity_loss():
+    base, changed = compared(objective__flow_loss="v")
+    assert differing(base, changed) == {"flow"}
+    method = build(objective__flow_loss="v")
+    x, target, t = torch.randn(3, 3, 12), torch.randn(3, 3, 12), torch.tensor([0.0, 0.5, 0.99])
+    weights = torch.tensor([1.0, 4.0, 400.0])  # (1 - t)^-2, with 1 - t not below 0.05
+    wanted = (((x - target) ** 2).mean((1, 2)) * weights).mean()
+    assert method.flow_loss(x, target, t).item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_regularizers_on_standardized_latents():
+    base, changed = compared(objective__reg_space="standardized")
+    assert differing(base, changed) == {"sigreg", "var", "cov"}
+
+
+def test_a_subset_of_rows_for_the_regularizers():
+    base, changed = compared(objective__reg_max_rows=6)
+    assert differing(base, changed) == {"sigreg", "var", "cov"}
+    base, changed = compared(objective__reg_max_rows=B * 3)
+    assert not differing(base, changed)
+
+
+def test_corruption_changes_the_decode_branch_alone():
+    base, changed = compared(objective__sigma=0.1)
+    assert differing(base, changed) == {"jep", "feat", "ce", "sigreg", "var", "cov"}
+
+
+def test_residual_changes_the_decode_branch_alone():
+    base, changed = compared(model__decode_residual=True)
+    assert differing(base, changed) == {"jep", "feat", "ce"}
+    method = build(perturbed=0, model__decode_residual=True)
+    z = torch.randn(2, 3, 12)
+    assert torch.equal(method.decode_latents(z, torch.ones(2)), z)  # a zero head passes the latents on
+
+
+def test_separate_networks_change_the_decode_branch_alone():
+    base, changed = compared(model__shared=False)
+    assert differing(base, changed) == {"jep", "feat", "ce"}
+
+
+def test_separate_networks_with_equal_weights_equal_a_shared_one():
+    base, separate = build(), build(model__shared=False)
+    separate.load_state_dict(base.state_dict(), strict=False)
+    separate.predictor.load_state_dict(base.dit.state_dict())
+    assert not differing(losses(base), losses(separate))
+    sampler = base.config.sampler
+    assert torch.equal(base.eval().sample(3, sampler, noise(3)), separate.eval().sample(3, sampler, noise(3)))
+
+
+def test_chunked_token_loss_changes_nothing():
+    base, changed = compared(objective__ce_chunk=5, objective__ce_time_min=1.0)
+    assert not differing(base, changed)
+
+
+def test_sigreg_of_weight_zero_is_not_computed():
+    assert "sigreg" not in losses(build(objective__sigreg_weight=0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model__latent_len": 1},
+        {"model__latent_len": 8},
+        {"model__latent_dim": 6, "model__bottleneck_dim": 3},
+        {"model__latent_dim": 32},
+        {"model__time_tokens": 4, "model__sc_tokens": 4, "model__mode_tokens": 4},
+        {"objective__sc_prob": 1.0},
+        {"objective__time_mean": 0.0, "objective__time_std": 1.0},
+    ],
+)
+def test_sizes_and_switches_run_end_to_end(options):
+    method = build(**options)
+    terms = losses(method)
+    total = method.total_loss(terms)
+    total.backward()
+    assert total.isfinite() and all(p.grad.isfinite().all() for p in method.parameters() if p.grad is not None)
+    m = method.config.model
+    assert method.encode(batch()).shape == (B, m.latent_len, m.latent_dim)
+    assert method.eval().sample(2, method.config.sampler, noise(2)).shape == (2, 8)
+
+
+# ---------------------------------------------------------------- features, padding, reconstruction
+
+
+def test_cached_features_equal_the_encoders():
+    method = build()
+    cached = batch(features_BLF=method.encoder(tokens()))
+    assert not differing(losses(method), losses(method, cached))
+
+
+@torch.no_grad()
+def test_only_real_tokens_count():
+    """With padding, features and tokens at padded places change no loss, and the means run over real tokens."""
+    method = build().eval()
+    mask = torch.arange(8) < torch.tensor([8, 3, 5, 1])[:, None]
+    h = torch.randn(B, 8, 16)
+    terms = losses(method, Batch(tokens(), mask, h))
+    other_h = torch.where(mask[..., None], h, 100 * torch.randn_like(h))
+    other_x = torch.where(mask, tokens(), torch.zeros_like(tokens()))
+    assert not differing(terms, losses(method, Batch(other_x, mask, other_h)))
+    assert {"jep", "flow", "feat", "ce"} <= differing(terms, losses(method, Batch(tokens(), None, h)))
+
+
+@torch.no_grad()
+def test_a_mask_changes_feature_and_token_loss_only_through_real_tokens(monkeypatch):
+    """The latents held fixed, only the two token-wise losses feel the mask, by leaving padded places out."""
+    method = build().eval()
+    mask = torch.arange(8) < torch.tensor([8, 3, 5, 1])[:, None]
+    h = torch.randn(B, 8, 16)
+    compress = Compressor.forward
+    monkeypatch.setattr(Compressor, "forward", lambda self, h, mask=None: compress(self, h))
+    kept = {}
+    monkeypatch.setattr(method.decompressor, "forward", lambda z, f=method.decompressor.forward: kept.setdefault("hhat", f(z)))
+    terms = losses(method, Batch(tokens(), mask, h))
+    assert differing(losses(method, Batch(tokens(), None, h)), terms) == {"feat", "ce"}
+    hhat = kept["hhat"]
+    places = mask.nonzero().tolist()
+    feat = sum(((hhat[b, i] - h[b, i]) ** 2).mean() for b, i in places) / len(places)
+    ce = sum(F.cross_entropy(method.project(hhat[b, i]), tokens()[b, i]) for b, i in places) / len(places)
+    assert terms["feat"].item() == pytest.approx(feat.item(), rel=1e-5)
+    assert terms["ce"].item() == pytest.approx(ce.item(), rel=1e-5)
+
+
+@torch.no_grad()
+def test_reconstruction_is_a_share_of_real_tokens(monkeypatch):
+    method = build().eval()
+    mask = torch.arange(8) < torch.tensor([8, 3, 5, 1])[:, None]
+    monkeypatch.setattr(method, "tokens", lambda z, w: torch.where(torch.arange(8) < 2, tokens(), -1))
+    assert method.reconstruction(batch()).item() == pytest.approx(2 / 8)
+    assert method.reconstruction(batch(mask_BL=mask)).item() == pytest.approx((2 + 2 + 2 + 1) / 17)
+
+
+def test_losses_depend_on_rows_and_step_not_on_global_randomness():
+    method = build()
+    torch.manual_seed(0)
+    first = losses(method)
+    torch.manual_seed(1)
+    assert not differing(first, losses(method))
+    assert {"jep", "flow", "ce"} <= differing(first, losses(method, step=FROZEN_STEP + 1))
+
+
+def test_training_on_one_batch_learns_it():
+    method = build(perturbed=0, model__decode_residual=True, model__position_scale=1.0, objective__sigma=0.1)
+    optimizer = torch.optim.AdamW([p for g in method.parameter_groups() for p in g.parameters.values()], lr=5e-3)
+    data = batch()
+    history = []
+    for step in range(100):
+        terms = method.losses(data, noise(step=step))
+        optimizer.zero_grad()
+        method.total_loss(terms).backward()
+        optimizer.step()
+        method.after_step(step, 100)
+        history.append(terms["ce"].item())
+    assert history[0] == pytest.approx(math.log(VOCAB), abs=0.5)
+    assert sum(history[-5:]) < 0.5 * sum(history[:5])
+
+
+def test_the_random_encoder_of_these_tests_is_frozen():
+    encoder = build_encoder(EncoderConfig(kind="random", feature_dim=16, depth=1, heads=2, scale="none"), VOCAB)
+    assert not any(p.requires_grad for p in encoder.parameters()) and not encoder(tokens()).requires_grad

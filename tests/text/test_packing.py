@@ -1,0 +1,112 @@
+"""Rows have exactly L ids, and no id of the text is lost or moved."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jpeg_dlm.text.packing import Layout, lengths, pack, sentences, step
+
+EOS, PAD, BOS, LINE = 1, 0, 4, 5
+PIECE = st.lists(st.integers(10, 99), min_size=0, max_size=9)
+DOCUMENTS = st.lists(st.lists(PIECE, max_size=5), max_size=8)
+WIDTH = st.integers(4, 12)
+
+
+def layout(packing, width, frame=False):
+    return Layout(packing, width, EOS, PAD, frame, BOS, LINE)
+
+
+def stream_of(documents, frame=False):
+    """What the rows must hold, by the plainest loop."""
+    out = []
+    for document in documents:
+        words = [i for piece in document for i in piece]
+        for piece in document:
+            out += piece + ([LINE] if frame and piece else [])
+        if words and not frame:
+            out.append(EOS)
+    return out
+
+
+@given(DOCUMENTS, WIDTH)
+def test_continuous_is_the_stream_cut_into_rows(documents, width):
+    rows = list(pack(layout("continuous", width), documents))
+    stream = stream_of(documents)
+    assert all(len(r) == width for r in rows) and len(rows) == len(stream) // width
+    assert sum(rows, []) == stream[: len(rows) * width]
+
+
+@given(DOCUMENTS, WIDTH)
+def test_framed_rows_hold_the_stream_between_begin_and_end(documents, width):
+    rows = list(pack(layout("continuous", width, frame=True), documents))
+    stream = stream_of(documents, frame=True)
+    assert all(len(r) == width and r[0] == BOS and r[-1] == EOS for r in rows)
+    assert len(rows) == len(stream) // (width - 2)
+    assert sum((r[1:-1] for r in rows), []) == stream[: len(rows) * (width - 2)]
+
+
+@given(DOCUMENTS, WIDTH, st.booleans())
+def test_padded_rows_lose_nothing(documents, width, frame):
+    rows = list(pack(layout("padded", width, frame), documents))
+    assert all(len(r) == width for r in rows)
+    inner = [r[1 : r.index(EOS)] if frame else [i for i in r if i != PAD] for r in rows]
+    assert sum(inner, []) == stream_of(documents, frame)
+    if rows:
+        found = lengths(np.asarray(rows), PAD)
+        assert [r[:n] for r, n in zip(rows, found, strict=True)] == [[i for i in r if i != PAD] for r in rows]
+
+
+@given(DOCUMENTS, WIDTH)
+def test_sentence_rows_open_with_a_sentence_and_skip_nothing(documents, width):
+    # Number every id, so that a row's place in the stream can be read off it.
+    numbers = iter(range(10, 10_000))
+    documents = [[[next(numbers) for _ in piece] for piece in document] for document in documents]
+    rows = list(pack(layout("sentences", width), documents))
+    stream = stream_of(documents)
+    starts = {piece[0] for document in documents for piece in document if piece}
+    end = 0  # how much of the stream the rows so far have shown
+    for row in rows:
+        assert len(row) == width
+        at = stream.index(row[0]) if row[0] != EOS else end  # only a rest of an overlong sentence opens with eos
+        assert stream[at : at + width] == row and at <= end < at + width
+        assert row[0] in starts or at == end
+        end = at + width
+    left = [p for d in documents for p in d]
+    assert len(stream) - end < width + max((len(p) + 1 for p in left), default=0)
+
+
+@given(DOCUMENTS, WIDTH, st.sampled_from(["continuous", "sentences", "padded"]), st.booleans())
+def test_packing_can_stop_and_go_on_with_the_remainder(documents, width, packing, frame):
+    plan, carry, rows = layout(packing, width, frame), [], []
+    for document in documents:
+        kept = [list(p) for p in carry]
+        new, carry_after = step(plan, carry, document)
+        assert step(plan, kept, document) == (new, carry_after), "the same remainder gives the same rows"
+        rows, carry = rows + new, carry_after
+    assert rows == list(pack(plan, documents))
+    assert sum(map(len, carry)) < width
+
+
+def test_a_cut_sentence_opens_the_next_row():
+    rows = list(pack(layout("sentences", 5), [[[10, 11, 12], [20, 21, 22], [30]], [[40, 41]]]))
+    assert rows == [[10, 11, 12, 20, 21], [20, 21, 22, 30, EOS]]
+
+
+def test_an_overlong_sentence_is_continued():
+    rows = list(pack(layout("sentences", 4), [[[*range(10, 20)], [20, 21, 22]]]))
+    assert rows == [[10, 11, 12, 13], [14, 15, 16, 17], [18, 19, 20, 21], [20, 21, 22, EOS]]
+
+
+def test_sentences_split_where_a_reader_would():
+    text = 'Mr. J. Smith went to St. Louis. "Why?" he asked. Nobody knew! In 1990 (see p. 3.) it ended.'
+    assert sentences(text) == [
+        "Mr. J. Smith went to St. Louis.",
+        '"Why?" he asked.',
+        "Nobody knew!",
+        "In 1990 (see p. 3.) it ended.",
+    ]
+
+
+@given(st.text(alphabet="aB. !?\"')", max_size=80))
+def test_sentences_keep_all_words(text):
+    assert " ".join(sentences(text)).split() == text.split()

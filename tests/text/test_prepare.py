@@ -1,0 +1,233 @@
+"""Preparation: split by document, exact bytes whatever interrupts it, and refusals that say what to do."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jpeg_dlm.config import DataConfig
+from jpeg_dlm.errors import DataError, UsageError
+from jpeg_dlm.text import prepare as module
+from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.text.prepare import choose_split, prepare
+
+WORDS = "people union power law peace war trade land river state nation great small old new our their".split()
+
+
+def write_corpus(path, documents=120, length=40):
+    rng = np.random.default_rng(0)
+    lines = [{"text": f"Document {i} says: {' '.join(rng.choice(WORDS, length))}. It ends here."} for i in range(documents)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return [line["text"] for line in lines]
+
+
+def config(tmp_path, **options):
+    if not (tmp_path / "a.jsonl").exists():
+        write_corpus(tmp_path / "a.jsonl")
+    return DataConfig(**({"source": str(tmp_path / "a.jsonl"), "vocab_size": 320, "token_len": 16, "holdout": 0.1} | options))
+
+
+def content(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_splits_are_disjoint_whole_documents_and_lose_only_the_tail(tmp_path):
+    data = config(tmp_path)
+    texts = write_corpus(tmp_path / "a.jsonl")
+    done = prepare(data, tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "index.json").read_text("utf-8"))
+    seen = {}
+    for name in ("train", "heldout"):
+        blocks = Blocks(tmp_path / "out", name)
+        tokenizer, part = blocks.tokenizer(), index["splits"][name]
+        stream = blocks.rows(range(len(blocks))).flatten().tolist()
+        ends = [i for i, t in enumerate(stream) if t == tokenizer.eos_id]
+        seen[name] = [tokenizer.decode(stream[a + 1 : b]) for a, b in zip([-1, *ends], ends, strict=False)]
+        assert 0 <= part["documents"] - len(seen[name]) <= 1
+        assert 0 <= part["tokens"] + part["documents"] - len(stream) < 16
+        assert part["unk"] == 0 and part["rows"] == len(blocks)
+        order = [texts.index(t) for t in seen[name]]
+        assert order == sorted(order)
+    assert not set(seen["train"]) & set(seen["heldout"]) and len(seen["heldout"]) >= 5
+    assert done.train_rows == len(Blocks(tmp_path / "out")) and not done.reused
+    lines = (tmp_path / "out" / "heldout.jsonl").read_text("utf-8").splitlines()
+    assert len(lines) == done.heldout_rows and json.loads(lines[0])["text"].startswith("Document")
+
+
+def test_shard_size_changes_no_row(tmp_path):
+    data = config(tmp_path)
+    prepare(data, tmp_path / "one")
+    prepare(data, tmp_path / "many", shard_bytes=16 * 2 * 7)
+    for name in ("train", "heldout"):
+        one, many = Blocks(tmp_path / "one", name), Blocks(tmp_path / "many", name)
+        assert one.rows(range(len(one))).tolist() == many.rows(range(len(many))).tolist()
+    assert len(list((tmp_path / "many").glob("train-*.bin"))) > 10
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("packing", ["continuous", "sentences", "padded"])
+@pytest.mark.parametrize("after", [1, 3, 9])
+def test_interrupted_preparation_ends_with_the_same_bytes(tmp_path, monkeypatch, packing, after):
+    monkeypatch.setattr(module, "BATCH", 1500)
+    monkeypatch.setattr(module, "HEAD", 4000)
+    data = config(tmp_path, packing=packing, frame=packing == "padded")
+    prepare(data, tmp_path / "whole", shard_bytes=16 * 2 * 30)
+    calls = []
+
+    def stop(done, total):
+        calls.append(done)
+        if len(calls) == after:
+            raise Stop
+
+    with pytest.raises(Stop):
+        prepare(data, tmp_path / "cut", progress=stop, shard_bytes=16 * 2 * 30)
+    assert not (tmp_path / "cut" / "index.json").exists()
+    resumed = []
+    prepare(data, tmp_path / "cut", progress=lambda done, total: resumed.append(done), shard_bytes=16 * 2 * 30)
+    assert content(tmp_path / "cut") == content(tmp_path / "whole")
+    assert after < 9 or resumed[0] > calls[1], "finished shards are not made again"
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from jpeg_dlm.config import DataConfig
+from jpeg_dlm.text import prepare as module
+module.BATCH, module.HEAD = 1500, 4000
+data = DataConfig(source=sys.argv[1], vocab_size=320, token_len=16, holdout=0.1)
+module.prepare(data, Path(sys.argv[2]), progress=lambda done, total: time.sleep(0.1), shard_bytes=16 * 2 * 30)
+"""
+
+
+@pytest.mark.slow
+def test_killed_process_is_taken_up_again(tmp_path):
+    source, out = config(tmp_path).source, tmp_path / "out"
+    child = subprocess.Popen([sys.executable, "-c", CHILD, source, str(out)])
+    while not (out / "train-00002.bin").exists():
+        assert child.poll() is None
+        time.sleep(0.01)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    assert not (out / "index.json").exists() and (out / "state.npz").exists()
+    subprocess.run([sys.executable, "-c", CHILD, source, str(out)], check=True)
+    subprocess.run([sys.executable, "-c", CHILD, source, str(tmp_path / "whole")], check=True)
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_damaged_state_or_shard_means_starting_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "BATCH", 1500)
+    data = config(tmp_path)
+    prepare(data, tmp_path / "whole", shard_bytes=960)
+    for victim in ("state.npz", "train-00000.bin"):
+        out, calls = tmp_path / victim, []
+
+        def stop(done, total, calls=calls):
+            calls.append(done)
+            if len(calls) == 9:
+                raise Stop
+
+        with pytest.raises(Stop):
+            prepare(data, out, progress=stop, shard_bytes=960)
+        raw = bytearray((out / victim).read_bytes())
+        raw[len(raw) // 2] ^= 255
+        (out / victim).write_bytes(raw)
+        prepare(data, out, shard_bytes=960)
+        assert content(out) == content(tmp_path / "whole")
+
+
+def test_finished_folder_is_reused_or_refused(tmp_path):
+    data, out = config(tmp_path), tmp_path / "out"
+    first = prepare(data, out)
+    before = content(out)
+    assert prepare(replace(data, cache_features=True), out) == replace(first, reused=True)
+    for option, value in {"token_len": 8, "packing": "padded", "vocab_size": 300, "frame": True}.items():
+        with pytest.raises(DataError, match=f"data.{option}"):
+            prepare(replace(data, **{option: value}), out)
+    assert content(out) == before
+    write_corpus(tmp_path / "a.jsonl", documents=121)
+    with pytest.raises(DataError, match="has changed"):
+        prepare(data, out)
+    (tmp_path / "a.jsonl").unlink()
+    assert prepare(data, out).reused
+
+
+def test_leftovers_of_other_options_are_cleared(tmp_path):
+    data, out = config(tmp_path), tmp_path / "out"
+    out.mkdir()
+    (out / "train-00009.bin").write_bytes(b"old")
+    (out / "notes.txt").write_text("mine")
+    prepare(data, out)
+    assert not (out / "train-00009.bin").exists() and (out / "notes.txt").exists() and not (out / "state.npz").exists()
+
+
+def test_framed_lines(tmp_path):
+    data = config(tmp_path, frame=True)
+    prepare(data, tmp_path / "out")
+    rows = Blocks(tmp_path / "out").rows(range(20))
+    assert (rows[:, 0] == 4).all() and (rows[:, -1] == 1).all() and (rows == 5).any()
+
+
+def test_padded_rows_have_a_mask(tmp_path):
+    prepare(config(tmp_path, packing="padded"), tmp_path / "out")
+    blocks = Blocks(tmp_path / "out")
+    rows = blocks.rows(range(len(blocks)))
+    mask = blocks.mask(rows)
+    assert mask is not None and not mask.all() and mask[:, 0].all()
+    assert (mask[:, 1:] <= mask[:, :-1]).all(), "padding is at the end only"
+
+
+@pytest.mark.parametrize("documents", [2, 3, 10, 400])
+@pytest.mark.parametrize("share", [0.001, 0.02, 0.4])
+def test_both_splits_get_documents(documents, share):
+    head = ["word " * 20] * documents
+    split = choose_split(head, share, 8)
+    names = [split.of(i) for i in range(documents)]
+    assert 0 < names.count("heldout") < documents
+    assert names.count("heldout") <= max(1, 2 * share * documents + 3)
+
+
+@pytest.mark.parametrize("text", ["One sentence follows another here. " * 80, "nosentences " * 300])
+def test_single_document_is_split_in_pieces(tmp_path, text):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.txt").write_text(text, "utf-8")
+    done = prepare(config(tmp_path, source=str(tmp_path / "d"), token_len=8), tmp_path / "out")
+    assert done.train_rows > done.heldout_rows > 0
+
+
+def test_vocabulary_must_fit(tmp_path):
+    prepare(config(tmp_path), tmp_path / "out")
+    with pytest.raises(UsageError, match="set it to"):
+        prepare(config(tmp_path, tokenizer=str(tmp_path / "out"), vocab_size=300), tmp_path / "other")
+    again = prepare(config(tmp_path, tokenizer=str(tmp_path / "out")), tmp_path / "other")
+    assert again.tokenizer == Blocks(tmp_path / "out").index["tokenizer"]
+
+
+def test_too_little_text_is_refused(tmp_path):
+    (tmp_path / "b.txt").write_text("Short.\n\nVery short.", "utf-8")
+    with pytest.raises(DataError, match="fill no block of 16"):
+        prepare(config(tmp_path, source=str(tmp_path / "b.txt")), tmp_path / "out")
+
+
+def test_full_disk_is_named(tmp_path, monkeypatch):
+    def full(fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DataError, match="No space left on device.*free some space"):
+        prepare(config(tmp_path), tmp_path / "out")
+
+
+def test_progress_reaches_the_end(tmp_path):
+    seen = []
+    prepare(config(tmp_path), tmp_path / "out", progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] > 0 and [d for d, _ in seen] == sorted(d for d, _ in seen)

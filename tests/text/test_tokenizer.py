@@ -1,0 +1,153 @@
+"""Tokenizers keep every text, place no ids of their own, and mean the same after a save."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+
+from jpeg_dlm.errors import DataError, UsageError
+from jpeg_dlm.text import tokenizer as module
+from jpeg_dlm.text.tokenizer import TextTokenizer, collapse, load_tokenizer, train_bpe
+
+WORDS = ("great", "old", "new", "whole")
+TEXTS = [f"The people of the {w} union have the {w} power, and they don't doubt it." for w in WORDS] * 5
+BPE = train_bpe(TEXTS, 320)
+
+SENTENCEPIECE_LIKE = {
+    "version": "1.0",
+    "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+    "padding": None,
+    "added_tokens": [
+        {
+            "id": i,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for i, token in enumerate(["<pad>", "</s>", "<unk>", "<extra_id_2>", "<extra_id_1>", "<extra_id_0>"])
+    ],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+    "post_processor": {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "</s>", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}},
+    },
+    "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+    "model": {
+        "type": "Unigram",
+        "unk_id": 2,
+        "byte_fallback": False,
+        "vocab": [[t, 0.0] for t in ("<pad>", "</s>", "<unk>", "<extra_id_2>", "<extra_id_1>", "<extra_id_0>")]
+        + [[piece, -2.0] for piece in ("▁a", "▁b", "▁", "a", "b", "c", "▁cab")],
+    },
+}
+
+
+@pytest.fixture
+def t5_like(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(SENTENCEPIECE_LIKE), "utf-8")
+    return path
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.text(max_size=60) | st.text(alphabet="a </s>pdmk\n\t\u00a0'\"é中🙂", max_size=60))
+def test_round_trip_is_lossless(text):
+    ids = BPE.encode(text)
+    assert BPE.decode(ids) == collapse(text) == " ".join(text.split())
+    assert all(i >= 6 for i in ids), "special ids come from the packer alone"
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=6))
+def test_pieces_join_to_the_ids_of_the_whole(pieces):
+    pieces = [collapse(p) for p in pieces if collapse(p)]
+    joined = [i for ids in BPE.encode_batch(pieces, following=True) for i in ids]
+    assert joined == BPE.encode(" ".join(pieces))
+
+
+def test_ids_and_roles_of_a_trained_tokenizer():
+    assert (BPE.pad_id, BPE.eos_id, BPE.unk_id, BPE.mask_id, BPE.bos_id, BPE.boundary_id) == (0, 1, 2, 3, 4, 5)
+    assert BPE.vocab_size <= 320
+    assert BPE.encode("people")[0] == BPE.encode("the people")[-1], "a first word is the same token as inside a text"
+
+
+def test_framed_rows_decode_line_by_line():
+    row = [4, *BPE.encode("One two."), 5, 5, *BPE.encode("Three"), 0, 3, 1]
+    assert BPE.decode(row) == "One two. Three"
+
+
+def test_training_is_deterministic_across_processes():
+    code = f"from jpeg_dlm.text.tokenizer import train_bpe\nprint(train_bpe({TEXTS[:4]!r} * 5, 320).fingerprint)"
+    for threads in ("1", "2"):
+        env = os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+        seen = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout.strip()
+        assert seen == BPE.fingerprint
+
+
+def test_save_and_load_keep_the_fingerprint(tmp_path):
+    BPE.save(tmp_path / "tokenizer.json")
+    for source in (tmp_path, tmp_path / "tokenizer.json"):
+        again = load_tokenizer(str(source))
+        assert again.fingerprint == BPE.fingerprint and again.encode(TEXTS[0]) == BPE.encode(TEXTS[0])
+    assert [p.name for p in tmp_path.iterdir()] == ["tokenizer.json"]
+    assert train_bpe(["other words"], 320).fingerprint != BPE.fingerprint
+
+
+def test_sentinels_stand_in_and_stored_truncation_is_dropped(t5_like):
+    t5 = TextTokenizer.from_file(t5_like)
+    assert (t5.bos_id, t5.boundary_id, t5.mask_id) == (5, 4, 3)
+    ids = t5.encode("cab a b a b")
+    assert len(ids) == 5 and 1 not in ids
+    assert t5.decode([5, *ids, 4, *t5.encode("a"), 1]) == "cab a b a b a"
+
+
+def test_names_of_special_tokens_in_a_text_give_no_special_ids(t5_like):
+    t5 = TextTokenizer.from_file(t5_like)
+    ids = t5.encode("a</s> b <pad><extra_id_1> cab")
+    assert not {0, 1, 3, 4, 5} & set(ids) and t5.decode(ids) == "a b cab"
+    assert t5.encode_batch(["a</s> b"]) == [t5.encode("a b")]
+    assert BPE.decode(BPE.encode("a </s> b")) == "a </s> b"
+
+
+def test_t5_falls_back_to_the_pinned_file(t5_like, monkeypatch):
+    monkeypatch.setattr(module, "_from_hub", lambda name: None)
+    monkeypatch.setattr(module, "fetch", lambda name: t5_like)
+    assert load_tokenizer("t5").boundary_id == 4
+
+
+def test_gpt2_like_pieces_get_their_space():
+    backend = Tokenizer.from_str(BPE._backend.to_str().replace('"add_prefix_space":true', '"add_prefix_space":false'))
+    bare = TextTokenizer(backend)
+    assert not bare.starts_with_space and BPE.starts_with_space
+    ids = [i for piece in bare.encode_batch(["the union", "have it"], following=True) for i in piece]
+    assert bare.decode(ids) == "the union have it"
+
+
+def test_wrong_tokenizers_are_refused_in_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "x.json").write_text("{}", "utf-8")
+    with pytest.raises(DataError, match="not a tokenizer.json"):
+        load_tokenizer(str(tmp_path / "x.json"))
+    with pytest.raises(DataError, match="holds no tokenizer.json"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(DataError, match="No tokenizer 'no/such-name'"):
+        load_tokenizer("no/such-name")
+    with pytest.raises(DataError, match="no end token"):
+        TextTokenizer(Tokenizer(models.BPE()))
+    with pytest.raises(UsageError, match="at least 262"):
+        train_bpe(TEXTS, 100)
+
+
+def test_lone_surrogates_do_not_crash():
+    assert BPE.decode(BPE.encode("a\ud800b")) == "a?b"

@@ -1,0 +1,89 @@
+"""Stop signals, sent to a real process."""
+
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from jpeg_dlm.training.signals import StopSignal
+
+WORK = """
+import sys, time
+from jpeg_dlm.training.signals import StopSignal
+with StopSignal(float(sys.argv[2])) as stop:
+    print("ready", flush=True)
+    while stop.requested is None:
+        time.sleep(0.005)
+    print(stop.requested, flush=True)
+    if sys.argv[1] == "stuck":
+        try:
+            time.sleep(30)
+        finally:
+            print("cleaned", flush=True)
+print("saved", flush=True)
+"""
+
+
+def work(mode, echo=0.0):
+    child = subprocess.Popen([sys.executable, "-c", WORK, mode, str(echo)], stdout=-1, stderr=-1, text=True)
+    assert child.stdout.readline() == "ready\n"
+    return child
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_first_signal_asks(number):
+    with work("willing") as child:
+        child.send_signal(number)
+        out, err = child.communicate(timeout=20)
+    assert (out, err, child.returncode) == (f"{number.name}\nsaved\n", "", 0)
+
+
+@pytest.mark.parametrize("first, second, code", [
+    (signal.SIGINT, signal.SIGINT, 130), (signal.SIGTERM, signal.SIGTERM, 143), (signal.SIGINT, signal.SIGTERM, 143),
+])  # fmt: skip
+def test_second_signal_leaves_at_once(first, second, code):
+    with work("stuck") as child:
+        child.send_signal(first)
+        assert child.stdout.readline() == f"{first.name}\n"
+        child.send_signal(second)
+        out, err = child.communicate(timeout=20)
+    assert (out, err, child.returncode) == ("cleaned\n", "", code)
+
+
+def test_an_echo_is_not_a_second_signal():
+    with work("willing", echo=30.0) as child:
+        child.send_signal(signal.SIGINT)
+        child.send_signal(signal.SIGTERM)
+        child.send_signal(signal.SIGINT)
+        out, _ = child.communicate(timeout=20)
+    assert child.returncode == 0 and out.endswith("saved\n")
+
+
+def test_handlers_are_restored():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with pytest.raises(ValueError), StopSignal() as stop:
+        assert all(signal.getsignal(number) != handler for number, handler in before.items())
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested == "SIGTERM"
+        raise ValueError
+    assert {number: signal.getsignal(number) for number in before} == before
+    with StopSignal(), pytest.raises(SystemExit) as leave:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert leave.value.code == 130
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_another_thread_is_harmless():
+    seen = []
+
+    def run():
+        with StopSignal() as stop:
+            seen.append(stop.requested)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [None]
