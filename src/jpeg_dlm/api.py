@@ -143,7 +143,7 @@ class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-g
             ids = list(text) if from_ids else self._ids(text)
             if len(ids) > self._payload:
                 raise DataError(
-                    f"The text has {len(ids)} tokens but the model takes {self._payload}: shorten it or use reconstruct."
+                    f"The text has {len(ids)} tokens, the model takes {self._payload}: shorten it or use reconstruct."
                 )
             lengths.append(len(ids))
             if data.packing == "padded":
@@ -170,9 +170,12 @@ class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-g
             found = TextTokenizer.from_file(self.parts.tokenizer)
         else:
             found = load_tokenizer(self.config.data.tokenizer)
+        wanted = self.parts.tokenizer_fingerprint
+        if wanted and found.fingerprint != wanted:
+            raise CheckpointError(f"'{self.parts.tokenizer}' is not the tokenizer of this model: put the right one back.")
         if found.vocab_size < self.config.data.vocab_size:
             raise CheckpointError(
-                f"The tokenizer has {found.vocab_size} tokens, the model {self.config.data.vocab_size}: it is not the model's own."
+                f"The tokenizer has {found.vocab_size} ids, the model {self.config.data.vocab_size}: use the model's own."
             )
         return found
 

@@ -146,6 +146,7 @@ class TrainConfig:
     save_every: int = opt(500, "steps between checkpoints")
     keep: int = opt(2, "checkpoints kept")
     encoder_steps: int = opt(0, "steps of pretraining the 'small' encoder before the run (0: it must exist)")
+    encoder_lr: float = opt(3e-3, "learning rate of that pretraining (measured)")
 
 
 @dataclass(frozen=True)
@@ -334,7 +335,7 @@ def validate(config: Config) -> Config:
         (not d.frame or d.token_len >= 4, "data.frame needs data.token_len of at least 4"),
         (min(t.batch, t.accumulation, t.devices) >= 1, "train.batch, train.accumulation and train.devices must be at least 1"),
         (t.steps >= 0 and (t.steps > 0 or t.epochs > 0), "train.steps or train.epochs must be positive"),
-        (t.lr > 0 and t.codec_lr > 0, "learning rates must be positive"),
+        (min(t.lr, t.codec_lr, t.encoder_lr) > 0, "learning rates must be positive"),
         (t.clip > 0, "train.clip must be positive"),
         (0 <= t.ema < 1 and 0 <= o.target_ema_start <= 1 and 0 <= o.target_ema_end <= 1, "moving averages must lie in [0, 1)"),
         (t.keep >= 1 and t.save_every >= 1 and t.log_every >= 1, "train.keep, save_every and log_every must be at least 1"),

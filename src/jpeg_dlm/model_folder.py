@@ -34,6 +34,7 @@ class ModelParts:
     origin: Path
     tokenizer: Path | None
     encoder: Path | None
+    tokenizer_fingerprint: str = ""  # what the model was trained with, where that is known
 
 
 def bundled_folder() -> Path:
@@ -80,7 +81,8 @@ def _from_checkpoint(checkpoint, run: Path) -> ModelParts:  # noqa: ANN001 - tra
     encoder = run / "encoder" if (run / "encoder" / CONFIG_FILE).is_file() else None
     if encoder is None and config.encoder.kind == "small" and config.encoder.name:
         encoder = Path(config.encoder.name)
-    return ModelParts(method.eval(), config, checkpoint.path, _if_there(run / TOKENIZER_FILE), encoder)
+    fingerprint = checkpoint.state.get("provenance", {}).get("tokenizer", "")
+    return ModelParts(method.eval(), config, checkpoint.path, _if_there(run / TOKENIZER_FILE), encoder, fingerprint)
 
 
 def _if_there(path: Path) -> Path | None:

@@ -23,7 +23,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     parts = import_released(args.file, config)
     write_model(parts, args.out)
     m, d = parts.config.model, parts.config.data
-    print(
-        f"Imported {d.token_len} tokens, {m.latent_len} latents of width {m.latent_dim}, vocabulary {d.vocab_size:,} into '{args.out}'."
-    )
+    sizes = f"{d.token_len} tokens, {m.latent_len} latents of width {m.latent_dim}, vocabulary {d.vocab_size:,}"
+    print(f"Imported a model of {sizes} into '{args.out}'.")
     return 0

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from jpeg_dlm.collectives import barrier
-from jpeg_dlm.config import Config, to_dict, validate
+from jpeg_dlm.config import Config, DataConfig, from_dict, to_dict, validate
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.encoders.base import measure_statistics, save_statistics
 from jpeg_dlm.encoders.build import FrozenSmallEncoder
-from jpeg_dlm.encoders.small import CONFIG_FILE, save_small_encoder
+from jpeg_dlm.encoders.small import CONFIG_FILE, read_small_encoder_info, save_small_encoder
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.feature_cache import FeatureCache
 from jpeg_dlm.files import write_atomic
@@ -109,7 +109,10 @@ def fit_to_data(config: Config, blocks: Blocks, world: int) -> Config:
     if train.steps == 0:
         rows = train.batch * train.accumulation * world
         train = replace(train, steps=math.ceil(train.epochs * len(blocks) / rows))
-    return validate(replace(config, data=replace(config.data, vocab_size=blocks.vocab_size), train=train))
+    # A prepared folder knows what it was made from; the config of the run says the same.
+    data = from_dict(blocks.index["data"], DataConfig)
+    data = replace(data, vocab_size=blocks.vocab_size, cache_features=config.data.cache_features)
+    return validate(replace(config, data=data, train=train))
 
 
 # ---------------------------------------------------------------- the frozen encoder
@@ -130,6 +133,8 @@ def prepare_encoder(
         outcome = _train(pretraining, run / "encoder-training", blocks, heldout, None, ranks, console, stop)
         if outcome.stopped_by:
             return None
+    if e.kind == "small":
+        _check_tokenizer(folder if (folder / CONFIG_FILE).is_file() else Path(e.name), blocks)
     encoder = build_encoder(e, config.data.vocab_size, config.train.seed, folder)
     if e.scale == "per_channel" and not encoder.has_statistics:
         encoder.set_feature_statistics(*measure_statistics(encoder, statistics_batches(blocks)))
@@ -139,9 +144,21 @@ def prepare_encoder(
     return encoder.to(ranks.device)
 
 
+def _check_tokenizer(folder: Path, blocks: Blocks) -> None:
+    """An encoder reads token ids: it must have learned them from the tokenizer that made the blocks."""
+    known = read_small_encoder_info(folder).tokenizer_fingerprint
+    if known and known != blocks.index["tokenizer"]:
+        raise UsageError(
+            f"The encoder in '{folder}' was trained with another tokenizer than the text: prepare the text with "
+            "--data.tokenizer set to that encoder's tokenizer.json, or train another encoder."
+        )
+
+
 def encoder_config(config: Config) -> Config:
     """The config of the encoder's own pretraining within a larger run."""
-    train = replace(config.train, steps=config.train.encoder_steps, epochs=0, schedule="cosine", compile=False)
+    train = replace(
+        config.train, steps=config.train.encoder_steps, lr=config.train.encoder_lr, schedule="cosine", warmup=0, compile=False
+    )
     return replace(config, method="encoder", train=train)
 
 
