@@ -8,6 +8,8 @@ model.generate(4, steps=32, seed=0)
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -23,9 +25,10 @@ from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.errors import CheckpointError, DataError, UsageError
 from jpeg_dlm.methods.base import Batch, Watch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
-from jpeg_dlm.model_folder import ModelParts, bundled_folder, read_model, write_model
+from jpeg_dlm.model_folder import ENCODER_FILES, MODEL_FILES, ModelParts, bundled_folder, read_model, write_model
 from jpeg_dlm.sampling.sampler import device_of, sample_batches
 from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer
+from jpeg_dlm.training.dist import read_ranks
 
 
 class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-generation", "diffusion"]):
@@ -35,6 +38,7 @@ class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-g
         self.parts = parts
         self.config: Config = parts.config
         self.method = parts.method.to(device)
+        self._scratch: Any = None  # a temporary folder that must live as long as the model
 
     # ------------------------------------------------------------ generation
 
@@ -192,9 +196,6 @@ class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-g
         return write_model(self.parts, Path(path))
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        import shutil
-        import tempfile
-
         with tempfile.TemporaryDirectory() as scratch:
             folder = write_model(self.parts, Path(scratch) / "model")
             for file in folder.iterdir():
@@ -213,7 +214,14 @@ class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-g
                 model_id, revision=revision, cache_dir=cache_dir, force_download=force_download,
                 local_files_only=local_files_only, token=token,
             ))  # fmt: skip
-        return cls(read_model(folder), kwargs.get("device", "cpu"))
+        # A repository also holds a model card and the hub's cache holds links; a model folder must hold neither.
+        scratch = tempfile.TemporaryDirectory(prefix="jpeg-dlm-")
+        for name in (*MODEL_FILES, *ENCODER_FILES):
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, Path(scratch.name) / name)
+        model = cls(read_model(Path(scratch.name)), kwargs.get("device", "cpu"))
+        model._scratch = scratch  # tokenizer and encoder are read when first needed
+        return model
 
 
 def load(path: str | os.PathLike[str] | None = None, device: str | torch.device | None = None) -> Model:
@@ -221,8 +229,7 @@ def load(path: str | os.PathLike[str] | None = None, device: str | torch.device 
 
     `device` None takes a GPU if there is one.
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = read_ranks(None if device is None else str(device), {}).device
     return Model(read_model(Path(path) if path is not None else bundled_folder()), device)
 
 

@@ -7,7 +7,6 @@ package because of their size and licenses; what is kept here is where they are 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Literal
 
 from jpeg_dlm.errors import AssetError, UsageError
+from jpeg_dlm.files import sha256_file
 
 DOWNLOAD_SECONDS = 1800  # a stalled index must not hang a run for ever; the largest archive has 93 MB
 CHUNK = 1 << 20
@@ -137,12 +137,6 @@ def fetch(name: str, manifest: Mapping[str, Asset] = ASSETS) -> Path:
             "set JPEG_DLM_CACHE to a folder with free space that you may write to."
         ) from error
     return target
-
-
-def sha256_file(path: Path) -> str:
-    """The sha256 of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _is_whole(asset: Asset, target: Path) -> bool:

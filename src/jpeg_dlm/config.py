@@ -116,7 +116,7 @@ class ObjectiveConfig:
     target_ema_end: float = opt(0.999, "momentum of the target compressor at the last step (paper)")
     standardize_momentum: float = opt(0.99, "momentum of the latent statistics (paper)")
     standardize_steps: int = opt(0, "steps until the latent statistics freeze; 0 is min(10%, 2000) (assumed)")
-    ce_chunk: int = opt(0, "rows of logits kept at once, recomputed in backward; 0 keeps all")
+    ce_chunk: int = opt(0, "token positions whose logits exist at once, recomputed in backward; 0 keeps all (assumed)")
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,8 @@ def temp_name(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _atomic_file(path: Path) -> Iterator[IO[bytes]]:
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """Write to the yielded handle; `path` changes only when all of it is on the disk."""
     temp = temp_name(path)
     try:
         with open(temp, "xb") as handle:  # plain open: mode 0666 minus the umask, as people expect of their files
@@ -87,7 +88,7 @@ def _atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Write a whole file, or leave the previous one as it was."""
-    with _atomic_file(path) as handle:
+    with atomic_file(path) as handle:
         _write(handle, content.encode() if isinstance(content, str) else content)
 
 
@@ -308,7 +309,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with _atomic_file(path) as handle:
+    with atomic_file(path) as handle:
         _write(handle, len(text).to_bytes(8, "little") + text)
         for name in order:
             flat = tensors[name].detach().to("cpu").contiguous().view(-1)

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from jpeg_dlm.config import Config, from_dict, read_json_file, to_dict, validate
+from jpeg_dlm.encoders.base import STATISTICS_FILE
 from jpeg_dlm.encoders.small import CONFIG_FILE, WEIGHTS_FILE
-from jpeg_dlm.errors import CheckpointError
-from jpeg_dlm.files import atomic_directory, load_tensors, save_tensors, verify_manifest, write_atomic, write_manifest
+from jpeg_dlm.errors import CheckpointError, UsageError
+from jpeg_dlm.files import MANIFEST, atomic_directory, load_tensors, save_tensors, verify_manifest, write_atomic, write_manifest
 from jpeg_dlm.methods.base import Method, copy_tensors
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.training.checkpoint import latest_checkpoint, load_checkpoint
 
 MODEL_FILE, TOKENIZER_FILE = "model.safetensors", "tokenizer.json"
+MODEL_FILES = ("config.json", MODEL_FILE, TOKENIZER_FILE, MANIFEST)
+ENCODER_FILES = (CONFIG_FILE, WEIGHTS_FILE, STATISTICS_FILE)  # a trained encoder, or what was measured of a foreign one
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,11 @@ def bundled_folder() -> Path:
     return Path(__file__).parent / "bundled"
 
 
-def read_model(path: Path, warn=print) -> ModelParts:  # noqa: ANN001 - Callable[[str], None]
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)  # standard output is for results
+
+
+def read_model(path: Path, warn: Callable[[str], None] = _warn) -> ModelParts:
     """A model folder, a run directory, or a checkpoint of one."""
     if not path.is_dir():
         what = (
@@ -68,9 +77,7 @@ def _from_model_folder(path: Path) -> ModelParts:
     config = validate(from_dict(read_json_file(path / "config.json")))
     method = build_method(config)
     method.import_state(load_tensors(path / MODEL_FILE), str(path / MODEL_FILE))
-    return ModelParts(
-        method.eval(), config, path, _if_there(path / TOKENIZER_FILE), path if (path / CONFIG_FILE).is_file() else None
-    )
+    return ModelParts(method.eval(), config, path, _if_there(path / TOKENIZER_FILE), _encoder_folder(path))
 
 
 def _from_checkpoint(checkpoint, run: Path) -> ModelParts:  # noqa: ANN001 - training.checkpoint.Checkpoint
@@ -78,11 +85,15 @@ def _from_checkpoint(checkpoint, run: Path) -> ModelParts:  # noqa: ANN001 - tra
     method = build_method(config)
     state = checkpoint.tensors("model") | checkpoint.tensors("ema")
     copy_tensors({name: t for name, t in method.state_dict().items()}, state, str(checkpoint.path))
-    encoder = run / "encoder" if (run / "encoder" / CONFIG_FILE).is_file() else None
+    encoder = _encoder_folder(run / "encoder")
     if encoder is None and config.encoder.kind == "small" and config.encoder.name:
         encoder = Path(config.encoder.name)
     fingerprint = checkpoint.state.get("provenance", {}).get("tokenizer", "")
     return ModelParts(method.eval(), config, checkpoint.path, _if_there(run / TOKENIZER_FILE), encoder, fingerprint)
+
+
+def _encoder_folder(path: Path) -> Path | None:
+    return path if any((path / name).is_file() for name in ENCODER_FILES) else None
 
 
 def _if_there(path: Path) -> Path | None:
@@ -106,8 +117,9 @@ def write_model(parts: ModelParts, out: Path, extra: dict[str, str] | None = Non
         if parts.tokenizer:
             shutil.copyfile(parts.tokenizer, temp / TOKENIZER_FILE)
         if parts.encoder:
-            for name in (CONFIG_FILE, WEIGHTS_FILE):
-                shutil.copyfile(parts.encoder / name, temp / name)
+            for name in ENCODER_FILES:
+                if (parts.encoder / name).is_file():
+                    shutil.copyfile(parts.encoder / name, temp / name)
         write_manifest(temp, extra or {})
     return out
 
@@ -118,17 +130,20 @@ def write_model(parts: ModelParts, out: Path, extra: dict[str, str] | None = Non
 def infer_config(tensors: dict[str, Tensor], base: Config) -> Config:
     """The sizes of a checkpoint in the released layout, read from its tensors; the rest of the config from `base`."""
 
-    def shape(name: str) -> tuple[int, ...]:
+    def shape(name: str, dims: int = 2) -> tuple[int, ...]:
         if name not in tensors:
             raise CheckpointError(f"The file is not in the released layout: it lacks the tensor '{name}'.")
-        return tuple(tensors[name].shape)
+        found = tuple(tensors[name].shape)
+        if len(found) != dims or 0 in found:
+            raise CheckpointError(f"The file is not in the released layout: '{name}' has the shape {found}.")
+        return found
 
     def layers(prefix: str) -> int:
         return len({name.split(".")[2] for name in tensors if name.startswith(prefix)})
 
     latent_len, dim = shape("compressor.latents")
     token_len, _ = shape("decompressor.pos_emb.weight")
-    hidden = shape("dit.t_emb_tokens")[2]
+    hidden = shape("dit.t_emb_tokens", 3)[2]
     proj_dim, feature_dim = shape("unembed_proj.weight")
     model = replace(
         base.model,
@@ -136,17 +151,17 @@ def infer_config(tensors: dict[str, Tensor], base: Config) -> Config:
         latent_dim=dim,
         bottleneck_dim=shape("compressor.in_proj.down.weight")[0],
         codec_layers=layers("compressor.layers."),
-        codec_heads=dim // shape("compressor.layers.0.attn.q_norm.gamma")[0],
+        codec_heads=dim // shape("compressor.layers.0.attn.q_norm.gamma", 1)[0],
         codec_mlp_ratio=shape("compressor.layers.0.ffn.net.1.weight")[0] / dim,
         proj_dim=proj_dim,
         hidden=hidden,
         depth=layers("dit.blocks."),
-        heads=hidden // shape("dit.blocks.0.attn.q_norm.weight")[0],
+        heads=hidden // shape("dit.blocks.0.attn.q_norm.weight", 1)[0],
         mlp_ratio=_swiglu_ratio(shape("dit.blocks.0.mlp.w3.weight")[1], hidden),
         freq_dim=shape("dit.t_embedder.mlp_0.weight")[1],
-        time_tokens=shape("dit.t_emb_tokens")[1],
-        sc_tokens=shape("dit.sc_tokens")[1],
-        mode_tokens=shape("dit.mode_tokens")[1],
+        time_tokens=shape("dit.t_emb_tokens", 3)[1],
+        sc_tokens=shape("dit.sc_tokens", 3)[1],
+        mode_tokens=shape("dit.mode_tokens", 3)[1],
         shared=not any(name.startswith("predictor.") for name in tensors),
     )
     data = replace(base.data, token_len=token_len, vocab_size=shape("lm_head.weight")[0])
@@ -166,7 +181,10 @@ def import_released(file: Path, base: Config) -> ModelParts:
     if not file.is_file():
         raise CheckpointError(f"'{file}' does not exist: name the .safetensors file to import.")
     tensors = load_tensors(file)
-    config = validate(infer_config(tensors, base))
+    try:
+        config = validate(infer_config(tensors, base))
+    except UsageError as error:
+        raise CheckpointError(f"The sizes in '{file}' do not fit together: {error}") from error
     method = build_method(config)
     method.import_state(tensors, str(file))
     return ModelParts(method.eval(), config, file, None, None)

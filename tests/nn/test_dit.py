@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
+from reference import slow_dit
 
 from jpeg_dlm.nn.dit import DiT, rope_table, rotate, scalar_embedding
 
 B, N, D, H, HEADS, DEPTH, FREQ = 3, 5, 6, 24, 3, 2, 8
 TOKENS = (2, 3, 1)  # time, scale and mode tokens, all different so that none can be confused
-PREFIX = sum(TOKENS)
 
 
 def build(perturbed=True, dropout=0.0):
@@ -73,64 +73,6 @@ def test_sizes_of_the_released_network():
 # ---------------------------------------------------------------- a slow second version
 
 
-def affine(p, name, x):
-    y = x @ p[f"{name}.weight"].T
-    return y + p[f"{name}.bias"] if f"{name}.bias" in p else y
-
-
-def rms(x, weight):
-    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weight
-
-
-def silu(x):
-    return x / (1 + torch.exp(-x))
-
-
-def embedded(p, name, value):
-    half = FREQ // 2
-    freqs = [math.exp(-math.log(1e4) * k / half) for k in range(half)]
-    e = torch.tensor([math.cos(value * f) for f in freqs] + [math.sin(value * f) for f in freqs])
-    return affine(p, f"{name}.mlp_2", silu(affine(p, f"{name}.mlp_0", e)))
-
-
-def turn(vector, position):
-    out = vector.clone()
-    for i in range(len(vector) // 2):
-        a = position * 10_000.0 ** (-2 * i / len(vector))
-        x, y = vector[2 * i], vector[2 * i + 1]
-        out[2 * i], out[2 * i + 1] = x * math.cos(a) - y * math.sin(a), x * math.sin(a) + y * math.cos(a)
-    return out
-
-
-def slow_attention(p, name, x):
-    size = H // HEADS
-    q, k, v = affine(p, f"{name}.qkv", x).split(H, dim=-1)
-    mixed = torch.zeros_like(x)
-    for head in range(HEADS):
-        part = slice(head * size, (head + 1) * size)
-        qh, kh = rms(q[:, part], p[f"{name}.q_norm.weight"]), rms(k[:, part], p[f"{name}.k_norm.weight"])
-        for i in range(PREFIX, PREFIX + N):
-            qh[i], kh[i] = turn(qh[i], i - PREFIX), turn(kh[i], i - PREFIX)
-        mixed[:, part] = torch.softmax(qh @ kh.T / math.sqrt(size), dim=-1) @ v[:, part]
-    return affine(p, f"{name}.proj", mixed)
-
-
-def slow_dit(p, z, t, s, w, decode):
-    """One row: latents (N, D), numbers t and w."""
-    x = affine(p, "in_proj.proj2", affine(p, "in_proj.proj1", affine(p, "self_cond_proj", torch.cat([z, s], dim=-1))))
-    time = p["t_emb_tokens"][0] + embedded(p, "t_embedder", t)
-    scale = p["sc_tokens"][0] + embedded(p, "sc_embedder", w)
-    mode = p["mode_tokens"][0] * (1.0 if decode else 0.0)
-    x = torch.cat([time, scale, mode, x])
-    for i in range(DEPTH):
-        x = x + slow_attention(p, f"blocks.{i}.attn", rms(x, p[f"blocks.{i}.norm1.weight"]))
-        both = affine(p, f"blocks.{i}.mlp.w12", rms(x, p[f"blocks.{i}.norm2.weight"]))
-        gate, up = both[:, : both.shape[1] // 2], both[:, both.shape[1] // 2 :]
-        x = x + affine(p, f"blocks.{i}.mlp.w3", silu(gate) * up)
-    head = "decode_head" if decode else "denoise_head"
-    return affine(p, f"{head}.linear", rms(x[PREFIX:], p[f"{head}.norm_final.weight"]))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("decode", [False, True])
 def test_a_slow_version_with_the_same_weights_agrees(decode):
@@ -138,7 +80,7 @@ def test_a_slow_version_with_the_same_weights_agrees(decode):
     z, t, s, w = inputs()
     fast = dit(z, t, s, w, decode_rows=B if decode else 0)
     p = dit.state_dict()
-    slow = torch.stack([slow_dit(p, z[i], t[i].item(), s[i], w[i].item(), decode) for i in range(B)])
+    slow = torch.stack([slow_dit(p, HEADS, z[i], t[i].item(), s[i], w[i].item(), decode) for i in range(B)])
     assert slow.std() > 0.1  # the comparison means something
     assert torch.allclose(fast, slow, atol=1e-5, rtol=1e-5)
 

@@ -7,7 +7,8 @@ import pytest
 
 from jpeg_dlm.errors import DataError, MissingPackageError, UsageError
 from jpeg_dlm.text import corpora
-from jpeg_dlm.text.corpora import clean_wikitext, detokenize_lm1b, documents, open_corpus, wikipedia_articles
+from jpeg_dlm.text.corpora import detokenize_lm1b, documents, open_corpus, text_lines
+from jpeg_dlm.text.wikipedia import clean_wikitext, wikipedia_articles
 
 
 def write(path, text):
@@ -160,7 +161,7 @@ def test_dump_gives_articles_only(tmp_path):
     dump = page("A", prose) + page("B", "#REDIRECT [[A]]") + page("Talk:A", prose) + page("C", prose + "{{disambig}}")
     path = tmp_path / "dump.gz"
     path.write_bytes(gzip.compress((dump + page("D", "Stub.") + page("E", prose, end="")).encode()))
-    assert list(wikipedia_articles(path)) == [prose.strip()]
+    assert list(wikipedia_articles(text_lines(path))) == [prose.strip()]
 
 
 def test_named_corpora_come_from_the_cache(tmp_path, monkeypatch):

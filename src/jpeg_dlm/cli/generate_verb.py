@@ -42,6 +42,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         raise UsageError(f"'{args.out}' already exists: name another file, nothing was overwritten.")
 
     from jpeg_dlm.api import load
+    from jpeg_dlm.files import write_atomic
 
     model = load(args.checkpoint, args.device)
     watch = None
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.out:
         rows = tokens.tolist()
         lines = [{"index": i, "token_ids": row} | ({"prediction": texts[i]} if texts else {}) for i, row in enumerate(rows)]
-        args.out.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), "utf-8")
+        write_atomic(args.out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     else:
         for i, row in enumerate(tokens.tolist()):
             print(" ".join(map(str, row)) if texts is None else f"[{i}] {texts[i]}")

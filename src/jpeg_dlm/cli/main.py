@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from jpeg_dlm import __version__
+from jpeg_dlm.cli.options import split_overrides, unknown_option
 from jpeg_dlm.errors import JpegDlmError
 
 VERBS = {
@@ -19,6 +20,7 @@ VERBS = {
     "prepare": "turn text into packed token blocks on disk",
     "train": "train a model; stop and resume exactly",
     "evaluate": "score generated, real and shuffled text with a language model",
+    "benchmark": "how fast models write, measured in turns",
     "info": "sizes, operations and memory of a preset",
     "import": "bring in a checkpoint in the authors' layout",
     "export": "write a run's averaged weights as a model folder",
@@ -48,19 +50,30 @@ def build_parser(verb: str | None) -> argparse.ArgumentParser:
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if name == verb:
             import_module(f"jpeg_dlm.cli.{name}_verb").add_arguments(sub)
+            sub.set_defaults(known=sorted(sub._option_string_actions))
     return parser
+
+
+def run_verb(words: Sequence[str], overrides: Sequence[str]) -> int:
+    """Parse and run; the exit code."""
+    verb = next((word for word in words if not word.startswith("-")), None)
+    args, unknown = build_parser(verb).parse_known_args(words)
+    if unknown:
+        raise unknown_option(unknown, args.known, hasattr(args, "preset"))
+    return import_module(f"jpeg_dlm.cli.{args.verb}_verb").run(args, overrides) or 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    verb = next((a for a in argv if not a.startswith("-")), None)
-    args, rest = build_parser(verb).parse_known_args(argv)
+    # Options of the config leave first: argparse would take the value of one it does not know for a positional argument.
+    words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     try:
-        module = import_module(f"jpeg_dlm.cli.{args.verb}_verb")
-        return module.run(args, rest) or 0
+        try:
+            return run_verb(words, overrides)
+        finally:
+            sys.stdout.flush()  # here, where a reader that went away can still be told from an error
     except JpegDlmError as error:
-        if args.debug:
+        if "--debug" in words:
             raise
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -71,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        if args.debug:
+        if "--debug" in words:
             raise
         where = f" '{error.filename}'" if error.filename else ""
         print(f"error: {error.strerror or error}{where}: check the path, its permissions and the free space.", file=sys.stderr)

@@ -24,6 +24,33 @@ def add_config_arguments(parser: argparse.ArgumentParser, default: str = "tiny")
     parser.epilog = "\n".join(lines).replace("%", "%%")
 
 
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(the verb's own words, options of the config with their values); only the latter have a dot in their name."""
+    words: list[str] = []
+    overrides: list[str] = []
+    queue = list(argv)
+    while queue:
+        word = queue.pop(0)
+        name, equals, _ = word.partition("=")
+        if not (name.startswith("--") and "." in name):
+            words.append(word)
+            continue
+        overrides.append(word)
+        if not equals and queue and _is_value(queue[0]):
+            overrides.append(queue.pop(0))
+    return words, overrides
+
+
+def unknown_option(words: Sequence[str], known: Sequence[str], has_config: bool) -> UsageError:
+    """The error for words that a verb does not understand, with the nearest option that it does."""
+    word = next((w for w in words if w.startswith("-")), words[0])
+    if not word.startswith("-"):
+        return UsageError(f"Unexpected argument '{word}': see --help.")
+    dotted = [f"--{name.replace('_', '-')}" for name in option_names()] if has_config else []
+    close = difflib.get_close_matches(word.partition("=")[0], [*known, *dotted], n=1)
+    return UsageError(f"Unknown option '{word}'{f'; did you mean {close[0]}?' if close else ': see --help.'}")
+
+
 def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
     """`--model.latent-len 16` and `--model.latent-len=16` as dotted names and strings."""
     values: dict[str, Any] = {}
@@ -36,14 +63,17 @@ def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
         if not equals:
             if "." not in name:
                 raise UsageError(f"Unknown option '{word}': see --help.")
-            if not queue or (queue[0].startswith("--") and not _is_number(queue[0])):
+            if not queue or not _is_value(queue[0]):
                 raise UsageError(f"The option '{word}' needs a value.")
             value = queue.pop(0)
         values[name] = value
     return values
 
 
-def _is_number(word: str) -> bool:
+def _is_value(word: str) -> bool:
+    """Whether a word can follow an option: anything but the next option, so negative numbers can."""
+    if not word.startswith("--"):
+        return True
     try:
         float(word)
     except ValueError:
@@ -58,9 +88,9 @@ def refuse_rest(rest: Sequence[str], known: Sequence[str] = ()) -> None:
         raise UsageError(f"Unknown option '{rest[0]}'{f'; did you mean {close[0]}?' if close else ': see --help.'}")
 
 
-def read_config(args: argparse.Namespace, rest: Sequence[str], **fixed: str) -> Config:
-    """Preset, then the JSON file, then the command line, then what the verb itself says; validated."""
-    config = preset(args.preset)
+def read_config(args: argparse.Namespace, rest: Sequence[str], base: Config | None = None, **fixed: str) -> Config:
+    """`base` or the preset, then the JSON file, then the command line, then what the verb itself says; validated."""
+    config = base or preset(args.preset)
     if args.config:
         config = override(config, flatten(read_json_file(args.config)))
     return validate(override(config, parse_overrides(rest) | {name: value for name, value in fixed.items() if value}))

@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jpeg_dlm.cli.options import add_config_arguments, read_config
+from jpeg_dlm.config import Config, from_dict, read_json_file
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.presets import preset
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
+    parser.set_defaults(preset=None)  # to tell 'not given' from 'tiny' when a run is resumed
     parser.add_argument("--method", help="which system to train: jpeg-dlm, or encoder for the small text encoder alone")
     parser.add_argument(
         "--data", help="text file, folder, .jsonl, prepared folder, named corpus or hf:NAME (default: the preset's)"
     )
     parser.add_argument("--out", type=Path, required=True, help="run directory")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out, or start it if there is none")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out and its options, or start it")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument(
         "--threads", type=int, help="CPU threads (default: PyTorch's choice); part of what makes a run repeatable"
@@ -25,10 +28,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
+def base_config(args: argparse.Namespace) -> Config:
+    """What the run in --out was started with, when it is resumed; else the preset."""
+    stored = args.out / "config.json"
+    if not (args.resume and stored.is_file()):
+        return preset(args.preset or "tiny")
+    config = from_dict(read_json_file(stored))
+    if args.preset and args.preset != config.preset:
+        raise UsageError(
+            f"'{args.out}' was started with --preset {config.preset}, not {args.preset}: name another folder with --out."
+        )
+    return config
+
+
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    config = read_config(args, rest, **{"method": args.method, "data.source": args.data})
+    config = read_config(args, rest, base_config(args), **{"method": args.method, "data.source": args.data})
     if not config.data.source:
         raise UsageError("There is no text to train on: name it with --data.")
+
+    if args.threads is not None and args.threads < 1:
+        raise UsageError("--threads must be at least 1.")
 
     import torch
 
@@ -40,10 +59,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         torch.set_num_threads(args.threads)
     ranks = setup(args.device)
     console = Console(args.quiet or not ranks.is_main)
-    try:
-        outcome = train_run(config, args.out, ranks, console, args.resume)
-    finally:
-        teardown()
+    outcome = train_run(config, args.out, ranks, console, args.resume)
+    teardown()  # not after an error: the other processes may be gone
     if outcome.stopped_by:
         console.say(f"Stopped by {outcome.stopped_by} at step {outcome.step:,} and saved: go on with --resume.")
         return 143 if outcome.stopped_by == "SIGTERM" else 130

@@ -1,127 +1,241 @@
-"""Generated text beside real and word-shuffled text of the same length, under one scorer; and what the codec keeps.
+"""Generated text beside real and word-shuffled text of the same length, under one scorer and one protocol.
 
 A perplexity alone says little: it falls with repetition and depends on the scorer. So every figure comes with entropy, and
-with the same scorer's figures for the held-out text (what to reach) and its shuffled words (what grammar is worth).
+with the same scorer's figures for real text (what to reach) and its shuffled words (what grammar is worth).
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
-from typing import Any
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from jpeg_dlm import __version__
-from jpeg_dlm.api import Model
 from jpeg_dlm.config import to_dict
-from jpeg_dlm.errors import DataError
-from jpeg_dlm.evaluation.scoring import Scorer
-from jpeg_dlm.evaluation.text_metrics import (
-    TextScore,
-    bootstrap_interval,
-    distinct_n,
-    gen_ppl,
-    repetition_rate,
-    shuffle_words,
-    unigram_entropy,
-)
-from jpeg_dlm.methods.base import Batch
+from jpeg_dlm.errors import MissingPackageError
+from jpeg_dlm.evaluation.figures import figures, ids_are_the_scorers, mauve_or_reason
+from jpeg_dlm.evaluation.lengths import length_overlap
+from jpeg_dlm.evaluation.mauve_score import mauve_installed
+from jpeg_dlm.evaluation.parts import Parts
+from jpeg_dlm.evaluation.protocols import Protocol
+from jpeg_dlm.evaluation.scoring import PAPER_SCORER_TOKENS, Scorer
+from jpeg_dlm.evaluation.sources import ModelSource, Real, Source, Texts
+from jpeg_dlm.evaluation.summary import summarize
+from jpeg_dlm.evaluation.text_metrics import shuffle_words
 from jpeg_dlm.rng import generator
-from jpeg_dlm.sampling.sampler import device_of
-from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training.console import Console
 
-MAX_TOKENS = 1024  # released: the scorer reads at most this many tokens of a text
+FORMAT = 1  # of the parts; a change of what they hold makes old ones unusable
+SHUFFLE_SEED = 0
+UNCUT = 1 << 20  # tokens of a text that are looked at when its length is asked
+MAUVE_SHARE = 0.75  # paper: both budgets keep 75% of the nominal length
+SHOWN = 16  # texts kept in the results
 
 
 @dataclass(frozen=True)
-class TextFigures:
-    """What one set of texts scores."""
+class Request:
+    """What is asked of each source; empty steps and solvers mean the model's own."""
 
-    texts: int
-    skipped: int
-    tokens: int
-    gen_ppl: float
-    gen_ppl_low: float
-    gen_ppl_high: float
-    entropy: float
-    distinct_2: float
-    repetition_4: float
+    protocol: Protocol
+    seeds: tuple[int, ...] = (0,)
+    n: int | None = None
+    steps: tuple[int, ...] = ()
+    solvers: tuple[str, ...] = ()
+    sampler: Mapping[str, Any] = field(default_factory=dict)
+    mauve: Literal["auto", "on", "off"] = "auto"
 
-
-def figures(scores: list[TextScore]) -> TextFigures:
-    """Perplexity with its 95% bootstrap interval over texts, entropy in nats, and signs of repetition."""
-    ids = [score.token_ids for score in scores]
-    low, high = bootstrap_interval(scores, gen_ppl)
-    return TextFigures(
-        texts=len(scores), skipped=sum(s.skipped for s in scores), tokens=sum(s.n_tokens for s in scores),
-        gen_ppl=gen_ppl(scores), gen_ppl_low=low, gen_ppl_high=high, entropy=unigram_entropy(ids),
-        distinct_2=distinct_n(ids, 2), repetition_4=repetition_rate(ids),
-    )  # fmt: skip
+    def variants(self) -> list[dict[str, Any]]:
+        """The sampler's options of every point of the sweep."""
+        steps = [{"steps": k} for k in self.steps] or [{}]
+        solvers = [{"solver": name} for name in self.solvers] or [{}]
+        return [{**self.sampler, **solver, **k} for solver, k in itertools.product(solvers, steps)]
 
 
-def real_texts(model: Model, heldout: Blocks, n: int) -> list[str]:
-    """The first n held-out blocks as text: the same length in tokens as what the model writes."""
-    if len(heldout) == 0:
-        raise DataError("There is no held-out text: prepare more of it.")
-    return model.to_text(heldout.rows(list(range(min(n, len(heldout))))))
+@dataclass(frozen=True)
+class Frame:
+    """What is the same for all runs of an entry, fixed by its first run so that their figures compare."""
+
+    limit: int  # tokens of a text that count
+    cut: int | None  # tokens of a real text that count, where real texts are not of the generated length
+    budget: int  # tokens that MAUVE looks at
+    own_entropy: bool
+    ids: bool
 
 
-def reconstruction(model: Model, heldout: Blocks, n: int, batch: int = 64) -> float:
-    """Share of held-out tokens that come back through the codec."""
-    codec = model.codec
-    codec.encoder = model.encoder
-    n, kept = min(n, len(heldout)), 0.0
-    for start in range(0, n, batch):
-        tokens = heldout.rows(list(range(start, min(start + batch, n)))).to(device_of(codec))
-        kept += float(codec.reconstruction(Batch(tokens, heldout.mask(tokens)), model.config.sampler.w)) * len(tokens)
-    return kept / n
+class Evaluation:
+    """One scorer, one request; `parts` keeps what is done."""
 
+    def __init__(self, scorer: Scorer, request: Request, parts: Parts, console: Console) -> None:
+        self.scorer, self.request, self.parts, self.console = scorer, request, parts, console
+        self.protocol = request.protocol
+        if request.mauve == "on" and not mauve_installed():
+            raise MissingPackageError("mauve-text", "eval", "MAUVE")
+        self.conditions = {
+            "format": FORMAT,
+            "version": __version__,
+            "protocol": asdict(self.protocol),
+            "scorer": scorer.name,
+            "scorer_hash": scorer.hash,
+            "scorer_precision": "bf16" if scorer.bf16 else "fp32",
+        }
+        self._features: dict[Any, Any] = {}
 
-def evaluate(
-    model: Model, heldout: Blocks, scorer: Scorer, n: int, seed: int, console: Console, **sampler: Any
-) -> dict[str, Any]:
-    """One table: generated, real, shuffled; how far generated has come from shuffled to real; and the reconstruction."""
-    console.say(f"Generating {n} texts ...")
-    generated = model.generate(n, seed=seed, **sampler)
-    real = real_texts(model, heldout, n)
-    g = generator(seed, "shuffle")
-    sets = {"generated": generated, "real": real, "shuffled": [shuffle_words(text, g) for text in real]}
-    found = {}
-    for name, texts in sets.items():
-        with console.progress(f"Scoring {name} text", "texts") as progress:
-            found[name] = figures(scorer.nll(texts, MAX_TOKENS, progress=progress))
-    way = math.log(found["shuffled"].gen_ppl / found["generated"].gen_ppl)
-    way /= math.log(found["shuffled"].gen_ppl / found["real"].gen_ppl)
-    return {
-        "figures": {name: asdict(value) for name, value in found.items()},
-        "way_from_shuffled_to_real": way,
-        "entropy_gap": found["generated"].entropy - found["real"].entropy,
-        "reconstruction": reconstruction(model, heldout, 4 * n),
-        "scorer": scorer.name,
-        "scorer_hash": scorer.hash,
-        "seed": seed,
-        "sampler": to_dict(model.config.sampler) | sampler,
-        "version": __version__,
-        "config": to_dict(model.config),
-        "samples": generated[:16],
-    }
+    def run(self, sources: Iterable[Source]) -> dict[str, Any]:
+        """Everything `results.json` holds."""
+        entries = [
+            self.entry(source, variant) for source in sources for variant in (self.request.variants() if source.model else [{}])
+        ]
+        return self.conditions | {"scorer_context": self.scorer.context, "mauve": self.request.mauve, "entries": entries}
 
+    # ------------------------------------------------------------ one system with one sampler
 
-def table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
-    rate = result["config"]["model"]["latent_len"] / result["config"]["data"]["token_len"]
-    lines = [
-        f"| text | Gen-PPL ({result['scorer']}) | 95% interval | entropy (nats) | distinct-2 | repeated 4-grams |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, f in result["figures"].items():
-        lines.append(
-            f"| {name} ({f['texts']}) | {f['gen_ppl']:.1f} | {f['gen_ppl_low']:.1f} to {f['gen_ppl_high']:.1f} "
-            f"| {f['entropy']:.3f} | {f['distinct_2']:.3f} | {f['repetition_4']:.3f} |"
+    def entry(self, source: Source, sampler: dict[str, Any]) -> dict[str, Any]:
+        """All seeds of a source, and the real text beside them."""
+        runs = source.runs(self.request.seeds)
+        first = self.texts(source, runs[0], sampler)
+        real = source.real(len(first.texts), self.protocol.text == "specials")
+        frame = self.frame(source, first, real)
+        beside = self.real_figures(source, real, frame)
+        parts = [self.scored(source, run, sampler, first if run == runs[0] else None, real, frame) for run in runs]
+        model = source.model
+        about: dict[str, Any] = {"name": source.name, "reference": real.origin, "frame": asdict(frame)}
+        if isinstance(source, ModelSource) and model is not None:
+            rate = model.config.model.latent_len / model.config.data.token_len
+            about |= {
+                "method": model.config.method, "preset": model.config.preset, "config": to_dict(model.config),
+                "sampler": source.options(sampler), "rate": rate, "seeds": runs,
+                "reconstruction": self.reconstruction(source, 4 * len(first.texts)),
+            }  # fmt: skip
+        about["identity"] = {k: v for k, v in source.identity(runs[0], sampler).items() if k != "seed"}
+        return about | summarize(parts, beside)
+
+    def n(self, source: Source) -> int | None:
+        return self.request.n or (self.protocol.n if source.model else None)
+
+    def texts(self, source: Source, run: int, sampler: dict[str, Any]) -> Texts:
+        """The texts of one run; those of a model are kept, since writing them costs most."""
+        n, specials = self.n(source), self.protocol.text == "specials"
+        if source.model is None:
+            return source.write(run, n, sampler, specials)
+
+        def make() -> dict[str, Any]:
+            self.console.say(f"{self.label(source, sampler)}: writing {n} texts of seed {run} ...")
+            return asdict(source.write(run, n, sampler, specials))
+
+        depends = {"kind": "texts", "format": FORMAT, "version": __version__, "n": n, "specials": specials}
+        depends |= source.identity(run, sampler)
+        return Texts(**self.parts.get_or_make(f"texts-{self.label(source, sampler)}-seed{run}", depends, make))
+
+    def label(self, source: Source, sampler: Mapping[str, Any]) -> str:
+        return "-".join([source.name, *(str(sampler[k]) for k in ("solver", "steps") if k in sampler)])
+
+    def frame(self, source: Source, first: Texts, real: Real) -> Frame:
+        """Lengths that hold for every seed, from the first one."""
+        token_len = source.model.config.data.token_len if source.model else None
+        generated, reference = self.median_length(first), self.median_length(real.texts)
+        budget = self.protocol.mauve_tokens or int(MAUVE_SHARE * min(generated, reference))
+        return Frame(
+            limit=max(2, self.protocol.max_tokens or token_len or PAPER_SCORER_TOKENS),
+            cut=None if real.same_length else max(2, int(generated)),
+            budget=max(1, min(budget, self.scorer.context)),
+            own_entropy=self.protocol.entropy == "model" and source.model is not None,
+            ids=self.protocol.text == "ids" and ids_are_the_scorers(self.scorer, first),
         )
-    return "\n".join([
-        *lines, "",
-        f"Way from shuffled to real text, in log perplexity: {result['way_from_shuffled_to_real']:.2f}. "
-        f"Entropy minus real text's: {result['entropy_gap']:+.3f} nats. "
-        f"Held-out tokens reconstructed at r = {rate:g}: {100 * result['reconstruction']:.1f}%.",
-    ])  # fmt: skip
+
+    def lengths(self, texts: Texts) -> list[int]:
+        return [len(self.scorer.encode(text, UNCUT)) for text in texts.texts if text.strip()]
+
+    def median_length(self, texts: Texts) -> float:
+        return statistics.median(self.lengths(texts) or [0])
+
+    # ------------------------------------------------------------ scoring
+
+    def scored(
+        self, source: Source, run: int, sampler: dict[str, Any], texts: Texts | None, real: Real, frame: Frame
+    ) -> dict[str, Any]:
+        """Figures, lengths and MAUVE of one run."""
+        texts = texts or self.texts(source, run, sampler)
+        asked = self.request.mauve != "off" and mauve_installed()
+        depends = self.conditions | {
+            "kind": "scores", "texts_sha256": texts.sha256, "real_sha256": real.texts.sha256, "frame": asdict(frame),
+            "mauve": asked, **source.identity(run, sampler),
+        }  # fmt: skip
+
+        def make() -> dict[str, Any]:
+            generated_lengths, real_lengths = self.lengths(texts), self.lengths(real.texts)
+            return {
+                "run": run,
+                "identity": source.identity(run, sampler),
+                "figures": self.figures(f"{self.label(source, sampler)}, seed {run}", texts, frame, frame.limit),
+                "lengths": length_overlap(generated_lengths, real_lengths) if generated_lengths and real_lengths else None,
+                "mauve": mauve_or_reason(
+                    self.request.mauve, len(generated_lengths), len(real_lengths),
+                    lambda: (self.features(texts, frame.budget), self.features(real.texts, frame.budget)),
+                ) | {"tokens": frame.budget},
+                "throughput": throughput(texts),
+                "cut_lines": texts.cut_lines,
+                "samples": texts.texts[:SHOWN],
+                "texts_sha256": texts.sha256,
+            }  # fmt: skip
+
+        return self.parts.get_or_make(f"scores-{self.label(source, sampler)}-seed{run}", depends, make)
+
+    def real_figures(self, source: Source, real: Real, frame: Frame) -> dict[str, Any]:
+        """The real texts and their shuffled words, scored like the generated ones."""
+        limit = min(frame.limit, frame.cut or frame.limit)
+        depends = self.conditions | {
+            "kind": "real", "texts_sha256": real.texts.sha256, "limit": limit, "own": frame.own_entropy,
+            "tokenizer": source.model.tokenizer.fingerprint if source.model else None,
+        }  # fmt: skip
+
+        def make() -> dict[str, Any]:
+            g = generator(SHUFFLE_SEED, "shuffle")
+            mixed = [shuffle_words(text, g) for text in real.texts.texts]
+            own = [source.model.tokenizer.encode(text) for text in mixed] if frame.own_entropy and source.model else None
+            return {
+                "real": self.figures("real text", real.texts, frame, limit, ids=False),
+                "shuffled": self.figures("shuffled text", Texts(mixed, own), frame, limit, ids=False),
+            }
+
+        return self.parts.get_or_make("real", depends, make)
+
+    def figures(self, title: str, texts: Texts, frame: Frame, limit: int, ids: bool = True) -> dict[str, Any]:
+        kept = len(texts.texts)
+        if self.protocol.batch_rule and kept >= self.protocol.batch_rule:
+            kept -= kept % self.protocol.batch_rule
+        raw = texts.ids[:kept] if ids and frame.ids and texts.ids else None
+        with self.console.progress(f"Scoring {title}", "texts") as progress:
+            scores = self.scorer.nll(
+                texts.texts[:kept], limit, self.protocol.bos, progress, self.protocol.scored, raw
+            )  # fmt: skip
+        own = texts.ids[:kept] if frame.own_entropy and texts.ids else None
+        window = min(limit, self.scorer.context) - self.protocol.bos
+        truncated = sum(length > window for length in self.lengths(Texts(texts.texts[:kept])))
+        return asdict(figures(scores, self.protocol.aggregate, own, truncated, len(texts.texts) - kept))
+
+    def features(self, texts: Texts, budget: int) -> Any:
+        key = (texts.sha256, budget)
+        if key not in self._features:
+            with self.console.progress("Features for MAUVE", "texts") as progress:
+                self._features[key] = self.scorer.features(texts.texts, budget, progress).numpy()
+        return self._features[key]
+
+    def reconstruction(self, source: ModelSource, n: int) -> float | None:
+        depends = {"kind": "reconstruction", "n": n, "version": __version__, "checkpoint_sha256": source.sha256}
+        depends |= {"heldout": source.heldout.fingerprint if source.heldout else None}
+        found = self.parts.get_or_make(f"codec-{source.name}", depends, lambda: {"share": source.reconstruction(n)})
+        return found["share"]
+
+
+def throughput(texts: Texts) -> dict[str, Any] | None:
+    """Texts and tokens a second while they were written; `jpeg-dlm benchmark` measures by the paper's rule."""
+    if not texts.seconds:
+        return None
+    tokens = sum(map(len, texts.ids or []))
+    return {
+        "seconds": texts.seconds,
+        "texts_per_second": len(texts.texts) / texts.seconds,
+        "tokens_per_second": tokens / texts.seconds,
+    }

@@ -1,12 +1,15 @@
-"""Figures the paper gives for its three set-ups, as data to stand beside ours."""
+"""The paper's own figures as data (`paper.json`: every table), to stand beside ours where the two can be compared."""
 
 from __future__ import annotations
 
-from typing import TypedDict
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, TypedDict
 
 
 class PaperFigures(TypedDict, total=False):
-    """What the tables state; a figure the paper does not give for a set-up is absent."""
+    """What the tables state for one set-up; a figure the paper does not give for it is absent."""
 
     dit_and_projection: str  # parameters, as printed
     total: str  # the same with compressor and decompressor
@@ -19,33 +22,50 @@ class PaperFigures(TypedDict, total=False):
     speed: float  # throughput relative to an autoregressive model without KV cache
 
 
-PAPER: dict[str, PaperFigures] = {
-    "lm1b": {
-        "dit_and_projection": "105M",
-        "total": "154M",
-        "macs_compressed_T": 0.13,
-        "macs_full_T": 0.40,
-        "global_batch": 6144,
-        "gen_ppl": 96.76,
-        "entropy": 4.263,
-        "mauve": 0.951,
-        "speed": 9.13,
-    },
-    "owt1024": {
-        "dit_and_projection": "105M",
-        "total": "154M",
-        "macs_compressed_T": 1.68,
-        "macs_full_T": 3.56,
-        "global_batch": 384,
-        "gen_ppl": 34.52,
-        "entropy": 5.067,
-        "mauve": 0.801,
-        "speed": 33.49,
-    },
-    "owt128": {"gen_ppl": 48.00, "entropy": 4.064, "mauve": 0.912},  # row "Base" of the ablations
-}
+@cache
+def paper_tables() -> dict[str, Any]:
+    """Every table, by name."""
+    return json.loads((Path(__file__).parent / "paper.json").read_text("utf-8"))
+
+
+def _figures() -> dict[str, PaperFigures]:
+    tables = paper_tables()
+    found: dict[str, PaperFigures] = {}
+    for name in ("lm1b", "owt1024"):
+        system = tables["system"][name]
+        own = next(row for row in tables["main"][name] if row["method"] == "JPEG-DLM")
+        found[name] = {
+            "dit_and_projection": system["dit_and_projection"], "total": system["total"],
+            "macs_compressed_T": system["macs_compressed_T"], "macs_full_T": system["macs_full_T"],
+            "global_batch": system["global_batch"], "gen_ppl": own["gen_ppl"], "entropy": own["entropy"],
+            "mauve": own["mauve"], "speed": own["speed"],
+        }  # fmt: skip
+    base = tables["ablation"]["rows"][0]
+    found["owt128"] = {"gen_ppl": base["gen_ppl"], "entropy": base["entropy"], "mauve": base["mauve"]}
+    return found
+
+
+PAPER: dict[str, PaperFigures] = _figures()
 
 
 def paper_figures(preset: str) -> PaperFigures:
     """The paper's figures for a preset; empty for the presets that are ours."""
     return PAPER.get(preset, {})
+
+
+def comparable_rows(protocol: str, scorer: str, preset: str | None = None) -> list[dict[str, Any]]:
+    """The paper's rows that an evaluation may stand beside, each with `name`; none unless all conditions are equal.
+
+    Figures of another scorer, protocol or data set do not compare, so they are not shown. `preset` None stands for texts
+    of another program, whose author has to know that they are of the same data.
+    """
+    tables = paper_tables()
+    if scorer.rsplit("/", 1)[-1] != tables["scorer"] or (preset is not None and preset != protocol):
+        return []
+    if protocol == "owt128":
+        return [{"name": f"JPEG-DLM, {row['variant']}"} | row for row in tables["ablation"]["rows"]]
+    rows = [{"name": row["method"]} | row for row in tables["main"].get(protocol, [])]
+    if protocol == "lm1b":
+        sweep = [row for row in tables["lm1b_steps"]["rows"] if row["steps"] != 32]  # 32 is in the main table
+        rows += [{"name": f"JPEG-DLM, {row['steps']} steps"} | row for row in sweep]
+    return rows

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,7 @@ ROWS_PER_CHUNK = 512  # rows of logits that cross-entropy holds in fp32 at once
 PAPER_SCORER_TOKENS = 1024  # released: the first 1024 tokens of a text count
 
 Progress = Callable[[int, int], None]
+Scored = Literal["all", "eos", "non_eos"]
 
 
 class Scorer:
@@ -54,6 +55,7 @@ class Scorer:
     name: str
     hash: str
     bos_id: int | None
+    eos_id: int | None = None
     context: int
 
     def __init__(self, device: str = "cpu", precision: str = "auto") -> None:
@@ -68,6 +70,14 @@ class Scorer:
         """The first `max_tokens` ids of a text, without special tokens."""
         raise NotImplementedError
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids of this scorer."""
+        raise NotImplementedError
+
+    def hidden_states(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        """Last hidden states (B, L, H), after the final norm."""
+        raise NotImplementedError
+
     def token_nll(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
         """NLL (B, L - 1) of each token after the first, given those before it; padding is on the right."""
         raise NotImplementedError
@@ -79,39 +89,92 @@ class Scorer:
         max_tokens: int = PAPER_SCORER_TOKENS,
         bos: bool = False,
         progress: Progress | None = None,
+        scored: Scored = "all",
+        ids: Sequence[Sequence[int]] | None = None,
     ) -> list[TextScore]:
-        """One score per text, in order. Blank texts, and one-token texts without `bos`, are marked as skipped."""
+        """One score per text, in order. Blank texts, and one-token texts without `bos`, are marked as skipped.
+
+        `ids` are scored instead of the texts where a model writes the scorer's own tokens. `scored` "eos" is the rule of
+        MDLM's and Duo's code: rows are padded with the end token to the longest, and of the ends in a row only the first
+        counts; "non_eos" counts no end at all.
+        """
         if max_tokens < 2:
             raise UsageError("Scoring needs max_tokens of at least 2.")
         if bos and self.bos_id is None:
             raise UsageError(f"{self.name} has no beginning token: score without it.")
+        if scored != "all" and self.eos_id is None:
+            raise UsageError(f"{self.name} has no end token: choose a protocol that scores all tokens.")
         limit = min(max_tokens, self.context)
-        ids = [self.encode(text, limit - bos) if text.strip() else [] for text in texts]
+        if ids is None:
+            ids = [self.encode(text, limit - bos) if text.strip() else [] for text in texts]
+        ids = [list(row[: limit - bos]) for row in ids]
         rows = [[self.bos_id, *row] if bos and row else row for row in ids]
+        if scored == "eos":
+            # Further padding would be neither scored nor seen, so one end stands for all of it.
+            longest = max(map(len, rows), default=0)
+            rows = [[*row, self.eos_id] if row and len(row) < longest else row for row in rows]
+        counted = [_counted(row, scored, self.eos_id) for row in rows]
         scores = [TextScore(0.0, 0, tuple(row)) for row in ids]
         done = sum(len(row) < 2 for row in rows)
         for batch in _batches_by_length(rows):
-            for i, total in zip(batch, self._sums([rows[i] for i in batch]), strict=True):
-                scores[i] = TextScore(total, len(rows[i]) - 1, tuple(ids[i]))
+            sums = self._sums([rows[i] for i in batch], [counted[i] for i in batch])
+            for i, total in zip(batch, sums, strict=True):
+                scores[i] = TextScore(total, sum(counted[i]), tuple(ids[i]))
             done += len(batch)
             if progress is not None:
                 progress(done, len(rows))
         return scores
 
-    def _sums(self, rows: list[list[Any]]) -> list[float]:
+    @torch.no_grad()
+    def features(self, texts: Sequence[str], max_tokens: int, progress: Progress | None = None) -> Tensor:
+        """The last hidden state (n, H) at the final retained token of each text that has one, in order (for MAUVE)."""
+        limit = min(max_tokens, self.context)
+        rows = [row for row in (self.encode(text, limit) for text in texts if text.strip()) if row]
+        found: dict[int, Tensor] = {}
+        for batch in _batches_by_length(rows, shortest=1):
+            tokens_BL, mask_BL = self._padded([rows[i] for i in batch])
+            with self._autocast():
+                h_BLH = self.hidden_states(tokens_BL, mask_BL)
+            last = h_BLH[torch.arange(len(batch)), mask_BL.sum(1) - 1].float().cpu()
+            found |= dict(zip(batch, last, strict=True))
+            if progress is not None:
+                progress(len(found), len(rows))
+        return torch.stack([found[i] for i in range(len(rows))]) if rows else torch.empty(0, 0)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else contextlib.nullcontext()
+
+    def _padded(self, rows: Sequence[list[Any]]) -> tuple[Tensor, Tensor]:
         length = max(map(len, rows))
         # Any id serves as padding: causal attention never looks right, and the mask removes it from the sum.
         tokens_BL = torch.tensor([row + [row[-1]] * (length - len(row)) for row in rows], device=self.device)
         mask_BL = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=self.device).bool()
-        autocast = torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else contextlib.nullcontext()
-        with autocast:
+        return tokens_BL, mask_BL
+
+    def _sums(self, rows: list[list[Any]], counted: list[list[bool]]) -> list[float]:
+        tokens_BL, mask_BL = self._padded(rows)
+        with self._autocast():
             nll = self.token_nll(tokens_BL, mask_BL)
-        return (nll.double() * mask_BL[:, 1:]).sum(1).tolist()
+        length = tokens_BL.shape[1] - 1
+        counted_BL = torch.tensor([one + [False] * (length - len(one)) for one in counted], device=self.device)
+        # Not a product with the mask: what is not counted may be infinite.
+        return torch.where(counted_BL, nll.double(), 0.0).sum(1).tolist()
 
 
-def _batches_by_length(rows: Sequence[Sequence[Any]]) -> Iterator[list[int]]:
-    """Indices of rows with at least two ids, alike in length so that little is padded; longest first shows memory early."""
-    order = sorted((i for i, row in enumerate(rows) if len(row) > 1), key=lambda i: (-len(rows[i]), i))
+def _counted(row: Sequence[Any], scored: Scored, eos_id: int | None) -> list[bool]:
+    """Which tokens after the first count."""
+    if scored == "all":
+        return [True] * (len(row) - 1)
+    ends, counted = 0, []
+    for i in row:
+        ends += i == eos_id
+        counted.append(i != eos_id or (scored == "eos" and ends == 1))
+    return counted[1:]
+
+
+def _batches_by_length(rows: Sequence[Sequence[Any]], shortest: int = 2) -> Iterator[list[int]]:
+    """Indices of rows, alike in length so that little is padded; longest first shows memory early."""
+    order = sorted((i for i, row in enumerate(rows) if len(row) >= shortest), key=lambda i: (-len(rows[i]), i))
     while order:
         size = max(1, TOKENS_PER_BATCH // len(rows[order[0]]))
         yield order[:size]
@@ -143,9 +206,16 @@ class GgufScorer(Scorer):
         self.context = int(metadata.get("llama.context_length", PAPER_SCORER_TOKENS))
         start = self.tokenizer.token_to_id(DOCUMENT_START)
         self.bos_id = metadata.get("tokenizer.ggml.bos_token_id") if start is None else start
+        self.eos_id = metadata.get("tokenizer.ggml.eos_token_id") if start is None else start
 
     def encode(self, text: str, max_tokens: int) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids[:max_tokens]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def hidden_states(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        return self.model.hidden(tokens_BL)
 
     def token_nll(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
         h_BLH = self.model.hidden(tokens_BL)[:, :-1]
@@ -172,12 +242,20 @@ class TransformersScorer(Scorer):
         self.model = model.float().eval().requires_grad_(False).to(self.device)
         self.name = Path(name).name if Path(name).is_dir() else name
         self.hash = tensors_sha256(self.model.state_dict())
-        self.bos_id = self.tokenizer.bos_token_id
+        self.bos_id, self.eos_id = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         self.context = int(getattr(self.model.config, "max_position_embeddings", PAPER_SCORER_TOKENS))
 
     def encode(self, text: str, max_tokens: int) -> list[int]:
         # Asking the tokenizer to truncate, instead of slicing, keeps it from warning about every long text.
         return self.tokenizer(text, add_special_tokens=False, truncation=True, max_length=max_tokens).input_ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def hidden_states(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        # Without the vocabulary head, whose logits would be the larger part of the work.
+        inputs = {"input_ids": tokens_BL, "attention_mask": mask_BL.long(), "use_cache": False}
+        return self.model.base_model(**inputs).last_hidden_state
 
     def token_nll(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
         logits = self.model(input_ids=tokens_BL, attention_mask=mask_BL.long(), use_cache=False).logits[:, :-1]

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from jpeg_dlm.errors import DataError
 from jpeg_dlm.rng import derive_seed
 
 T = TypeVar("T")
+Aggregate = Literal["corpus", "sequence"]
+DEGENERATE_REPETITION = 0.5  # assumed: a text that repeats more than half of its 4-grams is no text
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,43 @@ def gen_ppl(scores: Sequence[TextScore]) -> float:
     if not tokens:
         raise DataError("No text had a token to score: give texts of at least two tokens.")
     return math.exp(math.fsum(score.nll_sum for score in scores) / tokens)
+
+
+def perplexity(scores: Sequence[TextScore], aggregate: Aggregate = "corpus") -> float:
+    """`gen_ppl`, or the mean over texts of each text's own perplexity, which a few bad texts dominate (SEDD's code)."""
+    if aggregate == "corpus":
+        return gen_ppl(scores)
+    own = [math.exp(min(700.0, score.nll_sum / score.n_tokens)) for score in scores if not score.skipped]
+    if not own:
+        raise DataError("No text had a token to score: give texts of at least two tokens.")
+    return math.fsum(own) / len(own)
+
+
+def perplexity_interval(
+    scores: Sequence[TextScore], aggregate: Aggregate = "corpus", seed: int = 0, resamples: int = 1000, level: float = 0.95
+) -> tuple[float, float]:
+    """Percentile bootstrap of `perplexity` over the texts that were scored, all resamples at once."""
+    kept = [score for score in scores if not score.skipped]
+    if not kept:
+        raise DataError("A bootstrap interval needs at least one text.")
+    nll = np.array([score.nll_sum for score in kept])
+    tokens = np.array([score.n_tokens for score in kept], float)
+    random = np.random.default_rng(derive_seed(seed, "bootstrap"))
+    values = []
+    for _ in range(resamples):
+        rows = random.integers(len(kept), size=len(kept))
+        if aggregate == "corpus":
+            values.append(math.exp(min(700.0, nll[rows].sum() / tokens[rows].sum())))
+        else:
+            values.append(float(np.exp(np.minimum(nll[rows] / tokens[rows], 700.0)).mean()))
+    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def degenerate_share(ids_per_text: Iterable[Sequence[int]], n: int = 4) -> float:
+    """Share of texts that repeat more than half of their own n-grams."""
+    rates = [repetition_rate([ids], n) for ids in ids_per_text if len(ids) >= n]
+    return sum(rate > DEGENERATE_REPETITION for rate in rates) / len(rates) if rates else 0.0
 
 
 def unigram_entropy(ids_per_text: Iterable[Sequence[int]]) -> float:

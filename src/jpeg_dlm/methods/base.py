@@ -77,8 +77,11 @@ class Method(nn.Module, ABC):
         copy_tensors({name: t for name, t in self.state_dict().items() if not name.startswith(FROZEN)}, tensors, origin)
 
     def forward(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
-        """`losses`, under the name that DistributedDataParallel calls."""
-        return self.losses(batch, noise)
+        """`losses`, under the name that DistributedDataParallel calls; terms without a weight are cut from the graph.
+
+        It waits for the gradient of every parameter that it finds behind an output.
+        """
+        return {name: x if self.loss_weights.get(name) else x.detach() for name, x in self.losses(batch, noise).items()}
 
     def total_loss(self, losses: dict[str, Tensor]) -> Tensor:
         """The weighted sum of the terms that have a weight."""

@@ -228,6 +228,8 @@ class JpegDlm(Method):
         z = z.float().flatten(0, 1)
         mean = all_mean(z.mean(0))
         variance = all_mean(((z - mean) ** 2).mean(0))
+        if not bool((mean + variance).isfinite().all()):
+            return  # the trainer refuses this step, and a running statistic would never recover
         m = self.config.objective.standardize_momentum if int(self.latent_updates) else 0.0
         self.latent_mean.mul_(m).add_(mean, alpha=1 - m)
         variance = m * self.latent_scale**-2 + (1 - m) * variance

@@ -25,6 +25,8 @@ def sample_batches(
 ) -> Iterator[Tensor]:
     """Token ids of samples `first` to `first + n - 1`, batch by batch."""
     if sampler.protocol == "released":
+        if first:
+            raise UsageError("The released protocol draws samples in order: it cannot begin with one in the middle.")
         yield from released_batches(method, n, sampler, seed, batch, watch)
         return
     for start in range(first, first + n, batch):

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jpeg_dlm.assets import sha256_file
 from jpeg_dlm.errors import DataError
+from jpeg_dlm.files import sha256_file
 from jpeg_dlm.rng import derive_seed
 from jpeg_dlm.text.tokenizer import TextTokenizer
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import html
 import io
 import itertools
 import json
@@ -31,6 +30,7 @@ from typing import Any
 from jpeg_dlm.assets import ASSETS, fetch
 from jpeg_dlm.errors import DataError, MissingPackageError, UsageError
 from jpeg_dlm.text.tokenizer import collapse
+from jpeg_dlm.text.wikipedia import wikipedia_articles
 
 MARKER = "<|endoftext|>"
 SUFFIXES = (".txt", ".md", ".jsonl")
@@ -70,7 +70,9 @@ def _find(source: str) -> Corpus:
         name = HUB_SETS.get(source, source.removeprefix("hf:"))
         return Corpus(lambda skip: _hub_documents(name, skip), None, f"hub:{name}")
     if source == "wikipedia":
-        return Corpus(lambda skip: _skipping(wikipedia_articles(fetch("enwik8")), skip), WIKIPEDIA_BYTES, _pinned("enwik8"))
+        return Corpus(
+            lambda skip: _skipping(wikipedia_articles(text_lines(fetch("enwik8"))), skip), WIKIPEDIA_BYTES, _pinned("enwik8")
+        )
     if source in SPEECHES:
         files = [p for p in _files(fetch("sotu")) if p.name >= SPEECHES[source]]  # names begin with the year
         return Corpus(lambda skip: _skipping(_documents(files), skip), _size(files), _pinned("sotu"))
@@ -136,7 +138,7 @@ def _documents(files: Iterable[Path]) -> Iterator[str]:
         if _kind(path) == ".jsonl" or path.stat().st_size > BIG_FILE:
             yield from _file(path)
         else:
-            yield "\n".join(_paragraphs(_lines(path)))
+            yield "\n".join(_paragraphs(text_lines(path)))
 
 
 def _file(path: Path) -> Iterator[str]:
@@ -152,7 +154,7 @@ def _nonempty(stream: Iterator[str], path: Path) -> Iterator[str]:
     yield from stream
 
 
-def _lines(path: Path) -> Iterator[str]:
+def text_lines(path: Path) -> Iterator[str]:
     """Lines of a text file, packed or not; anything that is not UTF-8 text is refused by name."""
     seen = False
     try:
@@ -188,13 +190,13 @@ def _paragraphs(lines: Iterable[str]) -> list[str]:
 
 def _parts(path: Path) -> Iterator[str]:
     """Documents of one text file by the rule in the table above; the file's beginning decides which rule holds."""
-    head = list(itertools.islice(_budget(_lines(path), LOOK_AHEAD), 1 << 20))
+    head = list(itertools.islice(_budget(text_lines(path), LOOK_AHEAD), 1 << 20))
     marked = any(line.strip() == MARKER for line in head)
     blank = "" in [line.strip() for line in head]
     if not marked and not blank:
-        yield from filter(None, map(collapse, _lines(path)))
+        yield from filter(None, map(collapse, text_lines(path)))
         return
-    lines = (line.strip() for line in _lines(path))
+    lines = (line.strip() for line in text_lines(path))
     end = MARKER if marked else ""
     for ends, group in itertools.groupby(lines, key=lambda line: line == end):
         if not ends:
@@ -213,7 +215,7 @@ def _budget(lines: Iterable[str], characters: int) -> Iterator[str]:
 
 
 def _records(path: Path) -> Iterator[str]:
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(text_lines(path), 1):
         if line.isspace():
             continue
         try:
@@ -298,100 +300,3 @@ def _pair_quotes(line: str) -> str:
         else:
             words.append(word)
     return " ".join(words)
-
-
-# ---------------------------------------------------------------- Wikipedia
-
-
-_NAMESPACE = re.compile(r"(?:Wikipedia|Talk|User|Image|File|Template|Category|Portal|Help|MediaWiki|Special)(?: talk)?:", re.I)
-_REDIRECT = re.compile(r"\s*#\s*redirect", re.I)
-_DISAMBIGUATION = re.compile(
-    r"\{\{\s*(?:disambig|dab|geodis|hndis|2CC|3CC|TLAdisambig)[^{}]*\}\}|may (?:also )?(?:refer to|mean)[^.]{0,40}:\s*\n", re.I
-)
-_DROPPED = re.compile(
-    r"<!--.*?-->|<(ref|math|gallery|table|timeline|pre|code|imagemap|hiero|score|div)\b[^<>]*(?<!/)>.*?</\1\s*>|<ref\b[^<>]*/>",
-    re.S | re.I,
-)
-_BREAK = re.compile(r"</?(?:br|p|li|tr|td|blockquote)\b[^<>]*>", re.I)
-_TAG = re.compile(r"</?[a-zA-Z][^<>]*>")
-_TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")
-_TABLE = re.compile(r"\{\|(?:(?!\{\||\|\}).)*\|\}", re.S)
-_LINK = re.compile(r"\[\[([^\[\]]*)\]\]")
-_DROPPED_LINK = re.compile(r"\s*(?:Image|File|Category|[a-z]{2,3}(?:-[a-z]+)*|simple)\s*:", re.I)
-_EXTERNAL = re.compile(r"\[(?:https?|ftp|news|mailto)[^\s\]]*\s*([^\]]*)\]")
-_URL = re.compile(r"(?:https?|ftp)://\S+")
-_EMPTY_BRACKETS = re.compile(r"\(\s*[;,.:\s]*\)|\[\s*\]")
-_OPEN_BRACKET = re.compile(r"\([;,:\s]+")
-_COMMAS = re.compile(r",(?:\s*,)+")
-_SPACE_BEFORE = re.compile(r"\s+([,.;:!?)])")
-_DEBRIS = re.compile(r"&\w+;|\{\{|\}\}|\[\[|\]\]|\{\||\|\}|\|\||[<>]|__[A-Z]+__")
-_PROSE_END = re.compile(r"[.!?][\"')\]]*$")
-SHORTEST_PARAGRAPH = 60  # characters; shorter lines are captions and fragments
-SHORTEST_ARTICLE = 200
-
-
-def wikipedia_articles(dump: Path) -> Iterator[str]:
-    """The articles of a MediaWiki dump as prose: no redirects, lists, tables, templates, references or markup."""
-    for page in _pages(dump):
-        title, text = _between(page, "<title>", "</title>"), _between(page, "<text", "</text>")
-        if not text or _NAMESPACE.match(title):
-            continue
-        article = clean_wikitext(html.unescape(text.partition(">")[2]))
-        if len(article) >= SHORTEST_ARTICLE:
-            yield article
-
-
-def _pages(dump: Path) -> Iterator[str]:
-    """The text between <page> and </page>, streamed; a last page that is cut off (enwik8's is) is dropped."""
-    page: list[str] | None = None
-    for line in _lines(dump):
-        if "<page>" in line:
-            page = []
-        elif "</page>" in line and page is not None:
-            yield "".join(page)
-            page = None
-        elif page is not None:
-            page.append(line)
-
-
-def _between(text: str, left: str, right: str) -> str:
-    return text.partition(left)[2].rpartition(right)[0]
-
-
-def clean_wikitext(text: str) -> str:
-    """The prose of one article, one paragraph a line; empty for redirects and disambiguation pages."""
-    if _REDIRECT.match(text) or _DISAMBIGUATION.search(text):
-        return ""
-    text = _DROPPED.sub(" ", text)
-    text = _innermost_first(_TEMPLATE, "", text)
-    text = _innermost_first(_TABLE, "\n", text)
-    text = _TAG.sub("", _BREAK.sub(" ", text))  # no space for the others: H<sub>2</sub>O is one word
-    text = _innermost_first(_LINK, _link_text, text)  # captions of images hold links themselves
-    text = _URL.sub("", _EXTERNAL.sub(r"\1", text))
-    lines = (_clean_line(line) for line in html.unescape(text).split("\n") if line[:1] not in "*#:;|!={}" or not line)
-    return "\n".join(line for line in lines if _is_prose(line))
-
-
-def _innermost_first(pattern: re.Pattern[str], replacement: str | Callable[[re.Match[str]], str], text: str) -> str:
-    for _ in range(8):  # deeper nesting does not occur in prose; what remains is dropped with its line
-        text, count = pattern.subn(replacement, text)
-        if not count:
-            break
-    return text
-
-
-def _link_text(match: re.Match[str]) -> str:
-    target, _, label = match[1].partition("|")
-    if _DROPPED_LINK.match(target):
-        return ""
-    return label.rpartition("|")[2] or target.lstrip(":")
-
-
-def _clean_line(line: str) -> str:
-    line = re.sub(r"'{2,}", "", line)
-    line = _COMMAS.sub(",", _OPEN_BRACKET.sub("(", _EMPTY_BRACKETS.sub("", line)))
-    return _SPACE_BEFORE.sub(r"\1", collapse(line))
-
-
-def _is_prose(line: str) -> bool:
-    return len(line) >= SHORTEST_PARAGRAPH and bool(_PROSE_END.search(line)) and not _DEBRIS.search(line)

@@ -17,7 +17,6 @@ import errno
 import hashlib
 import itertools
 import json
-import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -28,10 +27,11 @@ import numpy as np
 
 from jpeg_dlm.config import DataConfig
 from jpeg_dlm.errors import DataError, UsageError
-from jpeg_dlm.rng import derive_seed
+from jpeg_dlm.files import atomic_file, sweep_temps, write_atomic
 from jpeg_dlm.text.blocks import FORMAT, read_index
 from jpeg_dlm.text.corpora import Corpus, open_corpus
 from jpeg_dlm.text.packing import Carry, Layout, sentences, step
+from jpeg_dlm.text.split import choose_split, pieces
 from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 
 SHARD_BYTES = 64 << 20
@@ -69,18 +69,6 @@ class Part:
     unk: int = 0
     rows: int = 0
     pending: list[np.ndarray] = field(default_factory=list)  # chunks of rows not yet in a shard
-
-
-@dataclass(frozen=True)
-class Split:
-    """Which documents are held out: by a hash of their number, and some of the first few by force."""
-
-    share: float
-    forced: frozenset[int]
-
-    def of(self, number: int) -> str:
-        """The split of a document."""
-        return "heldout" if number in self.forced or _draw(number) < self.share else "train"
 
 
 def prepare(
@@ -142,50 +130,6 @@ def _prepared(out: Path, index: dict[str, Any], reused: bool) -> Prepared:
     return Prepared(out, rows["train"], rows["heldout"], index["token_len"], index["vocab_size"], index["tokenizer"], reused)
 
 
-# ---------------------------------------------------------------- which documents are held out
-
-
-def _draw(number: int) -> float:
-    """A number in [0, 1) that belongs to a document's place alone."""
-    return derive_seed(0, "holdout", number) / 2**63
-
-
-def choose_split(head: list[str], share: float, token_len: int) -> Split:
-    """The split for a stream that begins with `head`: at least one of its documents, and about a row's worth of
-    text, is held out, and at least one is not."""
-    held = [i for i in range(len(head)) if _draw(i) < share]
-    characters = sum(len(head[i]) for i in held)
-    enough = 8 * token_len  # more characters than a row of tokens has
-    for i in sorted(set(range(len(head))) - set(held), key=_draw):
-        if held and characters >= enough or len(held) >= len(head) - 1:
-            break
-        held.append(i)
-        characters += len(head[i])
-    return Split(share, frozenset(held))
-
-
-def _pieces(text: str, size: int) -> list[str]:
-    """A single document in parts of about `size` characters, cut between sentences, else between words."""
-    units = [s for line in text.split("\n") for s in sentences(line)]
-    units = [u for s in units for u in ([s] if len(s) <= size else _words(s, size))]
-    parts: list[str] = []
-    for unit in units:
-        if parts and len(parts[-1]) < size:
-            parts[-1] += "\n" + unit
-        else:
-            parts.append(unit)
-    return parts
-
-
-def _words(text: str, size: int) -> list[str]:
-    words, lines = text.split(" "), [""]
-    for word in words:
-        if len(lines[-1]) + len(word) >= size and lines[-1]:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return lines
-
-
 # ---------------------------------------------------------------- the run
 
 
@@ -198,7 +142,7 @@ class _Run:
         self.data, self.out, self.corpus, self.progress = data, out, corpus, progress
         head, self.whole = _head(corpus.stream(0))
         if len(head) == 1 and self.whole:
-            head = _pieces(head[0], max(8 * data.token_len, len(head[0]) // 100))
+            head = pieces(head[0], max(8 * data.token_len, len(head[0]) // 100))
         if not any(head):
             raise DataError(f"'{data.source}' holds no text: name another source.")
         self.head = head
@@ -276,7 +220,7 @@ class _Run:
             for start in range(0, full, self.shard_rows):
                 shard = rows[start : min(start + self.shard_rows, full)]
                 file, raw = f"{name}-{len(part.shards):05d}.bin", shard.tobytes()
-                _write(self.out / file, raw)
+                write_atomic(self.out / file, raw)
                 part.shards.append({"file": file, "rows": len(shard), "sha256": hashlib.sha256(raw).hexdigest()})
                 part.rows += len(shard)
             part.pending = [rows[full:].copy()]  # a copy, so that the written rows can be freed
@@ -288,13 +232,10 @@ class _Run:
     def _save(self) -> None:
         facts = {name: {k: v for k, v in vars(part).items() if k != "pending"} for name, part in self.parts.items()}
         state = {"identity": self.identity, "consumed": self.consumed, "done_bytes": self.done_bytes, "parts": facts}
-        temporary = self.out / f".state.{os.getpid()}.tmp"
-        with temporary.open("wb") as file:
+        with atomic_file(self.out / "state.npz") as file:
             text = np.frombuffer(json.dumps(state).encode(), np.uint8)
             train, heldout = (self._joined(self.parts[name].pending) for name in SPLITS)
             np.savez(file, state=text, train=train, heldout=heldout)
-            _sync(file)
-        temporary.replace(self.out / "state.npz")
 
     def _resume(self) -> None:
         """Take up saved state when it belongs to this very preparation and its shards are all there."""
@@ -322,9 +263,9 @@ class _Run:
                     f"{self.data.token_len}: give more text, or lower data.token_len."
                 )
         self.tokenizer.save(self.out / "tokenizer.json")
-        _write(self.out / "heldout.jsonl", self._heldout_text())
+        write_atomic(self.out / "heldout.jsonl", self._heldout_text())
         index = self._index()
-        _write(self.out / "index.json", (json.dumps(index, indent=1, sort_keys=True) + "\n").encode())
+        write_atomic(self.out / "index.json", (json.dumps(index, indent=1, sort_keys=True) + "\n").encode())
         self._tidy()
         self.progress(self.done_bytes, self.done_bytes)
         return _prepared(self.out, index, reused=False)
@@ -357,8 +298,9 @@ class _Run:
         """Remove the state, and what an earlier unfinished preparation with other options left behind."""
         listed = {shard["file"] for part in self.parts.values() for shard in part.shards}
         stale = [p for name in SPLITS for p in self.out.glob(f"{name}-[0-9]*.bin") if p.name not in listed]
-        for path in [self.out / "state.npz", *stale, *self.out.glob(".*.tmp")]:
+        for path in [self.out / "state.npz", *stale]:
             path.unlink(missing_ok=True)
+        sweep_temps(self.out)
 
 
 def _head(stream: Iterator[str]) -> tuple[list[str], bool]:
@@ -395,23 +337,3 @@ def _layout(data: DataConfig, tokenizer: TextTokenizer) -> Layout:
         raise UsageError("data.frame needs a tokenizer with begin and line tokens, such as 'bpe' or 't5'.")
     bos, boundary = (-1 if i is None else i for i in (tokenizer.bos_id, tokenizer.boundary_id))
     return Layout(data.packing, data.token_len, tokenizer.eos_id, tokenizer.pad_id, data.frame, bos, boundary)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """A whole file or none: temporary name, fsync, rename, fsync of the folder."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        _sync(file)
-    temporary.replace(path)
-    if os.name == "posix":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())

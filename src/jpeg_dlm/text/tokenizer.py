@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jpeg_dlm.assets import fetch
 from jpeg_dlm.errors import DataError, JpegDlmError, UsageError
+from jpeg_dlm.files import write_atomic
 
 SPECIALS = ("<pad>", "</s>", "<unk>", "<mask>", "<s>", "<line>")  # ids 0 to 5 of a tokenizer trained here
 SMALLEST_BPE = 256 + len(SPECIALS)  # every byte has an id, so nothing is ever unknown
@@ -93,12 +94,7 @@ class TextTokenizer:
 
     def save(self, path: Path) -> None:
         """Write tokenizer.json, whole or not at all."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(self._backend.to_str(pretty=False))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_atomic(path, self._backend.to_str(pretty=False))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import torch
 
+from jpeg_dlm.collectives import all_mean
 from jpeg_dlm.methods.base import Batch, Method
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.training.dist import Ranks
 
 
 @torch.no_grad()
 def heldout_losses(
-    method: Method, blocks: Blocks, device: torch.device, max_rows: int = 512, batch: int = 128, seed: int = 0
+    method: Method, blocks: Blocks, ranks: Ranks, max_rows: int = 512, batch: int = 128, seed: int = 0
 ) -> dict[str, float]:
-    """Mean losses over the first held-out rows with fixed noise, and token accuracy where the method reconstructs."""
+    """Mean losses over the first held-out rows with fixed noise, and token accuracy where the method reconstructs.
+
+    Every process takes an equal share of each batch, so up to `world - 1` rows at the end are left out.
+    """
     totals: dict[str, float] = {}
-    n = min(max_rows, len(blocks))
+    device, world = ranks.device, ranks.world
+    n, batch = min(max_rows, len(blocks)) // world * world, max(1, batch // world) * world
     was_training = method.training
     method.eval()
     for start in range(0, n, batch):
-        rows = range(start, min(start + batch, n))
+        rows = range(start, min(start + batch, n))[ranks.rank :: world]
         tokens = blocks.rows(list(rows))
         mask = blocks.mask(tokens)
         b = Batch(tokens.to(device), None if mask is None else mask.to(device))
@@ -28,6 +34,9 @@ def heldout_losses(
         if accuracy is not None:
             values["accuracy"] = float(accuracy)
         for name, value in values.items():
-            totals[f"heldout_{name}"] = totals.get(f"heldout_{name}", 0.0) + value * len(rows) / n
+            totals[f"heldout_{name}"] = totals.get(f"heldout_{name}", 0.0) + value * len(rows) * world / n
     method.train(was_training)
-    return totals
+    if world == 1 or not totals:
+        return totals
+    means = all_mean(torch.tensor(list(totals.values()), dtype=torch.float64, device=device))
+    return dict(zip(totals, means.tolist(), strict=True))

@@ -63,7 +63,9 @@ class Trainer:
         self.wrapped: nn.Module = self.method
         if self.ranks.world > 1:
             # Buffers are kept equal by global statistics, so broadcasting them each step would be waste.
-            self.wrapped = DistributedDataParallel(self.method, broadcast_buffers=False)
+            # A term without weight may leave parameters without gradient; looking for them costs a pass over the graph.
+            unused = not all(self.method.loss_weights.values())
+            self.wrapped = DistributedDataParallel(self.method, broadcast_buffers=False, find_unused_parameters=unused)
 
     # ------------------------------------------------------------ one step
 
@@ -164,7 +166,7 @@ class Trainer:
                     log.log(self.step, stats)
                 tell(self.step, stats)
             due = train.eval_every and (self.step % train.eval_every == 0 or self.step == train.steps)
-            if evaluate and due and self.ranks.is_main:
+            if evaluate and due:  # on every process, because the losses of some methods use global statistics
                 found = evaluate(self.step)
                 if log:
                     log.log(self.step, found)
@@ -174,7 +176,9 @@ class Trainer:
                 self._save_logged(log)
         if self.step < train.steps and self.step % train.save_every:
             self._save_logged(log)
-        return stop.requested
+        self.wrapped = self.method  # the distributed model would keep the process group's threads alive
+        # Another process may be the one that was asked, and then this one stops with it.
+        return stop.requested or ("SIGTERM" if self.step < train.steps else None)
 
     def _save_logged(self, log: MetricsLog | None) -> None:
         if log:

@@ -65,6 +65,8 @@ def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume:
         run_lock(run) if ranks.is_main else contextlib.nullcontext(),
         StopSignal(echo_s=2.0 if ranks.world > 1 else 0.0) as stop,
     ):
+        if ranks.is_main:  # as it was asked for: what --resume starts from
+            write_atomic(run / "config.json", json.dumps(to_dict(config), indent=1) + "\n")
         folder = prepared_folder(config, run, ranks, console)
         blocks, heldout = Blocks(folder, "train"), Blocks(folder, "heldout")
         config = fit_to_data(config, blocks, ranks.world)
@@ -78,7 +80,7 @@ def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume:
 
 
 def _check_fresh(run: Path, resume: bool) -> None:
-    if (run / "checkpoints").is_dir() and not resume:
+    if not resume and any((run / part / "checkpoints").is_dir() for part in ("", "encoder-training")):
         raise UsageError(f"'{run}' already holds a run: go on with --resume, or name another folder with --out.")
 
 
@@ -218,7 +220,6 @@ def _train(
     tokenizer = blocks.tokenizer()
     if ranks.is_main:
         tokenizer.save(run / "tokenizer.json")
-        write_atomic(run / "config.json", json.dumps(to_dict(config), indent=1) + "\n")
     log = MetricsLog(run / "metrics.jsonl", trainer.step if checkpoint else None) if ranks.is_main else None
     with console.training(config, trainer.step, stream.rows_per_step) as tell:
         stopped = trainer.fit(log, stop, tell, evaluation(trainer, heldout, tokenizer))
@@ -245,12 +246,12 @@ def evaluation(trainer: Trainer, heldout: Blocks, tokenizer: TextTokenizer) -> C
         trainer.ema.swap()
         try:
             with trainer.autocast():
-                found = heldout_losses(trainer.method, heldout, trainer.ranks.device) if len(heldout) else {}
-                if trainer.config.method != "encoder":
+                found = heldout_losses(trainer.method, heldout, trainer.ranks)
+                if trainer.ranks.is_main and trainer.config.method != "encoder":
                     write_samples(trainer.method, trainer.config, tokenizer, trainer.run, step, trainer.ranks.device)
         finally:
             trainer.ema.swap()
-        if (trainer.run / "metrics.jsonl").is_file():
+        if trainer.ranks.is_main and (trainer.run / "metrics.jsonl").is_file():
             plot_metrics(trainer.run)
         return found
 

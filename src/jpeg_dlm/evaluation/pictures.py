@@ -1,0 +1,92 @@
+"""Pictures of an evaluation: lengths of generated and real text, and quality against cost."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator, ScalarFormatter
+
+from jpeg_dlm.evaluation.report import cost, title
+from jpeg_dlm.files import write_atomic
+
+INK, GRID = "#2d3748", "#e2e8f0"
+GENERATED_COLOR, REAL_COLOR = "#2b6cb0", "#dd6b20"
+LINE_COLORS = (GENERATED_COLOR, "#2f855a", "#805ad5", "#b7791f", "#97266d", "#c53030")
+
+
+def draw_lengths(entry: Mapping[str, Any], path: Path) -> Path:
+    """Share of texts per bin of equal frequency, generated and real; where the two agree is the overlap."""
+    lengths = entry["runs"][0]["lengths"]
+    ends = [min(lengths[k]["shortest"] for k in ("generated", "real")), *lengths["edges"]]
+    ends.append(max(lengths[k]["longest"] for k in ("generated", "real")) + 1)
+    figure, (axes,) = _figure(1, title(entry))
+    for key, color in (("generated", GENERATED_COLOR), ("real", REAL_COLOR)):
+        histogram, texts = lengths[key]["histogram"], lengths[key]["texts"]
+        axes.stairs([n / texts for n in histogram], ends, color=color, fill=True, alpha=0.45, label=key)
+    heading = (
+        f"lengths overlap by {100 * lengths['overlap']:.0f}%" if lengths["enough"] else "lengths (too few texts to compare)"
+    )
+    _dress(axes, heading, "share of texts", "tokens of the scorer")
+    axes.legend(fontsize=8, frameon=False, labelcolor=INK)
+    return _save(figure, path)
+
+
+def draw_sweep(entries: Sequence[Mapping[str, Any]], scorer: str, path: Path) -> Path:
+    """Gen-PPL, entropy and MAUVE against network evaluations; each system and solver is a line, real text is dashed."""
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in entries:
+        lines.setdefault(f"{entry['name']}, {entry['sampler']['solver']}", []).append(entry)
+    measures = {"gen_ppl": f"Gen-PPL ({scorer})", "entropy": "entropy (nats)", "mauve": "MAUVE"}
+    shown = {name: text for name, text in measures.items() if all(name in e["measures"] for e in entries)}
+    figure, panels = _figure(len(shown), "quality against cost")
+    for axes, (name, text) in zip(panels, shown.items(), strict=True):
+        for i, (label, points) in enumerate(lines.items()):
+            points = sorted(points, key=cost)
+            found = [e["measures"][name] for e in points]
+            axes.errorbar(
+                [cost(e) for e in points], [m["mean"] for m in found], [m["sd"] or 0.0 for m in found], fmt="o-", ms=3.5,
+                lw=1.5, capsize=2, color=LINE_COLORS[i % len(LINE_COLORS)], label=label,
+            )  # fmt: skip
+        if name in entries[0]["figures"]["real"]:
+            axes.axhline(entries[0]["figures"]["real"][name], color=INK, ls="--", lw=1.0, label="real text")
+        _dress(axes, text, text, "network evaluations per text")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({cost(e) for e in entries}))
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_locator(NullLocator())
+        if name == "gen_ppl":
+            axes.set_yscale("log")
+    panels[0].legend(fontsize=7.5, frameon=False, labelcolor=INK)
+    return _save(figure, path)
+
+
+def _figure(panels: int, heading: str) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(4.6 * panels + 0.4, 3.4), facecolor="white")
+    figure.set_layout_engine("constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(heading, fontsize=11, color=INK, fontweight="bold")
+    return figure, [figure.add_subplot(1, panels, i + 1) for i in range(panels)]
+
+
+def _dress(axes: Axes, heading: str, y: str, x: str) -> None:
+    axes.set_title(heading, fontsize=10, color=INK, loc="left")
+    axes.set_xlabel(x, fontsize=9, color=INK)
+    axes.set_ylabel(y, fontsize=9, color=INK)
+    axes.tick_params(labelsize=8, colors=INK, length=3)
+    axes.grid(True, color=GRID, lw=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=110)
+    write_atomic(path, out.getvalue())
+    return path

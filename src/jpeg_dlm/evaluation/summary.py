@@ -1,0 +1,88 @@
+"""Several runs as one: mean and sample deviation over seeds, the place between shuffled and real text, and warnings."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Assumed: differences that seeds do not explain and that a reader should look at before believing a low perplexity.
+ENTROPY_BELOW = 0.5  # nats under real text
+REPETITION_ABOVE = 0.1  # share of repeated 4-grams over real text's
+DEGENERATE_ABOVE = 0.05  # share of texts that mostly repeat themselves, over real text's
+
+SPREAD = ("gen_ppl", "entropy", "distinct_1", "distinct_2", "distinct_3", "repetition_4", "degenerate_share")
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Mean and sample deviation; one value has no deviation."""
+    return {
+        "mean": statistics.fmean(values),
+        "sd": statistics.stdev(values) if len(values) > 1 else None,
+        "values": list(values),
+    }
+
+
+def summarize(runs: Sequence[Mapping[str, Any]], beside: Mapping[str, Any]) -> dict[str, Any]:
+    """What an entry says of its runs; `beside` holds the figures of real and shuffled text."""
+    real, shuffled = beside["real"], beside["shuffled"]
+    measures = {name: spread([run["figures"][name] for run in runs]) for name in SPREAD}
+    mauve = [run["mauve"]["mauve"] for run in runs if "mauve" in run["mauve"]]
+    if len(mauve) == len(runs):
+        measures["mauve"] = spread(mauve) | {"kmeans_sd": statistics.fmean(r["mauve"]["kmeans_sd"] or 0.0 for r in runs)}
+    speed = [run["throughput"]["texts_per_second"] for run in runs if run["throughput"]]
+    if speed:
+        measures["texts_per_second"] = spread(speed)
+    overlap = [run["lengths"]["overlap"] for run in runs if run["lengths"] and run["lengths"]["enough"]]
+    if overlap:
+        measures["length_overlap"] = spread(overlap)
+    return {
+        "measures": measures,
+        "figures": {"generated": runs[0]["figures"], "real": real, "shuffled": shuffled},
+        "way_from_shuffled_to_real": way(measures["gen_ppl"]["mean"], shuffled["gen_ppl"], real["gen_ppl"]),
+        "entropy_gap": measures["entropy"]["mean"] - real["entropy"],
+        "degenerate": warnings(measures, real),
+        "notes": notes(runs, real),
+        "runs": [dict(run) for run in runs],
+    }
+
+
+def way(generated: float, shuffled: float, real: float) -> float | None:
+    """How far from shuffled (0) to real text (1) in log perplexity; None where the two are the same."""
+    span = math.log(shuffled / real)
+    return math.log(shuffled / generated) / span if abs(span) > 1e-9 else None
+
+
+def warnings(measures: Mapping[str, Any], real: Mapping[str, Any]) -> list[str]:
+    """Signs that a perplexity is low because the text is degenerate; empty when there are none."""
+    found = []
+    gap = real["entropy"] - measures["entropy"]["mean"]
+    if gap > ENTROPY_BELOW:
+        found.append(f"entropy {gap:.2f} nats below real text")
+    repeated = measures["repetition_4"]["mean"]
+    if repeated > real["repetition_4"] + REPETITION_ABOVE:
+        found.append(f"{100 * repeated:.0f}% of 4-grams repeated (real: {100 * real['repetition_4']:.0f}%)")
+    share = measures["degenerate_share"]["mean"]
+    if share > real["degenerate_share"] + DEGENERATE_ABOVE:
+        found.append(f"{100 * share:.0f}% of texts mostly repeat themselves (real: {100 * real['degenerate_share']:.0f}%)")
+    return found
+
+
+def notes(runs: Sequence[Mapping[str, Any]], real: Mapping[str, Any]) -> list[str]:
+    """What was passed over, cut or could not be measured."""
+    counts = {name: sum(run["figures"][name] for run in runs) for name in ("skipped", "truncated", "dropped")}
+    counts["cut"] = sum(run["cut_lines"] for run in runs)
+    sentences = {
+        "skipped": "blank or too short to be scored",
+        "truncated": "longer than what is scored of a text",
+        "dropped": "beyond the last full batch, dropped by the protocol",
+        "cut": "cut off in the middle of a line, left out",
+    }
+    found = [f"texts {said}: {counts[name]}" for name, said in sentences.items() if counts[name]]
+    if real["skipped"]:
+        found.append(f"real texts blank or too short to be scored: {real['skipped']}")
+    if real["texts"] < runs[0]["figures"]["texts"]:
+        found.append(f"only {real['texts']} real texts beside {runs[0]['figures']['texts']} generated ones")
+    found += sorted({run["mauve"]["skipped"] for run in runs if "skipped" in run["mauve"]})
+    return found

@@ -1,0 +1,108 @@
+"""Generation throughput by the paper's rule: fp32, a given batch, the median after warm-up, tokens but no text.
+
+Several systems are measured in turns within one run, so that a busy machine slows all of them alike, and what is reported
+first is each one's ratio to the first.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from jpeg_dlm import __version__
+from jpeg_dlm.config import SamplerConfig, to_dict
+from jpeg_dlm.evaluation.paper import paper_figures
+from jpeg_dlm.methods.base import Method
+from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.sampling.sampler import device_of
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A method with the sampler it is timed with; `origin` says where its weights are from."""
+
+    name: str
+    method: Method
+    sampler: SamplerConfig
+    token_len: int
+    preset: str
+    origin: str
+
+
+def measure(
+    subjects: Sequence[Subject],
+    batch: int,
+    repeats: int = 5,
+    warmup: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
+    """Median texts and tokens a second of each subject, and the median over rounds of its speed over the first one's."""
+    for subject in subjects:
+        subject.method.float().eval()
+    seconds: list[list[float]] = [[] for _ in subjects]
+    for round_ in range(warmup + repeats):
+        for times, subject in zip(seconds, subjects, strict=True):
+            spent = _seconds(subject, batch, round_, clock)
+            if round_ >= warmup:
+                times.append(spent)
+    rows = []
+    for subject, times in zip(subjects, seconds, strict=True):
+        ratios = [own / other for own, other in zip(seconds[0], times, strict=True)]
+        median = statistics.median(times)
+        rows.append({
+            "name": subject.name, "preset": subject.preset, "origin": subject.origin, "sampler": to_dict(subject.sampler),
+            "token_len": subject.token_len, "seconds": times, "texts_per_second": batch / median,
+            "tokens_per_second": batch * subject.token_len / median, "ratio": statistics.median(ratios),
+            "ratio_range": [min(ratios), max(ratios)], "paper_speed": paper_figures(subject.preset).get("speed"),
+        })  # fmt: skip
+    return {
+        "version": __version__, "torch": torch.__version__, "dtype": "float32", "batch": batch, "repeats": repeats,
+        "warmup": warmup, "threads": torch.get_num_threads(), "device": _device_name(subjects[0]), "rows": rows,
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def _seconds(subject: Subject, batch: int, round_: int, clock: Callable[[], float]) -> float:
+    """One batch, from noise to token ids; the noise is drawn inside, as when generating."""
+    device = device_of(subject.method)
+    noise = RowNoise(0, range(round_ * batch, (round_ + 1) * batch), 0, device)
+    _wait(device)
+    began = clock()
+    subject.method.sample(batch, subject.sampler, noise)
+    _wait(device)
+    return clock() - began
+
+
+def _wait(device: torch.device) -> None:
+    """A GPU works on after a call has returned."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _device_name(subject: Subject) -> str:
+    device = device_of(subject.method)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def throughput_table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    lines = [
+        f"fp32, batch {result['batch']}, median of {result['repeats']} on {result['device']}; "
+        "model loading and detokenization excluded.",
+        "",
+        "| model | steps | texts/s | tokens/s | ratio | range of ratios | paper's speed (AR without KV cache = 1) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        low, high = row["ratio_range"]
+        paper = f"{row['paper_speed']:g}" if row["paper_speed"] else ""
+        lines.append(
+            f"| {row['name']} | {row['sampler']['steps']} {row['sampler']['solver']} | {row['texts_per_second']:.3g} "
+            f"| {row['tokens_per_second']:.4g} | {row['ratio']:.2f} | {low:.2f} to {high:.2f} | {paper} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,161 @@
+"""A whole evaluation of a micro model: the same digits twice, nothing done again, sweeps, warnings, and the paper beside it."""
+
+import json
+import math
+
+import pytest
+from conftest import made_up_text
+
+from jpeg_dlm.evaluation.evaluate import Evaluation, Request
+from jpeg_dlm.evaluation.paper import comparable_rows, paper_tables
+from jpeg_dlm.evaluation.parts import Parts
+from jpeg_dlm.evaluation.pictures import draw_lengths, draw_sweep
+from jpeg_dlm.evaluation.protocols import PROTOCOLS
+from jpeg_dlm.evaluation.report import table
+from jpeg_dlm.evaluation.samples import REAL, read_samples
+from jpeg_dlm.evaluation.scoring import TransformersScorer
+from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.evaluation.summary import spread, warnings, way
+from jpeg_dlm.training.console import Console
+
+pytest_plugins = ["tiny_evaluation"]  # fixtures
+
+
+@pytest.fixture(scope="module")
+def scorer(byte_gpt2):
+    return TransformersScorer(str(byte_gpt2))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reference") / "real.txt"
+    path.write_text("\n".join(made_up_text(documents=6, seed=3).split("\n\n")), "utf-8")
+    return read_samples(path, REAL)
+
+
+def counted(scorer, monkeypatch):
+    """Calls of the scorer's network from here on."""
+    calls = []
+    inner = scorer.token_nll
+    monkeypatch.setattr(scorer, "token_nll", lambda *a: (calls.append(1), inner(*a))[1])
+    return calls
+
+
+def run(model, scorer, reference, folder=None, **request):
+    asked = Request(PROTOCOLS["default"], **({"n": 5, "seeds": (0, 1)} | request))
+    return Evaluation(scorer, asked, Parts(folder), Console(quiet=True)).run([ModelSource(model, "micro", 4, None, reference)])
+
+
+def without_times(value):
+    if isinstance(value, dict):
+        return {k: without_times(v) for k, v in value.items() if k not in ("throughput", "texts_per_second")}
+    return [without_times(v) for v in value] if isinstance(value, list) else value
+
+
+def test_resumed_evaluations_score_nothing_again(micro, scorer, reference, tmp_path, monkeypatch):
+    calls = counted(scorer, monkeypatch)
+    one = run(micro, scorer, reference, tmp_path, seeds=(0,))
+    first = len(calls)
+    both = run(micro, scorer, reference, tmp_path)  # only seed 1 is new, real text is not
+    second = len(calls) - first
+    assert 0 < second < first
+    again = run(micro, scorer, reference, tmp_path)
+    assert len(calls) == first + second and again == both
+    assert both["entries"][0]["runs"][0] == one["entries"][0]["runs"][0]
+    names = sorted(p.name.rsplit("-", 1)[0] for p in tmp_path.iterdir())
+    assert names == [
+        "codec-micro",
+        "real",
+        "scores-micro-seed0",
+        "scores-micro-seed1",
+        "texts-micro-seed0",
+        "texts-micro-seed1",
+    ]
+    # A damaged part is made again, and only that one; without the folder everything is, with the same digits.
+    next(tmp_path.glob("scores-micro-seed1-*")).write_text('{"key": "cut')
+    assert run(micro, scorer, reference, tmp_path) == both and 0 < len(calls) - first - second < first
+    assert without_times(run(micro, scorer, reference)) == without_times(both)
+    # Another seed or number of steps is another part.
+    run(micro, scorer, reference, tmp_path, seeds=(0,), steps=(2,))
+    assert any(p.name.startswith("texts-micro-2-seed0") for p in tmp_path.iterdir())
+
+
+def test_a_result_says_everything_needed_to_repeat_it(micro, scorer, reference):
+    result = run(micro, scorer, reference)
+    assert json.loads(json.dumps(result)) == result
+    assert {"version", "protocol", "scorer", "scorer_hash", "scorer_precision", "scorer_context"} <= set(result)
+    [entry] = result["entries"]
+    assert entry["seeds"] == [0, 1] and len(entry["identity"]["checkpoint_sha256"]) == 64 and entry["config"]["method"]
+    assert entry["identity"]["dtype"] == "float32" and {"steps", "solver", "grid", "w"} <= set(entry["sampler"])
+    ppl = entry["measures"]["gen_ppl"]
+    assert ppl["mean"] == pytest.approx(sum(ppl["values"]) / 2)
+    assert ppl["sd"] == pytest.approx(abs(ppl["values"][0] - ppl["values"][1]) / math.sqrt(2))
+    real, shuffled = entry["figures"]["real"], entry["figures"]["shuffled"]
+    want = math.log(shuffled["gen_ppl"] / ppl["mean"]) / math.log(shuffled["gen_ppl"] / real["gen_ppl"])
+    assert entry["way_from_shuffled_to_real"] == pytest.approx(want)
+    assert entry["entropy_gap"] == pytest.approx(entry["measures"]["entropy"]["mean"] - real["entropy"])
+    assert entry["reconstruction"] is None  # there is no held-out text
+    assert any("at least 100" in note for note in entry["notes"])
+    assert entry["runs"][0]["throughput"]["texts_per_second"] > 0 and entry["runs"][0]["identity"]["seed"] == 0
+    # Real text of the same length: cut to the median of the generated ones.
+    assert real["tokens"] <= real["texts"] * (entry["frame"]["cut"] - 1)
+
+
+def test_the_table_never_shows_a_perplexity_alone(micro, scorer, reference, tmp_path):
+    result = run(micro, scorer, reference, seeds=(0,), steps=(1, 2), solvers=("euler", "heun"))
+    text = table(result)
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert [r.split(" | ")[1] for r in rows[2:6]] == ["1 euler", "2 euler", "1 heun", "2 heun"]
+    assert rows[6].startswith("| real") and rows[7].startswith("| shuffled") and len(rows) == 8
+    assert "Gen-PPL by byte-gpt2, protocol default" in text and "entropy" in rows[0]
+    for path in (
+        draw_sweep(result["entries"], result["scorer"], tmp_path / "sweep.png"),
+        draw_lengths(result["entries"][0], tmp_path / "lengths.png"),
+    ):
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_warnings_of_degenerate_text():
+    real = {"entropy": 4.0, "repetition_4": 0.02, "degenerate_share": 0.0}
+    fine = {"entropy": spread([3.8]), "repetition_4": spread([0.05]), "degenerate_share": spread([0.01])}
+    assert warnings(fine, real) == []
+    bad = {"entropy": spread([2.0]), "repetition_4": spread([0.6]), "degenerate_share": spread([0.5])}
+    assert len(warnings(bad, real)) == 3 and "2.00 nats" in warnings(bad, real)[0]
+
+
+def test_way_and_spread():
+    assert way(100, 1000, 10) == pytest.approx(0.5) and way(5, 7, 7) is None
+    assert spread([1.0, 3.0]) == {"mean": 2.0, "sd": pytest.approx(math.sqrt(2)), "values": [1.0, 3.0]}
+    assert spread([1.0])["sd"] is None
+
+
+# ---------------------------------------------------------------- the paper
+
+
+def test_the_papers_tables_are_complete():
+    tables = paper_tables()
+    assert len(tables["main"]["lm1b"]) == len(tables["main"]["owt1024"]) == 8
+    assert [len(tables[k]["rows"]) for k in ("ablation", "regularizers", "lm1b_steps", "cosmos_layers")] == [8, 4, 6, 3]
+    assert tables["main"]["owt1024"][5] == {
+        "method": "LangFlow", "params_M": 130, "gen_ppl": 36.48, "entropy": 5.244, "mauve": 0.922, "speed": 0.28,
+    }  # fmt: skip
+    assert tables["lm1b_steps"]["rows"][-1] == {"steps": 256, "gen_ppl": 64.07, "entropy": 4.230, "mauve": 0.933}
+    base = tables["regularizers"]["rows"][3]
+    assert (
+        (base["gen_ppl"], base["mauve"])
+        == (48.00, 0.912)
+        == tuple(tables["ablation"]["rows"][0][k] for k in ("gen_ppl", "mauve"))
+    )
+
+
+def test_the_paper_stands_beside_ours_only_where_they_compare():
+    assert {row["name"] for row in comparable_rows("lm1b", "openai-community/gpt2-large", "lm1b")} >= {"AR", "JPEG-DLM"}
+    assert len(comparable_rows("owt128", "gpt2-large", "owt128")) == 8
+    assert comparable_rows("lm1b", "gpt2-large")  # texts of another program
+    for protocol, scorer, preset in (
+        ("lm1b", "SmolLM2-135M-Instruct-Q4_1", "lm1b"),
+        ("lm1b", "gpt2-large", "tiny"),
+        ("owt1024", "gpt2-large", "lm1b"),
+        ("mdlm", "gpt2-large", "lm1b"),
+    ):
+        assert comparable_rows(protocol, scorer, preset) == []

@@ -1,0 +1,90 @@
+"""`evaluate` and `benchmark` from the command line: files written, errors in one sentence, the same request goes on."""
+
+import json
+
+import pytest
+from conftest import made_up_text
+
+from jpeg_dlm.cli.main import main
+
+pytest_plugins = ["tiny_evaluation"]  # fixtures
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.setenv("JPEG_DLM_CACHE", str(tmp_path / "cache"))
+    stories = made_up_text(documents=4, seed=5).split("\n\n")
+    (tmp_path / "real.jsonl").write_text("".join(json.dumps({"reference": s.strip()[:80]}) + "\n" for s in stories))
+    for seed in (0, 1):
+        rows = [{"prediction": f"{s[10 + seed : 70]}"} for s in stories]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"p_seed{seed}.jsonl").write_text(text + ('{"prediction": "cu' if seed else ""))
+    return tmp_path
+
+
+def test_samples_of_another_program(byte_gpt2, files, capsys):
+    words = ["evaluate", *(str(files / f"p_seed{s}.jsonl") for s in (0, 1)), "--reference", str(files / "real.jsonl")]
+    words += ["--scorer", f"hf:{byte_gpt2}", "--protocol", "lm1b", "--out", str(files / "out"), "--quiet"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    result = json.loads((files / "out" / "results.json").read_text())
+    [entry] = result["entries"]
+    assert entry["name"] == "p" and len(entry["runs"]) == 2 and result["protocol"]["name"] == "lm1b"
+    assert entry["measures"]["gen_ppl"]["sd"] is not None and "± " in shown and "| real (4)" in shown
+    assert "Texts cut off in the middle of a line, left out: 1." in shown
+    assert (files / "out" / "results.md").read_text().strip() == shown.strip()
+    assert (files / "out" / "lengths.png").is_file()
+    assert main(words) == 0  # the same request again
+    assert capsys.readouterr().out == shown
+    assert main([*words, "--seed", "3"]) == 2
+    assert "another evaluation" in capsys.readouterr().err
+
+
+def test_a_checkpoint_with_a_sweep(byte_gpt2, micro_folder, corpus_file, files, capsys):
+    words = ["evaluate", str(micro_folder), "-n", "4", "--steps", "1,2", "--scorer", f"hf:{byte_gpt2}", "--quiet"]
+    words += ["--data", str(corpus_file)]
+    assert main([*words, "--out", str(files / "out"), "--sampler.w", "2"]) == 0
+    result = json.loads((files / "out" / "results.json").read_text())
+    assert [e["sampler"]["steps"] for e in result["entries"]] == [1, 2] and result["entries"][0]["sampler"]["w"] == 2
+    assert 0 <= result["entries"][0]["reconstruction"] <= 1 and "held-out" in result["entries"][0]["reference"]
+    assert (files / "out" / "sweep.png").is_file() and "reconstructed at r = 0.25" in capsys.readouterr().out
+
+
+def test_special_tokens_and_own_entropy_hold_for_real_text_too(byte_gpt2, micro_folder, corpus_file, files):
+    words = ["evaluate", str(micro_folder), "-n", "8", "--seeds", "1", "--protocol", "mdlm", "--scorer", f"hf:{byte_gpt2}"]
+    assert main([*words, "--quiet", "--data", str(corpus_file), "--out", str(files / "out")]) == 0
+    result = json.loads((files / "out" / "results.json").read_text())
+    [entry] = result["entries"]
+    assert {f["entropy_ids"] for f in entry["figures"].values()} == {"model"}
+    assert entry["frame"]["limit"] == 12 and result["protocol"]["scored"] == "eos"
+
+
+def test_benchmark(micro_folder, files, capsys):
+    words = ["benchmark", str(micro_folder), "--steps", "1,2", "--batch", "2", "--repeats", "1", "--warmup", "0"]
+    assert main([*words, "--out", str(files / "b")]) == 0
+    rows = json.loads((files / "b" / "benchmark.json").read_text())["rows"]
+    assert [row["sampler"]["steps"] for row in rows] == [1, 2] and rows[0]["ratio"] == 1
+    assert "texts/s" in capsys.readouterr().out
+    assert main([*words, "--out", str(files / "b")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--protocol", "lm2b"], "Unknown protocol"),
+        (["-n", "1"], "at least 2"),
+        (["--seeds", "0"], "at least 1"),
+        (["--steps", "four"], "numbers"),
+        (["--solver", "rk4"], "euler"),
+        (["--model.hidden", "8"], "sampler"),
+        (["LONELY"], "--reference"),
+        (["BAD"], "Line 1"),
+    ],
+)
+def test_bad_requests_are_one_sentence(words, match, byte_gpt2, files, capsys):
+    (files / "lonely.txt").write_text("a text\n")
+    (files / "bad.txt").write_bytes(b"\xff\n")
+    named = {"LONELY": str(files / "lonely.txt"), "BAD": str(files / "bad.txt")}
+    code = main(["evaluate", *(named.get(w, w) for w in words), "--scorer", f"hf:{byte_gpt2}", "--quiet"])
+    error = capsys.readouterr().err
+    assert code in (1, 2) and match in error and len(error.strip().splitlines()) == 1

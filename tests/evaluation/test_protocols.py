@@ -1,0 +1,124 @@
+"""Each difference between published evaluations, on texts whose figures can be worked out by hand."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from jpeg_dlm.errors import UsageError
+from jpeg_dlm.evaluation.evaluate import Evaluation, Request
+from jpeg_dlm.evaluation.parts import Parts
+from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol, protocol
+from jpeg_dlm.evaluation.sources import FileSource, file_sources
+from jpeg_dlm.training.console import Console
+
+pytest_plugins = ["tiny_evaluation"]  # fixtures
+
+
+TEXTS = ["w1 w2 w3", "w4 w4"]
+REAL = ["w1 w1 w1", "w1 w2 w2"]
+
+
+def entry(fake, tmp_path, found: Protocol, texts=TEXTS, ids=None):
+    import json
+
+    lines = [{"prediction": text} | ({"token_ids": ids[i]} if ids else {}) for i, text in enumerate(texts)]
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "r.txt").write_text("\n".join(REAL) + "\n")
+    [source] = file_sources([tmp_path / "s.jsonl"], tmp_path / "r.txt")
+    assert isinstance(source, FileSource)
+    evaluation = Evaluation(fake, Request(found), Parts(), Console(quiet=True))
+    return evaluation.run([source])["entries"][0]
+
+
+def ppl(fake, tmp_path, found: Protocol, texts=TEXTS, ids=None) -> tuple[float, int]:
+    f = entry(fake, tmp_path, found, texts, ids)["figures"]["generated"]
+    return math.log(f["gen_ppl"]), f["tokens"]
+
+
+def test_names():
+    assert set(PROTOCOLS) == {"default", "lm1b", "owt1024", "owt128", "mdlm", "duo", "sedd"}
+    assert all(name == p.name for name, p in PROTOCOLS.items())
+    assert (protocol("lm1b").bos, protocol("lm1b").mauve_tokens) == (False, 96)
+    assert (protocol("owt1024").bos, protocol("owt1024").mauve_tokens, protocol("owt128").mauve_tokens) == (True, 768, 96)
+    assert {(p.n, p.seeds) for name, p in PROTOCOLS.items() if name != "default"} == {(1024, 5)}
+    with pytest.raises(UsageError, match="lm1b"):
+        protocol("lm2b")
+
+
+def test_beginning_token(fake, tmp_path):
+    # Without it the first token is context: 2 + 3 + 4 over 3 tokens. With it every token counts: 14 over 5.
+    assert ppl(fake, tmp_path, PROTOCOLS["lm1b"]) == (pytest.approx(9 / 3), 3)
+    assert ppl(fake, tmp_path, PROTOCOLS["owt1024"]) == (pytest.approx(14 / 5), 5)
+
+
+def test_a_one_token_text_counts_only_after_a_beginning_token(fake, tmp_path):
+    texts = ["w1 w2", "w9"]
+    assert ppl(fake, tmp_path, PROTOCOLS["lm1b"], texts) == (pytest.approx(2), 1)
+    assert ppl(fake, tmp_path, PROTOCOLS["owt1024"], texts) == (pytest.approx(12 / 3), 3)
+
+
+def test_aggregate(fake, tmp_path):
+    # Mean over texts of exp(mean nll): exp(2.5) and exp(4).
+    found, _ = ppl(fake, tmp_path, PROTOCOLS["sedd"])
+    assert math.exp(found) == pytest.approx((math.exp(2.5) + math.exp(4)) / 2)
+    corpus, _ = ppl(fake, tmp_path, replace(PROTOCOLS["sedd"], aggregate="corpus"))
+    assert corpus == pytest.approx(3)
+
+
+def test_ends_of_text(fake, tmp_path):
+    # Row 1 is the longest: 'w1 END w2 END w3' counts its first end (10), w2 and w3, not the second end.
+    # Row 2 is padded with one end, which is its first: w4 and 10.
+    texts = ["w1 END w2 END w3", "w4 w4"]
+    rule = replace(PROTOCOLS["mdlm"], batch_rule=0)
+    assert ppl(fake, tmp_path, rule, texts) == (pytest.approx((10 + 2 + 3 + 4 + 10) / 5), 5)
+    assert ppl(fake, tmp_path, replace(rule, scored="all"), texts) == (pytest.approx((10 + 2 + 10 + 3 + 4) / 5), 5)
+    assert ppl(fake, tmp_path, replace(rule, scored="non_eos"), texts) == (pytest.approx((2 + 3 + 4) / 3), 3)
+    # An end in the first place uses up the allowance although the first place is never scored.
+    assert ppl(fake, tmp_path, rule, ["END w2 END", "w1 w2 w1"]) == (pytest.approx((2 + 2 + 1) / 3), 3)
+
+
+def test_batches_that_are_not_full_are_dropped(fake, tmp_path):
+    rule = replace(PROTOCOLS["default"], batch_rule=2)
+    found = entry(fake, tmp_path, rule, ["w1 w2", "w1 w2", "w9 w9"])
+    assert found["figures"]["generated"]["dropped"] == 1 and math.log(found["figures"]["generated"]["gen_ppl"]) == 2
+    assert any("last full batch" in note for note in found["notes"])
+
+
+def test_raw_ids_are_scored_where_they_are_the_scorers(fake, tmp_path):
+    rule = replace(PROTOCOLS["sedd"], aggregate="corpus")
+    found = entry(fake, tmp_path, rule, TEXTS, [[1, 2, 3], [4, 4]])
+    assert found["frame"]["ids"] and math.log(found["figures"]["generated"]["gen_ppl"]) == pytest.approx(3)
+    other = entry(fake, tmp_path, rule, TEXTS, [[7, 7, 7], [7, 7]])  # ids of another tokenizer: the text is scored
+    assert not other["frame"]["ids"] and math.log(other["figures"]["generated"]["gen_ppl"]) == pytest.approx(3)
+
+
+def test_length(fake, tmp_path):
+    found = entry(fake, tmp_path, replace(PROTOCOLS["default"], max_tokens=2))
+    assert math.log(found["figures"]["generated"]["gen_ppl"]) == pytest.approx((2 + 4) / 2)
+    assert found["figures"]["generated"]["truncated"] == 1
+
+
+def test_entropy_over_the_models_own_ids(fake, micro):
+    """The model's ids and the scorer's differ, and so do the entropies; real text is treated alike."""
+    from jpeg_dlm.evaluation.evaluate import Frame
+    from jpeg_dlm.evaluation.sources import Texts
+
+    texts = Texts(["w1 w1 w2", "w1 w2 w3"], [[5, 6], [7, 7]])
+    for name, want, whose in (("duo", math.log(2) / 2, "model"), ("default", None, "scorer")):
+        rule = replace(PROTOCOLS[name], batch_rule=0)
+        frame = Frame(limit=8, cut=None, budget=2, own_entropy=rule.entropy == "model", ids=False)
+        found = Evaluation(fake, Request(rule), Parts(), Console(quiet=True)).figures("x", texts, frame, 8)
+        assert found["entropy_ids"] == whose
+        by_scorer = (math.log(3) + (math.log(3) - 2 / 3 * math.log(2))) / 2
+        assert found["entropy"] == pytest.approx(by_scorer if want is None else want)
+
+
+def test_special_tokens_stand_in_the_text_where_the_protocol_keeps_them(micro):
+    from jpeg_dlm.evaluation.sources import ModelSource
+
+    source = ModelSource(micro, "micro", 4)
+    ids = [*micro.tokenizer.encode("The farmer plants"), micro.tokenizer.eos_id]
+    assert "</s>" in source.with_specials([ids])[0]
+    plain, kept = (source.write(0, 4, {}, specials) for specials in (False, True))
+    assert plain.ids == kept.ids and not any("</s>" in text for text in plain.texts)

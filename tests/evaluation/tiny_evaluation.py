@@ -1,0 +1,83 @@
+"""A scorer small enough to call thousands of times, a scorer whose every figure is known, and a micro model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MICRO, made_up_text
+
+from jpeg_dlm.api import Model
+from jpeg_dlm.config import override
+from jpeg_dlm.evaluation.scoring import Scorer
+from jpeg_dlm.methods.registry import build_method
+from jpeg_dlm.model_folder import ModelParts, write_model
+from jpeg_dlm.presets import preset
+from jpeg_dlm.text.tokenizer import train_bpe
+
+
+@pytest.fixture(scope="session")
+def byte_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random GPT-2 over bytes, in the form transformers saves."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = ["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    core = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(letters)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    ends = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=257, n_positions=96, n_embd=16, n_layer=2, n_head=2, initializer_range=0.4, bos_token_id=0, eos_token_id=0
+    )
+    folder = tmp_path_factory.mktemp("scorer") / "byte-gpt2"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core, **ends).save_pretrained(folder)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+class FakeScorer(Scorer):
+    """Words are tokens; the word 'w3' has id 3 and costs 3 nats wherever it stands, 'END' has id 0 and costs 10."""
+
+    name, hash, bos_id, eos_id, context = "fake", "f" * 64, 0, 0, 1024
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def encode(self, text: str, max_tokens: int) -> list[int]:
+        return [0 if word == "END" else int(word[1:]) for word in text.split()][:max_tokens]
+
+    def decode(self, ids):
+        return " ".join("END" if i == 0 else f"w{i}" for i in ids)
+
+    def token_nll(self, tokens_BL, mask_BL):
+        self.calls += 1
+        return torch.where(tokens_BL == 0, 10, tokens_BL)[:, 1:].float()
+
+    def hidden_states(self, tokens_BL, mask_BL):
+        return torch.stack([tokens_BL.float(), torch.arange(tokens_BL.shape[1]).float().expand(tokens_BL.shape)], -1)
+
+
+@pytest.fixture
+def fake() -> FakeScorer:
+    return FakeScorer()
+
+
+@pytest.fixture(scope="session")
+def micro_folder(tmp_path_factory: pytest.TempPathFactory, corpus_file: Path) -> Path:
+    """A model folder with random weights."""
+    folder = tmp_path_factory.mktemp("micro")
+    train_bpe([made_up_text()], 300).save(folder / "tokenizer.json")
+    config = override(preset("smoke"), MICRO | {"encoder.kind": "random", "data.source": str(corpus_file)})
+    parts = ModelParts(build_method(config).eval(), config, folder, folder / "tokenizer.json", None)
+    return write_model(parts, folder / "model")
+
+
+@pytest.fixture(scope="session")
+def micro(micro_folder: Path) -> Model:
+    from jpeg_dlm.api import load
+
+    return load(micro_folder, "cpu")

@@ -1,0 +1,161 @@
+"""Slow second versions of the networks, written from the description of the released code, one row and one head at a time.
+
+Each takes a state dict `p` under the released names and reads every size from its tensors; only the number of heads is
+given. They share no code with the package, so agreement means something.
+"""
+
+import math
+
+import torch
+
+# ---------------------------------------------------------------- pieces
+
+
+def under(p, prefix):
+    """The part of a state dict below a prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in p.items() if name.startswith(prefix)}
+
+
+def count(p, prefix):
+    """How many numbered layers a state dict has below a prefix."""
+    return len({name.removeprefix(prefix).split(".")[0] for name in p if name.startswith(prefix)})
+
+
+def affine(p, name, x):
+    y = x @ p[f"{name}.weight"].T
+    return y + p[f"{name}.bias"] if f"{name}.bias" in p else y
+
+
+def silu(x):
+    return x / (1 + torch.exp(-x))
+
+
+def gelu(x):
+    """The exact one, through the error function."""
+    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+# ---------------------------------------------------------------- the DiT
+
+
+def rms(x, weight):
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def embedded(p, name, value):
+    half = p[f"{name}.mlp_0.weight"].shape[1] // 2
+    freqs = [math.exp(-math.log(1e4) * k / half) for k in range(half)]
+    e = torch.tensor([math.cos(value * f) for f in freqs] + [math.sin(value * f) for f in freqs])
+    return affine(p, f"{name}.mlp_2", silu(affine(p, f"{name}.mlp_0", e)))
+
+
+def turn(vector, position):
+    out = vector.clone()
+    for i in range(len(vector) // 2):
+        a = position * 10_000.0 ** (-2 * i / len(vector))
+        x, y = vector[2 * i], vector[2 * i + 1]
+        out[2 * i], out[2 * i + 1] = x * math.cos(a) - y * math.sin(a), x * math.sin(a) + y * math.cos(a)
+    return out
+
+
+def slow_attention(p, name, heads, prefix, x):
+    hidden = x.shape[1]
+    size = hidden // heads
+    q, k, v = affine(p, f"{name}.qkv", x).split(hidden, dim=-1)
+    mixed = torch.zeros_like(x)
+    for head in range(heads):
+        part = slice(head * size, (head + 1) * size)
+        qh, kh = rms(q[:, part], p[f"{name}.q_norm.weight"]), rms(k[:, part], p[f"{name}.k_norm.weight"])
+        for i in range(prefix, len(x)):
+            qh[i], kh[i] = turn(qh[i], i - prefix), turn(kh[i], i - prefix)
+        mixed[:, part] = torch.softmax(qh @ kh.T / math.sqrt(size), dim=-1) @ v[:, part]
+    return affine(p, f"{name}.proj", mixed)
+
+
+def slow_dit(p, heads, z, t, s, w, decode):
+    """One row: latents (N, D), numbers t and w."""
+    x = affine(p, "in_proj.proj2", affine(p, "in_proj.proj1", affine(p, "self_cond_proj", torch.cat([z, s], dim=-1))))
+    time = p["t_emb_tokens"][0] + embedded(p, "t_embedder", t)
+    scale = p["sc_tokens"][0] + embedded(p, "sc_embedder", w)
+    mode = p["mode_tokens"][0] * (1.0 if decode else 0.0)
+    prefix = len(time) + len(scale) + len(mode)
+    x = torch.cat([time, scale, mode, x])
+    for i in range(count(p, "blocks.")):
+        x = x + slow_attention(p, f"blocks.{i}.attn", heads, prefix, rms(x, p[f"blocks.{i}.norm1.weight"]))
+        both = affine(p, f"blocks.{i}.mlp.w12", rms(x, p[f"blocks.{i}.norm2.weight"]))
+        gate, up = both[:, : both.shape[1] // 2], both[:, both.shape[1] // 2 :]
+        x = x + affine(p, f"blocks.{i}.mlp.w3", silu(gate) * up)
+    head = "decode_head" if decode else "denoise_head"
+    return affine(p, f"{head}.linear", rms(x[prefix:], p[f"{head}.norm_final.weight"]))
+
+
+# ---------------------------------------------------------------- the codec, with the released scale of positions
+
+
+def codec_norm(x, gamma):
+    """x / max(|x| d^-1/2, 1e-8) * gamma, row by row."""
+    rows = [v / max(v.norm().item() * len(v) ** -0.5, 1e-8) for v in x]
+    return torch.stack(rows) * gamma
+
+
+def positions(p, name):
+    table = p[f"{name}.weight"]
+    return table * table.shape[1] ** -0.5
+
+
+def ffn(p, name, x):
+    mean, var = x.mean(-1, keepdim=True), x.var(-1, unbiased=False, keepdim=True)
+    x = (x - mean) / torch.sqrt(var + 1e-5) * p[f"{name}.net.0.weight"] + p[f"{name}.net.0.bias"]
+    return affine(p, f"{name}.net.4", gelu(affine(p, f"{name}.net.1", x)))
+
+
+def codec_attention(p, name, heads, x, ctx, context_first):
+    dim = x.shape[1]
+    size = dim // heads
+    x, ctx = codec_norm(x, p[f"{name}.norm_latents.gamma"]), codec_norm(ctx, p[f"{name}.norm_ctx.gamma"])
+    own, other = x @ p[f"{name}.to_kv_latents.weight"].T, ctx @ p[f"{name}.to_kv_ctx.weight"].T
+    kv = torch.cat([other, own] if context_first else [own, other])
+    k, v = kv[:, :dim], kv[:, dim:]
+    q = x @ p[f"{name}.to_q.weight"].T
+    mixed = []
+    for h in range(heads):
+        part = slice(h * size, (h + 1) * size)
+        qh, kh = codec_norm(q[:, part], p[f"{name}.q_norm.gamma"]), codec_norm(k[:, part], p[f"{name}.k_norm.gamma"])
+        mixed.append(torch.softmax(qh @ kh.T / math.sqrt(size), dim=-1) @ v[:, part])
+    return torch.cat(mixed, dim=-1) @ p[f"{name}.out.weight"].T
+
+
+def slow_compress(p, heads, h, kept=None):
+    """Features (L, F) of one row; `kept` are the token positions that exist."""
+    ctx = h @ p["in_proj.down.weight"].T @ p["in_proj.up.weight"].T + positions(p, "pos_emb")
+    ctx = ctx if kept is None else ctx[kept]
+    x = codec_norm(p["latents"], p["latent_norm.gamma"])
+    for i in range(count(p, "layers.")):
+        x = x + codec_attention(p, f"layers.{i}.attn", heads, x, ctx, context_first=False)
+        x = x + ffn(p, f"layers.{i}.ffn", x)
+    return codec_norm(x, p["output_norm.gamma"])
+
+
+def gate(p, name):
+    return 1 + p[f"{name}.scale_mlp.weight"].item() * 1 + p[f"{name}.scale_mlp.bias"].item()
+
+
+def slow_decompress(p, heads, z):
+    """Latents (N, D) of one row to features (L, F)."""
+    x = p["base_query"][0].repeat(len(p["pos_emb.weight"]), 1)
+    x = gate(p, "query_gate") * ffn(p, "query_ffn", x) + positions(p, "pos_emb")
+    ctx = z + positions(p, "pos_latent")
+    for i in range(count(p, "layers.")):
+        x = x + gate(p, f"layers.{i}.attn_gate") * codec_attention(p, f"layers.{i}.attn", heads, x, ctx, context_first=True)
+        x = x + gate(p, f"layers.{i}.ffn_gate") * ffn(p, f"layers.{i}.ffn", x)
+    return x @ p["out_proj.down.weight"].T @ p["out_proj.up.weight"].T
+
+
+# ---------------------------------------------------------------- the whole model, from latents to tokens
+
+
+def slow_tokens(p, codec_heads, heads, z, w):
+    """The decode evaluation of one row: no self-conditioning, w fed all the same; then greedy tokens."""
+    zhat = slow_dit(under(p, "dit."), heads, z, 1.0, torch.zeros_like(z), w, decode=True)
+    h = slow_decompress(under(p, "decompressor."), codec_heads, zhat / p["latent_scale"] + p["latent_mean"])
+    return affine(p, "lm_head", gelu(affine(p, "unembed_proj", h))).argmax(-1)

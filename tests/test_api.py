@@ -1,0 +1,288 @@
+"""The Python interface: load, generate, encode, decode, reconstruct, interpolate, save, and what it refuses."""
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import MICRO, micro_flags
+
+from jpeg_dlm import Model, load
+from jpeg_dlm.cli.main import main
+from jpeg_dlm.errors import CheckpointError, DataError, UsageError
+from jpeg_dlm.methods.base import Batch
+from jpeg_dlm.text.tokenizer import train_bpe
+
+L, N, D = MICRO["data.token_len"], MICRO["model.latent_len"], MICRO["model.latent_dim"]
+
+
+@pytest.fixture(scope="session")
+def trained(corpus_file, tmp_path_factory):
+    """A finished run of the smallest model."""
+    out = tmp_path_factory.mktemp("api") / "run"
+    command = ["train", "--preset", "smoke", "--data", str(corpus_file), "--out", str(out), "--quiet", "--device", "cpu"]
+    assert main([*command, *micro_flags()]) == 0
+    return out
+
+
+@pytest.fixture(scope="session")
+def folder(trained, tmp_path_factory):
+    """The same model, shaken until what it says depends on what it is given."""
+    model = load(trained, "cpu")
+    method, g = model.codec, torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in method.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=g))
+        z, w = torch.randn(64, N, D, generator=g), torch.full((64,), 3.0)
+        logits = method.project(method.decompressor(method.unstandardize(method.decode_latents(z, w)))).flatten(0, 1)
+        scale = 1 / logits.std(0)  # every token gets the same chance
+        method.lm_head.bias.sub_(logits.mean(0)).mul_(scale)
+        method.lm_head.weight.mul_(scale[:, None])
+    return model.save(tmp_path_factory.mktemp("shaken") / "model")
+
+
+@pytest.fixture(scope="session")
+def model(folder):
+    return load(folder, "cpu")
+
+
+@pytest.fixture(scope="session")
+def block_texts(model, corpus_file):
+    """Texts that fill a block exactly."""
+    ids = model.tokenizer.encode(corpus_file.read_text("utf-8"))
+    texts = [model.tokenizer.decode(ids[i : i + L]) for i in range(0, 40 * L, L)]
+    whole = [t for t in texts if len(model.tokenizer.encode(t)) == L]
+    assert len(whole) >= 3
+    return whole
+
+
+# ---------------------------------------------------------------- loading and saving
+
+
+def test_importing_the_package_does_not_import_torch():
+    code = "import sys, jpeg_dlm; assert jpeg_dlm.__version__ and 'torch' not in sys.modules; assert callable(jpeg_dlm.load)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_run_its_last_checkpoint_and_its_export_are_one_model(trained, tmp_path):
+    run = load(trained, "cpu")
+    checkpoint = load(trained / "checkpoints" / "step-00000012", "cpu")
+    saved = load(run.save(tmp_path / "model"), "cpu")
+    state = run.method.export_state()
+    for other in (checkpoint, saved):
+        assert all(torch.equal(tensor, state[name]) for name, tensor in other.method.export_state().items())
+        assert torch.equal(other.sample(3, seed=1), run.sample(3, seed=1))
+        assert torch.equal(other.encode(["The farmer plants corn"]), run.encode(["The farmer plants corn"]))
+
+
+def test_a_run_gives_the_averaged_weights(trained):
+    from jpeg_dlm.files import load_tensors
+
+    ema = load_tensors(trained / "checkpoints" / "step-00000012" / "ema.safetensors")
+    live = load_tensors(trained / "checkpoints" / "step-00000012" / "model.safetensors")
+    weight = load(trained, "cpu").method.state_dict()["dit.in_proj.proj1.weight"]
+    assert torch.equal(weight, ema["dit.in_proj.proj1.weight"])
+    assert not torch.equal(weight, live["dit.in_proj.proj1.weight"])
+
+
+def test_saving_and_loading_changes_no_sample(model, folder, tmp_path):
+    again = load(model.save(tmp_path / "again"), "cpu")
+    assert again.config == model.config
+    assert torch.equal(again.sample(4, seed=3), model.sample(4, seed=3))
+    for name in ("model.safetensors", "tokenizer.json", "encoder.safetensors", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_saving_refuses_to_overwrite(model, folder):
+    before = (folder / "manifest.json").read_bytes()
+    with pytest.raises(CheckpointError, match="nothing was overwritten"):
+        model.save(folder)
+    assert (folder / "manifest.json").read_bytes() == before
+
+
+def test_a_saved_model_names_no_path_of_the_machine_that_trained_it(trained, folder, corpus_file):
+    text = (folder / "config.json").read_text()
+    assert str(corpus_file.parent) not in text and str(trained.parent) not in text
+
+
+def test_the_hub_way_of_saving_and_loading(model, tmp_path):
+    model.save_pretrained(tmp_path / "hub")
+    assert (tmp_path / "hub" / "README.md").is_file()  # the hub's model card lies beside the model
+    again = Model.from_pretrained(str(tmp_path / "hub"))
+    assert isinstance(again, Model) and again.config == model.config
+    shutil.rmtree(tmp_path / "hub")  # nothing is read later from where it came
+    assert torch.equal(again.sample(3, seed=5), model.sample(3, seed=5))
+    assert again.reconstruct(["The smith forges nails"]) == model.reconstruct(["The smith forges nails"])
+
+
+def test_the_hub_cache_of_links_can_be_loaded(folder, model, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    assert torch.equal(Model.from_pretrained(str(tmp_path)).sample(2), model.sample(2))
+    with pytest.raises(UsageError, match="nonsense"):
+        Model.from_pretrained(str(tmp_path), nonsense=1)
+
+
+def test_feature_statistics_of_a_foreign_encoder_travel_with_the_model(corpus_file, tmp_path):
+    import transformers
+
+    sizes = {"vocab_size": 300, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    transformers.T5EncoderModel(transformers.T5Config(**sizes)).save_pretrained(tmp_path / "t5")
+    command = ["train", "--preset", "smoke", "--data", str(corpus_file), "--out", str(tmp_path / "run"), "--quiet"]
+    flags = micro_flags(encoder__kind="hf", encoder__name=tmp_path / "t5", encoder__scale="per_channel", train__steps=2)
+    assert main([*command, *flags, "--device", "cpu"]) == 0
+    run = load(tmp_path / "run", "cpu")
+    assert run.encoder.has_statistics and run.encoder.feature_std.std() > 0
+    saved = load(run.save(tmp_path / "model"), "cpu")
+    assert torch.equal(saved.encode(["The captain steers"]), run.encode(["The captain steers"]))
+
+
+# ---------------------------------------------------------------- generating
+
+
+def test_a_seed_names_a_text_in_any_batch(model):
+    whole = model.sample(7, seed=2)
+    assert whole.shape == (7, L) and len({tuple(row) for row in whole.tolist()}) >= 5
+    assert torch.equal(whole, model.sample(7, seed=2, batch=3))
+    assert torch.equal(whole[4:6], model.sample(2, seed=2, first=4))
+    assert not torch.equal(whole, model.sample(7, seed=3))
+    assert model.generate(7, seed=2, batch=2) == model.to_text(whole)
+
+
+def test_sampler_options_are_keywords(model):
+    assert not torch.equal(model.sample(4, steps=2), model.sample(4, steps=16))
+    watched = []
+    model.sample(2, steps=4, watch=lambda step, steps, t, tokens: watched.append((step, steps, t, tokens().shape)))
+    assert [w[0] for w in watched] == [0, 1, 2, 3, 4] and watched[-1][2] == 1.0 and {w[3] for w in watched} == {(2, L)}
+
+
+@pytest.mark.parametrize("options", [{"stepz": 4}, {"steps": 0}, {"solver": "magic"}, {"w": "warm"}])
+def test_wrong_sampler_options_are_refused(model, options):
+    with pytest.raises(UsageError):
+        model.sample(1, **options)
+
+
+def test_no_samples_and_no_batch_are_refused(model):
+    for options in ({"n": 0}, {"n": 2, "batch": 0}):
+        with pytest.raises(UsageError, match="at least 1"):
+            model.sample(**options)
+
+
+def test_the_released_protocol_cannot_begin_in_the_middle(model):
+    with pytest.raises(UsageError, match="in order"):
+        model.sample(2, first=3, protocol="released")
+
+
+def test_generating_needs_no_encoder(folder):
+    fresh = load(folder, "cpu")
+    fresh.generate(1)
+    assert "encoder" not in vars(fresh) and fresh.method.encoder is None
+
+
+# ---------------------------------------------------------------- the codec
+
+
+def test_latents_are_standardized_vectors(model, block_texts):
+    z = model.encode(block_texts[:3])
+    assert z.shape == (3, N, D) and z.isfinite().all()
+    assert torch.allclose(z[1:2], model.encode(block_texts[1:2]), atol=1e-5)
+    assert not torch.allclose(z[0], z[1], atol=1e-2)
+
+
+def test_decoding_the_latents_of_a_block_is_reconstructing_it(model, block_texts):
+    back = model.reconstruct(block_texts[:3])
+    assert model.decode(model.encode(block_texts[:3])) == back
+    assert len(set(back)) > 1  # what comes back depends on what went in
+
+
+def test_an_interpolation_ends_at_both_reconstructions(model, block_texts):
+    a, b = block_texts[:2]
+    path = model.interpolate(a, b, points=4)
+    assert len(path) == 4 and [path[0], path[-1]] == model.reconstruct([a, b])
+    with pytest.raises(UsageError, match="at least 2"):
+        model.interpolate(a, b, points=1)
+
+
+def test_a_long_text_is_reconstructed_block_by_block(model, corpus_file):
+    words = corpus_file.read_text("utf-8").split()
+    lengths = {n: len(model.tokenizer.encode(" ".join(words[:n]))) for n in range(20, 200)}
+    text = " ".join(words[: next(n for n, tokens in lengths.items() if tokens % L == 0)])
+    rows = torch.tensor(model.tokenizer.encode(text)).view(-1, L)
+    assert len(rows) >= 3
+    z = model.codec.encode(Batch(rows))
+    expected = model.codec.tokens(z, torch.full((len(z),), model.config.sampler.w)).flatten().tolist()
+    assert model.reconstruct([text]) == [model.tokenizer.decode(expected)]
+
+
+def test_a_short_text_gives_back_no_more_tokens_than_it_has(model):
+    (row,), (n,) = model._rows(["The farmer"])
+    assert len(row) == L and n == len(model.tokenizer.encode("The farmer")) < L
+    tokens = model.codec.tokens(model._encode_rows(row[None]), torch.tensor([model.config.sampler.w]))[0, :n].tolist()
+    assert model.reconstruct(["The farmer"]) == [model.tokenizer.decode(tokens)]
+
+
+@pytest.mark.parametrize("shape", [(N, D), (1, N + 1, D), (1, N, D - 1), (1, 1, N, D)])
+def test_latents_of_another_shape_are_refused(model, shape):
+    with pytest.raises(UsageError, match=r"\(B, 3, 16\)"):
+        model.decode(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("call", ["encode", "reconstruct"])
+@pytest.mark.parametrize("text", ["", " \n\t "])
+def test_an_empty_text_is_refused(model, call, text):
+    with pytest.raises(DataError, match="empty"):
+        getattr(model, call)([text])
+
+
+def test_more_tokens_than_the_model_takes_are_refused(model, block_texts):
+    with pytest.raises(DataError, match=f"the model takes {L}"):
+        model.encode([block_texts[0] + " and more"])
+
+
+# ---------------------------------------------------------------- damage and mistakes
+
+
+def test_a_flipped_byte_is_refused_by_name(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*SHA-256"):
+        load(tmp_path / "model")
+
+
+def test_another_tokenizer_is_not_the_models_own(trained, corpus_file, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    train_bpe([corpus_file.read_text("utf-8")], 270).save(tmp_path / "run" / "tokenizer.json")
+    wrong = load(tmp_path / "run", "cpu")
+    assert wrong.sample(1).shape == (1, L)  # tokens need no tokenizer
+    with pytest.raises(CheckpointError, match="not the tokenizer of this model"):
+        wrong.generate(1)
+
+
+def test_a_tokenizer_with_fewer_ids_than_the_model_is_refused(model, corpus_file, tmp_path):
+    train_bpe([corpus_file.read_text("utf-8")], 270).save(tmp_path / "tokenizer.json")
+    parts = replace(model.parts, tokenizer=tmp_path / "tokenizer.json", tokenizer_fingerprint=None)
+    with pytest.raises(CheckpointError, match="270 ids, the model 300"):
+        Model(parts).generate(1)
+
+
+def test_folders_without_a_model_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="neither a model nor a run"):
+        load(tmp_path)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load(tmp_path / "nothing")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="no checkpoint yet"):
+        load(tmp_path / "run")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="jpeg-dlm import"):
+        load(tmp_path / "file")
+
+
+def test_an_unknown_device_is_refused(folder):
+    with pytest.raises(UsageError, match="'toaster' is not a device"):
+        load(folder, "toaster")

@@ -1,0 +1,70 @@
+"""The model that ships with the package: whole, small, and able to do what the demo shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from jpeg_dlm import load
+from jpeg_dlm.cli.main import main
+from jpeg_dlm.files import verify_manifest
+from jpeg_dlm.model_folder import bundled_folder
+from jpeg_dlm.presets import preset
+
+# Written for this test in the manner of the training text; none of them is in it.
+SENTENCES = [
+    "We must work together to build a stronger economy and a better future for our children.",
+    "The Congress should act this year to reduce the cost of health care for every family.",
+    "I ask you tonight to support our men and women who serve the nation around the world.",
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load(device="cpu")
+
+
+def test_its_files_are_whole_and_small():
+    manifest = verify_manifest(bundled_folder())
+    assert manifest
+    assert sum(file.stat().st_size for file in bundled_folder().iterdir()) < 30e6
+
+
+def test_it_has_the_sizes_text_and_sampler_of_the_preset(model):
+    expected = preset("tiny")
+    for section in ("data", "encoder", "model", "sampler"):
+        assert getattr(model.config, section) == getattr(expected, section)
+    assert model.config.rate == 0.25
+    assert model.tokenizer.vocab_size == expected.data.vocab_size
+
+
+def test_a_text_is_the_same_in_any_batch_and_differs_between_seeds(model):
+    texts = model.generate(5, seed=3, steps=8)
+    assert texts == model.generate(5, seed=3, steps=8, batch=2)
+    assert texts[2:4] == model.generate(2, seed=3, steps=8, first=2)
+    assert len(set(texts)) == 5 and texts != model.generate(5, seed=4, steps=8)
+    assert all(len(text.split()) > 5 for text in texts)
+
+
+def test_it_keeps_most_of_a_sentence(model):
+    kept = total = 0
+    for text, back in zip(SENTENCES, model.reconstruct(SENTENCES), strict=True):
+        words, found = text.split(), back.split()
+        kept += sum(a == b for a, b in zip(words, found, strict=False))
+        total += len(words)
+    assert kept / total > 0.8
+
+
+def test_interpolation_begins_and_ends_at_its_texts(model):
+    path = model.interpolate(SENTENCES[0], SENTENCES[1], points=3)
+    assert len(set(path)) == 3
+    for text, end in ((SENTENCES[0], path[0]), (SENTENCES[1], path[-1])):
+        words = text.split()
+        assert sum(a == b for a, b in zip(words, end.split(), strict=False)) > 0.7 * len(words)
+
+
+def test_the_demo_shows_all_three_acts(capsys):
+    assert main(["demo"]) == 0
+    out, err = capsys.readouterr()
+    assert "step " in err and "t=1.00" in err
+    for part in ("1. Writing", "2. The codec", "3. Halfway", "What to try next"):
+        assert part in out

@@ -1,0 +1,379 @@
+"""The command line: help, exit codes, options, refusals in one sentence, and what a run survives."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import micro_flags
+
+from jpeg_dlm import files
+from jpeg_dlm.cli.main import VERBS, main
+from jpeg_dlm.errors import UsageError
+from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.training import checkpoint
+from jpeg_dlm.training.checkpoint import verify_run
+from jpeg_dlm.training.loop import Trainer
+from jpeg_dlm.training.metrics import read_metrics
+
+
+def train(data, out, *more, **changes):
+    command = ["train", "--preset", "smoke", "--data", str(data), "--out", str(out), "--quiet", "--device", "cpu"]
+    return [*command, *micro_flags(**changes), *more]
+
+
+def refusal(capsys, argv, code):
+    """The one sentence with which a command is refused."""
+    assert main([str(word) for word in argv]) == code
+    seen = capsys.readouterr()
+    lines = [line for line in seen.err.splitlines() if line]
+    assert len(lines) == 1 and lines[0].startswith("error: "), seen.err
+    assert "Traceback" not in seen.err and seen.out == ""
+    return lines[0]
+
+
+@pytest.fixture(scope="session")
+def finished(corpus_file, tmp_path_factory):
+    """A finished run, with options given in every way there is."""
+    out = tmp_path_factory.mktemp("cli") / "run"
+    (out.parent / "options.json").write_text(json.dumps({"objective": {"sigma": 0.5, "w_max": 4}, "train.lr": 0.003}))
+    more = ["--config", str(out.parent / "options.json"), "--objective.time-mean", "-1.25", "--sampler.grid-mean=-0.5"]
+    assert main(train(corpus_file, out, *more, "--objective.w_max", "3.5")) == 0
+    return out
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy to damage."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+# ---------------------------------------------------------------- help
+
+
+def test_help_of_every_verb_answers_without_torch():
+    script = """
+import sys
+from jpeg_dlm.cli.main import VERBS, main
+for words in [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)]:
+    try:
+        main(words)
+    except SystemExit as stop:
+        assert stop.code == 0, words
+    assert not {"torch", "transformers", "rich", "tokenizers"} & set(sys.modules), words
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert all(verb in done.stdout for verb in VERBS)
+    assert "--model.latent-len" in done.stdout and "(paper)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["fly"], ["train"], ["train", "--out"], ["interpolate", "one"], ["generate", "-n", "many"]]
+)
+def test_words_that_make_no_command_are_refused(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and "--help" in error
+
+
+@pytest.mark.parametrize("words, hint", [
+    (["train", "--out", "x", "--preest", "smoke"], "did you mean --preset?"),
+    (["train", "--out", "x", "--latent-len", "4"], "did you mean --model.latent-len?"),
+    (["train", "--out", "x", "--model.latent-lenght", "4"], "did you mean 'model.latent_len'?"),
+    (["generate", "--stepps", "4"], "did you mean --steps?"),
+    (["reconstruct", "text", "--chekpoint=x"], "did you mean --checkpoint?"),
+    (["info", "smoke"], "Unexpected argument 'smoke'"),
+    (["generate", "--model.depth", "4"], "cannot be changed when generating"),
+    (["verify", "x", "--train.steps", "4"], "Unknown option '--train.steps'"),
+    (["info", "--model.depth"], "needs a value"),
+    (["info", "--preset", "large"], "choose one of lm1b"),
+])  # fmt: skip
+def test_an_unknown_option_is_refused_with_the_nearest_known_one(words, hint, capsys):
+    assert hint in refusal(capsys, words, 2)
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(UsageError):
+        main(["info", "--preset", "large", "--debug"])
+
+
+@pytest.mark.parametrize("words", [["info", "--preset", "smoke"], ["train", "--help"]])
+def test_a_reader_that_went_away_is_not_an_error(words):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", "jpeg_dlm.cli.main", *words], stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+# ---------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize("name, total", [("lm1b", 151_468_670), ("owt1024", 152_877_694)])
+def test_info_counts_the_papers_models(name, total, capsys):
+    assert main(["info", "--preset", name, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"]["dit_and_projection"] == 104_843_364 and found["parameters"]["total"] == total
+    macs = found["macs"]["compressed"]["total"] / 1e12, found["macs"]["full"]["total"] / 1e12
+    assert macs == pytest.approx({"lm1b": (0.131, 0.414), "owt1024": (1.704, 3.648)}[name], rel=0.01)
+
+
+def test_info_is_also_a_table(capsys):
+    assert main(["info"]) == 0
+    assert "104,843,364" in capsys.readouterr().out
+
+
+def test_preset_file_and_command_line_apply_in_this_order(finished):
+    config = json.loads((finished / "config.json").read_text())
+    assert config["objective"]["sigma"] == 0.5 and config["train"]["lr"] == 0.003  # from the file
+    assert config["objective"]["w_max"] == 3.5  # the command line comes last
+    assert config["objective"]["time_mean"] == -1.25 and config["sampler"]["grid_mean"] == -0.5  # negative, both spellings
+    assert config["data"]["token_len"] == 12 and config["preset"] == "smoke"
+
+
+@pytest.mark.parametrize("content, word", [
+    ('{"model": {"latent_lenght": 4}}', "did you mean 'model.latent_len'?"), ('{"model": 4}', "model"),
+    ('{"train": {"steps": "many"}}', "train.steps"), ("[1]", "JSON object"), ('{"train": ', "not valid JSON"),
+])  # fmt: skip
+def test_a_wrong_config_file_is_refused(content, word, tmp_path, capsys):
+    (tmp_path / "options.json").write_text(content)
+    assert word in refusal(capsys, ["info", "--config", tmp_path / "options.json"], 2)
+
+
+def test_a_missing_config_file_is_refused(tmp_path, capsys):
+    assert "Cannot read" in refusal(capsys, ["info", "--config", tmp_path / "none.json"], 2)
+
+
+@pytest.mark.parametrize("words, sentence", [
+    (["--model.latent-len", "17"], "model.latent_len 17 exceeds data.token_len 16"),
+    (["--model.hidden", "100", "--model.heads", "3"], "model.hidden 100 is not divisible by model.heads 3"),
+    (["--model.latent-dim=66"], "model.latent_dim 66 is not divisible by model.codec_heads 4"),
+    (["--train.lr", "-1"], "Learning rates must be positive"), (["--train.steps", "2.5"], "train.steps"),
+])  # fmt: skip
+def test_impossible_sizes_are_refused_before_anything_runs(words, sentence, corpus_file, tmp_path, capsys):
+    command = ["train", "--preset", "smoke", "--data", corpus_file, "--out", tmp_path / "run", *words]
+    assert sentence in refusal(capsys, command, 2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_value_of_an_option_is_not_taken_for_an_argument(corpus_file, tmp_path, capsys):
+    command = ["prepare", "--data.vocab-size", "300", "--data.token-len", "12", str(corpus_file), "--out", str(tmp_path / "b")]
+    assert main([*command, "--quiet"]) == 0
+    assert "blocks of 12 tokens (vocabulary 300)" in capsys.readouterr().out
+    assert main([*command, "--quiet"]) == 0
+    assert "already there" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- text that is none
+
+
+@pytest.mark.parametrize("content", [b"", b" \n\n ", bytes(range(256)) * 40], ids=["empty", "blank", "binary"])
+@pytest.mark.parametrize("verb", ["prepare", "train"])
+def test_a_file_without_text_is_refused(verb, content, tmp_path, capsys):
+    (tmp_path / "file.txt").write_bytes(content)
+    source = [tmp_path / "file.txt"] if verb == "prepare" else ["--data", tmp_path / "file.txt"]
+    command = [verb, "--preset", "smoke", *source, "--out", tmp_path / "out", "--quiet"]
+    assert "file.txt" in refusal(capsys, command, 1)
+    assert not (tmp_path / "out" / "index.json").exists() and not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_text_that_is_not_there_is_refused(tmp_path, capsys):
+    assert "none.txt" in refusal(capsys, ["prepare", tmp_path / "none.txt", "--out", tmp_path / "out", "--quiet"], 1)
+    assert main(["reconstruct", "", "--checkpoint", str(tmp_path)]) == 1
+
+
+# ---------------------------------------------------------------- what is already there stays
+
+
+def test_nothing_is_overwritten(finished, corpus_file, tmp_path, capsys):
+    (tmp_path / "mine.jsonl").write_text("mine")
+    assert "nothing was overwritten" in refusal(capsys, ["generate", finished, "--out", tmp_path / "mine.jsonl"], 2)
+    assert (tmp_path / "mine.jsonl").read_text() == "mine"
+
+    before = files.sha256_file(finished / "checkpoints" / "step-00000012" / "model.safetensors")
+    assert "--resume" in refusal(capsys, train(corpus_file, finished), 2)
+    assert files.sha256_file(finished / "checkpoints" / "step-00000012" / "model.safetensors") == before
+
+    (tmp_path / "results.json").write_text("{}")
+    assert "already holds results" in refusal(capsys, ["evaluate", finished, "--out", tmp_path], 2)
+    assert "already exists" in refusal(capsys, ["export", finished, "--out", tmp_path], 1)
+    assert (tmp_path / "results.json").read_text() == "{}"
+
+
+def test_a_run_that_only_trained_its_encoder_counts_as_a_run(finished, corpus_file, tmp_path, capsys):
+    shutil.copytree(finished / "encoder-training", tmp_path / "run" / "encoder-training")
+    assert "--resume" in refusal(capsys, train(corpus_file, tmp_path / "run"), 2)
+
+
+# ---------------------------------------------------------------- results
+
+
+def test_generate_prints_text_tokens_or_json_lines(finished, tmp_path, capsys):
+    assert main(["generate", str(finished), "-n", "3", "--seed", "1"]) == 0
+    assert [line[:4] for line in capsys.readouterr().out.splitlines()] == ["[0] ", "[1] ", "[2] "]
+    assert main(["generate", str(finished), "-n", "3", "--seed", "1", "--tokens"]) == 0
+    tokens = [list(map(int, line.split())) for line in capsys.readouterr().out.splitlines()]
+    assert [len(row) for row in tokens] == [12, 12, 12]
+    assert main(["generate", "--sampler.steps", "3", str(finished), "-n", "3", "--seed", "1", "--out", f"{tmp_path}/a"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "a").read_text("utf-8").splitlines()]
+    assert [row["token_ids"] for row in rows] == tokens and [row["index"] for row in rows] == [0, 1, 2]
+    assert all(isinstance(row["prediction"], str) for row in rows) and capsys.readouterr().out == ""
+
+
+def test_watching_changes_no_text(finished, capsys):
+    assert main(["generate", str(finished), "-n", "1", "--steps", "4"]) == 0
+    alone = capsys.readouterr().out
+    assert main(["generate", str(finished), "-n", "1", "--steps", "4", "--watch"]) == 0
+    seen = capsys.readouterr()
+    assert seen.out == alone and "step   0/4" in seen.err and "step   4/4" in seen.err
+
+
+def test_reconstruct_and_interpolate_print_texts(finished, capsys, monkeypatch):
+    assert main(["reconstruct", "The farmer plants corn.", "--checkpoint", str(finished)]) == 0
+    seen = capsys.readouterr()
+    assert "tokens kept" in seen.err and seen.out.count("\n") == 1
+    words = ["interpolate", "The farmer", "The smith", "--points", "3", "--checkpoint", str(finished)]
+    assert main(words) == 0
+    assert [line[:4] for line in capsys.readouterr().out.splitlines()] == ["0.00", "0.50", "1.00"]
+
+
+# ---------------------------------------------------------------- checkpoints that are missing or damaged
+
+
+def test_a_missing_checkpoint_is_refused(tmp_path, capsys):
+    assert "does not exist" in refusal(capsys, ["generate", tmp_path / "none"], 1)
+    assert "neither a model nor a run" in refusal(capsys, ["generate", tmp_path], 1)
+    assert "nothing to verify" in refusal(capsys, ["verify", tmp_path], 1)
+
+
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_falls_back_loudly(run, corpus_file, capsys):
+    assert main(["verify", str(run)]) == 0
+    flip_a_byte(run / "checkpoints" / "step-00000012" / "ema.safetensors")
+    assert main(["verify", str(run)]) == 1
+    assert "ema.safetensors" in capsys.readouterr().out
+    assert main(["generate", str(run), "-n", "1"]) == 0
+    seen = capsys.readouterr()
+    assert "DAMAGED" in seen.err and "step 8" in seen.err and seen.out.startswith("[0] ") and "DAMAGED" not in seen.out
+    assert main(["train", "--out", str(run), "--resume", "--quiet", "--device", "cpu"]) == 0
+    assert "DAMAGED" in capsys.readouterr().err
+    assert main(["verify", str(run)]) == 0
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused(run, corpus_file, capsys):
+    for path in (run / "checkpoints").iterdir():
+        flip_a_byte(path / "model.safetensors")
+    assert "No checkpoint" in refusal(capsys, ["generate", run], 1)
+    assert "No checkpoint" in refusal(capsys, ["train", "--out", run, "--resume", "--quiet", "--device", "cpu"], 1)
+
+
+def test_an_encoder_that_only_the_hub_has_is_one_sentence_without_network(corpus_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    flags = {"encoder__kind": "hf", "encoder__name": "nobody/no-such-encoder", "encoder__scale": "none"}
+    error = refusal(capsys, train(corpus_file, tmp_path / "run", **flags), 1)
+    assert "Cannot load the encoder 'nobody/no-such-encoder'" in error and "local folder" in error
+
+
+# ---------------------------------------------------------------- a full disk
+
+
+def no_space_left(monkeypatch, way):
+    if way == "seen before writing":
+        monkeypatch.setattr(checkpoint, "free_bytes", lambda path: 1000)
+        return
+    real = files._write
+
+    def write(handle, data):
+        if "optimizer" in str(handle.name):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(handle, data)
+
+    monkeypatch.setattr(files, "_write", write)
+
+
+@pytest.mark.parametrize("way", ["seen before writing", "met while writing"])
+def test_a_full_disk_ends_the_run_and_leaves_the_earlier_checkpoint(way, corpus_file, tmp_path, capsys, monkeypatch):
+    real = Trainer.train_step
+
+    def step(self):
+        if self.step == 5 and self.config.method == "jpeg-dlm":
+            no_space_left(monkeypatch, way)
+        return real(self)
+
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(Trainer, "train_step", step)
+    assert "earlier checkpoints are intact" in refusal(capsys, train(corpus_file, tmp_path / "run"), 1)
+    reports = verify_run(tmp_path / "run")
+    assert [(report.step, report.error) for report in reports] == [(4, None)]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
+    monkeypatch.undo()
+    assert main(["train", "--out", str(tmp_path / "run"), "--resume", "--quiet", "--device", "cpu"]) == 0
+    assert [report.step for report in verify_run(tmp_path / "run")] == [8, 12]
+
+
+# ---------------------------------------------------------------- a loss that is not a number
+
+
+@pytest.fixture
+def nan_at_step_6(monkeypatch):
+    """One loss is not a number; what the step did to the weights is kept."""
+    real_losses, real_step, weights = JpegDlm.losses, Trainer.train_step, {}
+
+    def losses(self, batch, noise):
+        found = real_losses(self, batch, noise)
+        return found | {"ce": found["ce"] * float("nan")} if self.training and noise.step == 6 else found
+
+    def state(trainer):
+        return {
+            k: t.clone()
+            for k, t in (trainer.method.state_dict() | {"ema " + k: t for k, t in trainer.ema.shadow.items()}).items()
+        }
+
+    def step(self):
+        number, before = self.step, state(self)
+        try:
+            return real_step(self)
+        finally:
+            if self.config.method == "jpeg-dlm":
+                weights[number] = before, state(self)
+
+    monkeypatch.setattr(JpegDlm, "losses", losses)
+    monkeypatch.setattr(Trainer, "train_step", step)
+    return weights
+
+
+def same(pair):
+    return all(torch.equal(pair[0][name], pair[1][name]) for name in pair[0])
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(nan_at_step_6, corpus_file, tmp_path, capsys):
+    run = tmp_path / "run"
+    error = refusal(capsys, train(corpus_file, run), 1)
+    assert "ce" in error and "step 6" in error and "nonfinite-rank0.jsonl" in error and "--train.nonfinite skip" in error
+    (line,) = (run / "nonfinite-rank0.jsonl").read_text().splitlines()
+    entry = json.loads(line)
+    assert entry["step"] == 6 and {"ce", "grad_norm", "loss"} <= set(entry["bad"])
+    assert len(set(entry["rows"])) == 8 and all(isinstance(row, int) for row in entry["rows"])
+    assert same(nan_at_step_6[6]) and not same(nan_at_step_6[5])
+    assert [report.step for report in verify_run(run)] == [4]
+
+
+def test_with_skip_the_run_goes_on(nan_at_step_6, corpus_file, tmp_path):
+    run = tmp_path / "run"
+    assert main(train(corpus_file, run, "--train.nonfinite", "skip")) == 0
+    assert len((run / "nonfinite-rank0.jsonl").read_text().splitlines()) == 1
+    assert same(nan_at_step_6[6]) and not same(nan_at_step_6[7])
+    assert all(t.isfinite().all() for t in nan_at_step_6[11][1].values() if t.is_floating_point())
+    steps = [row["step"] for row in read_metrics(run / "metrics.jsonl") if "loss" in row]
+    assert steps == list(range(1, 13))
