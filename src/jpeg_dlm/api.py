@@ -103,9 +103,13 @@ class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-g
         """Texts along the straight line between the latents of two texts, ends included."""
         if points < 2:
             raise UsageError("An interpolation needs at least 2 points.")
-        z_a, z_b = self.encode([a, b])
+        rows, lengths = self._rows([a, b])
+        z_a, z_b = self._encode_rows(rows)
         mix = torch.linspace(0, 1, points, device=z_a.device).view(-1, 1, 1)
-        return self.decode((1 - mix) * z_a + mix * z_b)
+        tokens = self._decode_rows((1 - mix) * z_a + mix * z_b)
+        # Short texts were repeated to fill the block; what lies beyond the longer of them is only that.
+        start = self._payload_start
+        return self.to_text(tokens[:, start : start + max(lengths)])
 
     def _encode_rows(self, rows: Tensor) -> Tensor:
         codec = self.codec

@@ -114,7 +114,7 @@ def tiny() -> Config:
             sigma=0.8, sigreg_weight=0.02, sigreg_slices=64, standardize_steps=1500, time_mean=0.0, time_std=1.0
         ),
         train=TrainConfig(
-            steps=7800,
+            steps=7300,
             precision="fp32",
             batch=64,
             accumulation=1,

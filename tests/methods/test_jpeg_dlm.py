@@ -23,6 +23,7 @@ TINY = {
     "model.codec_layers": 1, "model.codec_heads": 2, "model.proj_dim": 10, "model.hidden": 16, "model.heads": 2,
     "model.depth": 1, "model.freq_dim": 8, "model.decode_residual": False, "model.position_scale": 0.0,
     "objective.sigreg_slices": 8, "train.precision": "fp32", "train.steps": 100, "sampler.steps": 4,
+    "objective.time_mean": -1.5, "objective.time_std": 0.8, "sampler.grid": "quantile",  # the paper's times
 }  # fmt: skip
 
 
