@@ -84,8 +84,8 @@ def tiny() -> Config:
     Sizes are (measured) on two AVX2 cores: about 0.6 GFLOP a row, so that half a million rows pass in about 90 minutes.
     bf16 is emulated on such a CPU and ten times slower than fp32. Residual decode head, position tables at scale 1,
     a weaker SIGReg and a higher codec rate let a short run leave the unigram plateau; none of them is in the paper.
-    Eight latents of width 128 still hold undecided words at t = 0.5, where the paper's latents are settled: times are
-    drawn around the middle and the grid is uniform, which halved the distance of samples to real text.
+    The uniform grid scored better than the quantile one here: eight latents of width 128 are still undecided at t = 0.5,
+    from where the quantile grid leaps to the end (measured).
     """
     return Config(
         preset="tiny",
@@ -110,11 +110,9 @@ def tiny() -> Config:
             decode_residual=True,
             position_scale=1.0,
         ),
-        objective=ObjectiveConfig(
-            sigma=0.8, sigreg_weight=0.02, sigreg_slices=64, standardize_steps=1500, time_mean=0.0, time_std=1.0
-        ),
+        objective=ObjectiveConfig(sigma=0.8, sigreg_weight=0.02, sigreg_slices=64, standardize_steps=1500),
         train=TrainConfig(
-            steps=7300,
+            steps=6000,
             precision="fp32",
             batch=64,
             accumulation=1,
@@ -127,7 +125,7 @@ def tiny() -> Config:
             save_every=250,
             encoder_steps=1600,
         ),
-        sampler=SamplerConfig(steps=32, grid="uniform"),
+        sampler=SamplerConfig(steps=64, grid="uniform"),
     )
 
 

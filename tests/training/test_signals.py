@@ -16,11 +16,12 @@ with StopSignal(float(sys.argv[2])) as stop:
     print("ready", flush=True)
     while stop.requested is None:
         time.sleep(0.005)
-    print(stop.requested, flush=True)
-    if sys.argv[1] == "stuck":
-        try:
+    try:  # before the line that makes the test send the second signal
+        print(stop.requested, flush=True)
+        if sys.argv[1] == "stuck":
             time.sleep(30)
-        finally:
+    finally:
+        if sys.argv[1] == "stuck":
             print("cleaned", flush=True)
 print("saved", flush=True)
 """
