@@ -11,7 +11,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -235,9 +234,3 @@ def load(path: str | os.PathLike[str] | None = None, device: str | torch.device 
     """
     device = read_ranks(None if device is None else str(device), {}).device
     return Model(read_model(Path(path) if path is not None else bundled_folder()), device)
-
-
-def with_sampler(model: Model, **options: Any) -> Model:
-    """The same model with other sampling defaults."""
-    config = override(model.config, {f"sampler.{name}": value for name, value in options.items()})
-    return Model(replace(model.parts, config=config), device_of(model.method))

@@ -27,6 +27,7 @@ PANEL_SIZE = (4.1, 2.7)  # inches; four fit the width of a wide screen at 110 do
 LOG_RANGE = 30.0  # a curve that spans more than this factor is read better on a logarithmic axis
 # What is not a loss, and how its axis is named; any other measure is taken for a loss term and needs no entry.
 SPEED = {"grad_norm": ("gradient norm", "L2 norm"), "rows_per_s": ("speed", "rows per second")}
+SHARE = "accuracy"  # between 0 and 1, so always on a linear axis
 HIDDEN = ("step", "elapsed_s")
 
 
@@ -81,7 +82,10 @@ def _panels(names: Sequence[str]) -> list[tuple[str, str, list[str]]]:
     for name in names:
         if name not in rates and name not in SPEED:
             terms.setdefault(name.removeprefix(HELDOUT), []).append(name)
-    panels = [("total loss" if term == "loss" else term, "loss", members) for term, members in terms.items()]
+    panels = [
+        ("total loss" if term == "loss" else term, "share of tokens" if term == SHARE else "loss", members)
+        for term, members in terms.items()
+    ]
     panels.sort(key=lambda panel: panel[0] != "total loss")
     panels += [(*SPEED[name], [name]) for name in SPEED if name in names]
     return panels + ([("learning rates", "learning rate", rates)] if rates else [])
@@ -89,6 +93,7 @@ def _panels(names: Sequence[str]) -> list[tuple[str, str, list[str]]]:
 
 def _draw_panel(axes: Axes, series: dict[str, _Series]) -> None:
     rates = all(name.startswith(LR) for name in series)
+    linear = rates or all(name.removeprefix(HELDOUT) == SHARE for name in series)
     for i, (name, one) in enumerate(series.items()):
         order = np.argsort(one.steps, kind="stable")
         x, y = np.asarray(one.steps)[order], np.asarray(one.values)[order]
@@ -104,7 +109,7 @@ def _draw_panel(axes: Axes, series: dict[str, _Series]) -> None:
             axes.vlines(x[bad], 0, 1, transform=full_height, color=BAD_COLOR, lw=1.0, alpha=0.7, label="not finite")
     finite = np.concatenate([np.asarray(one.values) for one in series.values()])
     finite = finite[np.isfinite(finite)]
-    if not rates and len(finite) and finite.min() > 0 and finite.max() > LOG_RANGE * finite.min():
+    if not linear and len(finite) and finite.min() > 0 and finite.max() > LOG_RANGE * finite.min():
         axes.set_yscale("log")
     if axes.get_legend_handles_labels()[1] not in ([], ["train"]):
         axes.legend(fontsize=7.5, frameon=False, handlelength=1.4, labelcolor=INK)
