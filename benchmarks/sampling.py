@@ -42,7 +42,7 @@ def main() -> None:
 def sampler(config: Config, batch: int, steps: int):
     method = build_method(config).eval()
     options = replace(config.sampler, steps=steps)
-    return lambda: method.sample(batch, options, RowNoise(0, range(batch)))
+    return lambda: method.sample(options, RowNoise(0, range(batch)))
 
 
 if __name__ == "__main__":

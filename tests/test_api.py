@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import MICRO, micro_flags
+from conftest import MICRO, made_up_text, micro_flags
 
 from jpeg_dlm import Model, load
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.errors import CheckpointError, DataError, UsageError
 from jpeg_dlm.methods.base import Batch
+from jpeg_dlm.sampling.given import template_ids
 from jpeg_dlm.text.tokenizer import train_bpe
+
+pytest_plugins = ["stand_in"]  # fixtures
 
 L, N, D = MICRO["data.token_len"], MICRO["model.latent_len"], MICRO["model.latent_dim"]
 
@@ -286,3 +289,72 @@ def test_folders_without_a_model_are_refused(tmp_path):
 def test_an_unknown_device_is_refused(folder):
     with pytest.raises(UsageError, match="'toaster' is not a device"):
         load(folder, "toaster")
+
+
+# ---------------------------------------------------------------- prompts and templates
+
+
+@pytest.fixture(params=["ar", "unigram"])
+def writer(request, stand_ins, micro_folders):
+    """A model that can keep what it is given."""
+    return load(micro_folders(request.param), "cpu")
+
+
+def test_texts_begin_with_the_prompt(writer):
+    prompt = "The farmer plants"
+    ids = writer.tokenizer.encode(prompt)
+    rows = writer.sample(4, given=writer.given(prompt)).tolist()
+    assert all(row[: len(ids)] == ids and -1 not in row for row in rows)
+    assert len({tuple(row[len(ids) :]) for row in rows}) > 1  # the rest is written
+    texts = writer.generate(4, prompt=prompt)
+    assert texts == writer.to_text(torch.tensor(rows)) and all(text.startswith(prompt) for text in texts)
+
+
+def test_a_template_is_kept_around_its_holes(writer):
+    given = writer.given(template="The farmer [MASK:2] corn")
+    before, after = writer.tokenizer.encode("The farmer"), writer.tokenizer.encode("corn")
+    free = [-1, -1]
+    assert given.tolist() == [*before, *free, *after] + [-1] * (L - len(before) - 2 - len(after))
+    for row in writer.sample(3, given=given):
+        assert torch.equal(row[given >= 0], given[given >= 0])
+
+
+def test_after_a_frames_begin_token(micro_folders):
+    model = load(micro_folders("ar", data__frame=True), "cpu")
+    given = model.given("The farmer").tolist()
+    ids = model.tokenizer.encode("The farmer")
+    assert given[: len(ids) + 1] == [model.tokenizer.bos_id, *ids] and set(given[len(ids) + 1 :]) == {-1}
+
+
+@pytest.mark.parametrize("whole, template", [
+    ("The farmer plants corn.", "The farmer [MASK] corn."), ("The farmer plants corn.", "The farmer plants [MASK]."),
+    ("The farmer plants corn.", "[MASK] farmer plants corn[MASK]"), ("The smith reads, near", "The smith [MASK], near"),
+])  # fmt: skip
+def test_pieces_of_a_template_are_the_tokens_of_the_whole_text(whole, template):
+    """Filled with the right tokens, a template gives the ids of the text: a full stop stays one without a space before it."""
+    tokenizer = train_bpe([made_up_text()], 600)  # enough for every word to be a token
+    ids, found = tokenizer.encode(whole), template_ids(tokenizer, template)
+    assert len(found) == len(ids) and [a for a, b in zip(ids, found, strict=True) if b != -1] == [b for b in found if b != -1]
+
+
+@pytest.mark.parametrize("given, error", [
+    ({"prompt": "a", "template": "[MASK]"}, "not both"), ({"prompt": "word " * 20}, "shorten it"), ({"prompt": " "}, "empty"),
+    ({"template": "no hole"}, "has no hole"), ({"template": "a [MASK:0]"}, "holds no token"),
+    ({"template": "[MASK:13]"}, "13 tokens"), ({"given": torch.zeros(3)}, "shape"),
+])  # fmt: skip
+def test_what_cannot_be_kept_is_refused(given, error, writer):
+    with pytest.raises((UsageError, DataError), match=error):
+        writer.generate(1, **given)
+
+
+def test_a_model_that_writes_whole_texts_refuses_a_prompt(model):
+    for options in ({}, {"protocol": "released", "grid": "random"}):
+        with pytest.raises(UsageError, match="JPEG-DLM writes whole texts"):
+            model.generate(1, prompt="The", **options)
+
+
+def test_an_unknown_option_names_those_of_the_sampler(model, writer):
+    with pytest.raises(UsageError, match="The sampler of JPEG-DLM has no option 'temperature': it has steps, solver, grid, w"):
+        model.generate(1, temperature=0.5)
+    with pytest.raises(UsageError, match="has no option 'steps': it has temperature"):
+        writer.generate(1, steps=4)

@@ -21,6 +21,8 @@ from jpeg_dlm.training.checkpoint import verify_run
 from jpeg_dlm.training.loop import Trainer
 from jpeg_dlm.training.metrics import read_metrics
 
+pytest_plugins = ["stand_in"]  # fixtures
+
 
 def train(data, out, *more, **changes):
     command = ["train", "--preset", "smoke", "--data", str(data), "--out", str(out), "--quiet", "--device", "cpu"]
@@ -377,3 +379,54 @@ def test_with_skip_the_run_goes_on(nan_at_step_6, corpus_file, tmp_path):
     assert all(t.isfinite().all() for t in nan_at_step_6[11][1].values() if t.is_floating_point())
     steps = [row["step"] for row in read_metrics(run / "metrics.jsonl") if "loss" in row]
     assert steps == list(range(1, 13))
+
+
+# ---------------------------------------------------------------- other methods
+
+
+def test_generate_goes_on_from_a_prompt(micro_folders, capsys):
+    ar = str(micro_folders("ar"))
+    assert (
+        main(["generate", ar, "-n", "2", "--prompt", "The farmer", "--temperature", "0.5", "--top-k", "9", "--top-p", "0.9"])
+        == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(line[4:].startswith("The farmer") for line in lines)
+    assert main(["generate", ar, "-n", "1", "--template", "The [MASK:2] corn", "--watch"]) == 0
+    assert "corn" in capsys.readouterr().out
+
+
+def test_options_that_a_model_lacks_are_refused(finished, micro_folders, capsys):
+    ar = micro_folders("ar")
+    assert "has no option 'temperature': it has steps" in refusal(capsys, ["generate", finished, "--temperature", "1"], 2)
+    assert "has no option 'w': it has temperature, top_k" in refusal(capsys, ["generate", ar, "--w", "2"], 2)
+    assert "has no option 'wild'" in refusal(capsys, ["generate", ar, "--sampler.wild", "2"], 2)
+    assert "writes whole texts" in refusal(capsys, ["generate", finished, "--prompt", "The"], 2)
+    assert "not both" in refusal(capsys, ["generate", ar, "--prompt", "The", "--template", "[MASK]"], 2)
+    assert "need jpeg-dlm" in refusal(capsys, ["reconstruct", "The farmer", "--checkpoint", ar], 2)
+
+
+def test_info_of_another_method(capsys):
+    assert main(["info", "--method", "mdlm", "--preset", "smoke"]) == 0
+    assert "smoke (mdlm)" in capsys.readouterr().out
+    assert main(["info", "--method", "mdlm", "--preset", "smoke", "--model.depth", "3", "--options"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert lines["--model.depth"].split()[1] == "3" and "layers" in lines["--model.depth"]
+    assert "--model.latent-len" not in lines and "--sampler.steps" in lines
+    assert "choose one of jpeg-dlm, ar" in refusal(capsys, ["info", "--method", "gpt"], 2)
+
+
+def test_a_wrong_method_of_a_run_is_refused(finished, corpus_file, capsys):
+    assert "choose one of jpeg-dlm, ar" in refusal(capsys, train(corpus_file, finished.parent / "new", "--method", "gpt"), 2)
+    command = ["train", "--out", finished, "--resume", "--method", "ar"]
+    assert "was started with --method jpeg-dlm, not ar" in refusal(capsys, command, 2)
+
+
+def test_watching_shows_what_is_not_written_yet(micro_folders):
+    from jpeg_dlm.api import load
+    from jpeg_dlm.cli.watch import Watcher
+
+    model = load(micro_folders("ar"), "cpu")
+    a, b = model.tokenizer.encode("The farmer"), model.tokenizer.encode("corn")
+    row = [*a, 300, model.tokenizer.mask_id, *b, -1]
+    assert Watcher(model).text(row) == "The farmer __ corn _"

@@ -222,10 +222,10 @@ def test_import_refuses_a_missing_file_and_an_existing_folder(file, tmp_path, ca
 
 
 def test_the_swiglu_width_alone_tells_the_ratio():
-    from jpeg_dlm.model_folder import _swiglu_ratio
+    from jpeg_dlm.methods.jpeg_dlm import swiglu_ratio
 
     for hidden in (16, 24, 96, 256, 768):
         for ratio in (2.0, 8 / 3, 4.0, 5.5):
             inner = int(int(hidden * ratio) * 2 / 3)
-            found = _swiglu_ratio(inner, hidden)
+            found = swiglu_ratio(inner, hidden)
             assert int(int(hidden * found) * 2 / 3) == inner and math.isclose(found, ratio, abs_tol=2 / hidden)

@@ -7,6 +7,7 @@ model.generate(4, steps=32, seed=0)
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -19,12 +20,13 @@ import torch
 from huggingface_hub import ModelHubMixin, snapshot_download
 from torch import Tensor
 
-from jpeg_dlm.config import Config, override
+from jpeg_dlm.config import Config, override, validate
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.errors import CheckpointError, DataError, UsageError
-from jpeg_dlm.methods.base import Batch, Watch
+from jpeg_dlm.methods.base import Batch, Method, Watch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.model_folder import ENCODER_FILES, MODEL_FILES, ModelParts, bundled_folder, read_model, write_model
+from jpeg_dlm.sampling.given import payload, prompt_row, template_row
 from jpeg_dlm.sampling.sampler import device_of, sample_batches
 from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer
 from jpeg_dlm.training.dist import read_ranks
@@ -42,22 +44,48 @@ class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-g
     # ------------------------------------------------------------ generation
 
     def sample(
-        self, n: int = 1, *, seed: int = 0, first: int = 0, batch: int = 64, watch: Watch | None = None, **sampler: Any
-    ) -> Tensor:
+        self, n: int = 1, *, seed: int = 0, first: int = 0, batch: int = 64, watch: Watch | None = None,
+        given: Tensor | None = None, **sampler: Any,
+    ) -> Tensor:  # fmt: skip
         """Token ids (n, L) of samples `first` to `first + n - 1` of `seed`.
 
-        Keyword arguments are options of `SamplerConfig`: steps, solver, grid, w, protocol, ...
+        `given` (L) holds ids that every sample keeps, and -1 elsewhere. Keyword arguments are options of the method's
+        sampler; for JPEG-DLM: steps, solver, grid, w, protocol, ...
         """
         if n < 1 or batch < 1:
             raise UsageError("The number of samples and the batch must be at least 1.")
-        options = override(self.config, {f"sampler.{name}": value for name, value in sampler.items()}).sampler
-        if options.steps < 1:
-            raise UsageError("sampler.steps must be at least 1.")
-        return torch.cat(list(sample_batches(self.method, n, options, seed, batch, first, watch))).cpu()
+        if given is not None and given.shape != (self.config.data.token_len,):
+            raise UsageError(f"`given` must have shape ({self.config.data.token_len},), not {tuple(given.shape)}.")
+        options = self.sampler_options(**sampler)
+        return torch.cat(list(sample_batches(self.method, n, options, seed, batch, first, watch, given))).cpu()
 
-    def generate(self, n: int = 1, *, seed: int = 0, **options: Any) -> list[str]:
-        """n texts; the same seed gives the same texts in any batch size. Options are those of `sample`."""
+    def sampler_options(self, **options: Any) -> Any:
+        """The options of the method's sampler with these in place."""
+        known = [f.name for f in dataclasses.fields(self.config.sampler)]
+        for name in options:
+            if name not in known:
+                raise UsageError(f"The sampler of {self.method.title} has no option '{name}': it has {', '.join(known)}.")
+        return validate(override(self.config, {f"sampler.{name}": value for name, value in options.items()})).sampler
+
+    def generate(
+        self, n: int = 1, *, seed: int = 0, prompt: str | None = None, template: str | None = None, **options: Any
+    ) -> list[str]:
+        """n texts; the same seed gives the same texts in any batch size. Options are those of `sample`.
+
+        Every text begins with `prompt`, or with `template`, in which [MASK] and [MASK:n] are places of 1 and n tokens to
+        fill.
+        """
+        if prompt is not None or template is not None:
+            options["given"] = self.given(prompt, template)
         return self.to_text(self.sample(n, seed=seed, **options))
+
+    def given(self, prompt: str | None = None, template: str | None = None) -> Tensor | None:
+        """What `sample` has to keep for a prompt or a template."""
+        if prompt is not None and template is not None:
+            raise UsageError("Give a prompt or a template, not both.")
+        if prompt is not None:
+            return prompt_row(self.tokenizer, self.config.data, prompt)
+        return None if template is None else template_row(self.tokenizer, self.config.data, template)
 
     def to_text(self, tokens: Tensor) -> list[str]:
         """Rows of token ids as strings."""
@@ -112,7 +140,7 @@ class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-g
 
     def _encode_rows(self, rows: Tensor) -> Tensor:
         codec = self.codec
-        codec.encoder = self.encoder
+        self.complete_method()
         rows = rows.to(device_of(codec))
         mask = rows != self.tokenizer.pad_id if self.config.data.packing == "padded" else None
         return codec.encode(Batch(rows, mask))
@@ -128,7 +156,7 @@ class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-g
 
     @property
     def _payload(self) -> int:
-        return self.config.data.token_len - (2 if self.config.data.frame else 0)
+        return payload(self.config.data)
 
     def _blocks(self, text: str) -> list[list[int]]:
         ids = self._ids(text)
@@ -191,6 +219,12 @@ class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-g
         """The frozen text encoder; generating does not need it."""
         encoder = build_encoder(self.config.encoder, self.config.data.vocab_size, self.config.train.seed, self.parts.encoder)
         return encoder.to(device_of(self.method))
+
+    def complete_method(self) -> Method:
+        """The method with its text encoder in place, if it uses one."""
+        if self.method.uses_encoder:
+            self.method.encoder = self.encoder
+        return self.method
 
     # ------------------------------------------------------------ files and hub
 

@@ -2,6 +2,9 @@
 
 Each field says what it is and, where it has a source, which: (paper), (released) for the authors' inference code,
 (measured) here, or (assumed) where nothing states it. This module never imports torch, so that `--help` answers at once.
+
+The groups `model`, `objective` and `sampler` belong to the method: those of JPEG-DLM are here, every other method keeps
+its own in its own file. A group refuses what cannot work in `checks`; a sampler group also has `label` and `evaluations`.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jpeg_dlm.errors import UsageError
+
+Checks = list[tuple[bool, str]]  # what must hold, and the sentence for when it does not
 
 
 def opt(default: Any, help: str) -> Any:
@@ -86,6 +91,37 @@ class ModelConfig:
     decode_residual: bool = opt(False, "z_hat = z_c + head in the decode branch: helps small budgets, not in the paper")
     position_scale: float = opt(0.0, "scale of codec position tables; 0 means D**-0.5 (released)")
 
+    def checks(self, config: Config) -> Checks:
+        d, m = config.data, self
+        return [
+            (d.token_len >= 1 and m.latent_len >= 1, "data.token_len and model.latent_len must be at least 1"),
+            (
+                m.latent_len <= d.token_len,
+                f"model.latent_len {m.latent_len} exceeds data.token_len {d.token_len}: latents compress tokens, so lower it",
+            ),
+            (
+                m.codec_heads >= 1 and m.latent_dim % m.codec_heads == 0,
+                f"model.latent_dim {m.latent_dim} is not divisible by model.codec_heads {m.codec_heads}",
+            ),
+            *head_checks(m.hidden, m.heads),
+            (m.freq_dim >= 2 and m.freq_dim % 2 == 0, "model.freq_dim must be even"),
+            (
+                min(m.latent_dim, m.hidden, m.codec_layers, m.depth, m.bottleneck_dim, m.proj_dim) >= 1,
+                "model sizes must be at least 1",
+            ),
+            (m.mlp_ratio > 0 and m.codec_mlp_ratio > 0, "model.mlp_ratio and model.codec_mlp_ratio must be positive"),
+            (0 <= m.dropout < 1, "model.dropout must lie in [0, 1)"),
+            (min(m.time_tokens, m.sc_tokens, m.mode_tokens) >= 1, "each kind of prefix token is needed at least once"),
+        ]
+
+
+def head_checks(hidden: int, heads: int) -> Checks:
+    """Attention heads must divide the width, and rotary positions turn pairs."""
+    return [
+        (heads >= 1 and hidden % heads == 0, f"model.hidden {hidden} is not divisible by model.heads {heads}"),
+        (heads >= 1 and hidden // max(heads, 1) % 2 == 0, "model.hidden / model.heads must be even for rotary positions"),
+    ]
+
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
@@ -118,6 +154,16 @@ class ObjectiveConfig:
     standardize_steps: int = opt(0, "steps until the latent statistics freeze; 0 is min(10%, 2000) (assumed)")
     ce_chunk: int = opt(0, "token positions whose logits exist at once, recomputed in backward; 0 keeps all (assumed)")
 
+    def checks(self, config: Config) -> Checks:
+        o = self
+        return [
+            (0 <= o.target_ema_start <= 1 and 0 <= o.target_ema_end <= 1, "moving averages must lie in [0, 1]"),
+            (o.sigma >= 0 and o.time_std > 0, "objective.sigma must not be negative and objective.time_std must be positive"),
+            (0 <= o.sc_prob <= 1, "objective.sc_prob must lie between 0 and 1"),
+            (0 < o.w_min <= o.w_max, "objective.w_min must be positive and at most objective.w_max"),
+            (o.sigreg_slices >= 1 and o.sigreg_knots >= 3, "SIGReg needs at least 1 slice and 3 knots"),
+        ]
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -129,14 +175,20 @@ class TrainConfig:
     accumulation: int = opt(2, "micro-batches of an optimizer step (paper)")
     devices: int = opt(8, "devices the batch above is meant for (paper); a run uses what it is given")
     lr: float = opt(1e-3, "learning rate of the flow group: DiT and token projection (paper)")
+    optimizer: Literal["adamw", "muon"] = opt(
+        "adamw", "AdamW (paper), or Muon for matrices with Nesterov-Adam for the rest (ELF)"
+    )
     codec_lr: float = opt(3e-4, "learning rate of compressor and decompressor (paper: 3e-4 / 2e-4)")
     beta1: float = opt(0.9, "AdamW beta 1 (paper)")
     beta2: float = opt(0.999, "AdamW beta 2 (paper)")
+    adam_eps: float = opt(1e-8, "AdamW epsilon (COSMOS: 1e-6)")
     weight_decay: float = opt(0.01, "AdamW weight decay of matrices (paper)")
     clip: float = opt(1.0, "largest gradient norm (paper)")
     warmup: int = opt(0, "linear warm-up steps; 0 is min(2500, 5%) (assumed)")
     schedule: Literal["constant", "cosine", "linear"] = opt("constant", "learning rate after warm-up (assumed)")
+    lr_floor: float = opt(0.0, "share of the peak rate at which cosine and linear schedules end (COSMOS: 0.5)")
     ema: float = opt(0.999, "moving average of the weights that are sampled from (paper)")
+    ema_warmup: bool = opt(False, "average n decays by at most (1 + n) / (10 + n), so that a young run is not mostly its start")
     precision: Literal["fp32", "bf16"] = opt("bf16", "autocast type (paper: bf16); sensitive parts stay fp32")
     compile: bool = opt(False, "compile the networks with torch.compile")
     seed: int = opt(42, "seed of everything random (paper)")
@@ -163,6 +215,20 @@ class SamplerConfig:
         "default", "'released' draws random numbers in the order of the authors' code"
     )
 
+    def checks(self, config: Config) -> Checks:
+        return [
+            (self.steps >= 1, "sampler.steps must be at least 1"),
+            (self.w > 0 and self.grid_std > 0, "sampler.w and sampler.grid_std must be positive"),
+        ]
+
+    def label(self) -> str:
+        """As tables name it."""
+        return f"{self.steps} {self.solver} steps"
+
+    def evaluations(self, token_len: int) -> int:
+        """Network evaluations of one sample: K (Heun: two a step but the last) and the decode evaluation."""
+        return (2 * self.steps - 1 if self.solver == "heun" else self.steps) + 1
+
 
 @dataclass(frozen=True)
 class Config:
@@ -172,27 +238,38 @@ class Config:
     method: str = opt("jpeg-dlm", "which system")
     data: DataConfig = field(default_factory=DataConfig)
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    model: Any = field(default_factory=ModelConfig)  # these three are of the classes that `groups_of(method)` names
+    objective: Any = field(default_factory=ObjectiveConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    sampler: Any = field(default_factory=SamplerConfig)
 
     @property
-    def rate(self) -> float:
-        """r = N / L, the latent-length compression rate."""
-        return self.model.latent_len / self.data.token_len
+    def rate(self) -> float | None:
+        """r = N / L, the latent-length compression rate; None for a method without latents of its own length."""
+        latent_len = getattr(self.model, "latent_len", None)
+        return None if latent_len is None else latent_len / self.data.token_len
+
+
+def groups_of(method: str) -> dict[str, type]:
+    """The classes of the groups that belong to a method."""
+    if method in ("jpeg-dlm", "encoder"):  # known without loading torch
+        return {"model": ModelConfig, "objective": ObjectiveConfig, "sampler": SamplerConfig}
+    from jpeg_dlm.methods.registry import method_class
+
+    return dict(method_class(method).groups)
 
 
 # ---------------------------------------------------------------- strict conversion
 
 
-def option_names(cls: type = Config, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
-    """Every leaf option by its dotted name, in order."""
+def option_names(config: Any = None, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
+    """Every leaf option of a config by its dotted name, in order; without one, those of JPEG-DLM."""
+    config = Config() if config is None else config
     names: dict[str, dataclasses.Field[Any]] = {}
-    hints = typing.get_type_hints(cls)
-    for f in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[f.name]):
-            names |= option_names(hints[f.name], f"{prefix}{f.name}.")
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            names |= option_names(value, f"{prefix}{f.name}.")
         else:
             names[prefix + f.name] = f
     return names
@@ -242,6 +319,8 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
 def from_dict(values: Mapping[str, Any], cls: type = Config, path: str = "") -> Any:
     """A config of type `cls` from nested mappings; unknown keys are refused with the nearest known name."""
     hints = typing.get_type_hints(cls)
+    if cls is Config:
+        hints |= groups_of(str(values.get("method", "jpeg-dlm")))
     known = [f.name for f in dataclasses.fields(cls)]
     kwargs = {}
     for key, value in values.items():
@@ -259,11 +338,13 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def override(config: Config, values: Mapping[str, Any]) -> Config:
     """`config` with dotted options replaced: `override(c, {"model.latent_len": "16"})`. Dashes count as underscores."""
-    names = option_names(type(config))
+    names = option_names(config)
     for dotted, value in values.items():
         key = dotted.replace("-", "_")
         if key not in names:
             raise UsageError(f"Unknown option '{dotted}'{_suggest(key, list(names))}")
+        if key == "method" and value != config.method:
+            raise UsageError(f"The options are those of {config.method}: change the method with --method {value}.")
         config = _replace(config, key.split("."), value, key)
     return config
 
@@ -304,27 +385,11 @@ def read_json_file(path: Path) -> dict[str, Any]:
 
 def validate(config: Config) -> Config:
     """Refuse impossible combinations before anything runs; returns the config unchanged."""
-    d, e, m, t, s, o = config.data, config.encoder, config.model, config.train, config.sampler, config.objective
-    checks: list[tuple[bool, str]] = [
-        (d.token_len >= 1 and m.latent_len >= 1, "data.token_len and model.latent_len must be at least 1"),
-        (
-            m.latent_len <= d.token_len,
-            f"model.latent_len {m.latent_len} exceeds data.token_len {d.token_len}: latents compress tokens, so lower it",
-        ),
-        (
-            m.codec_heads >= 1 and m.latent_dim % m.codec_heads == 0,
-            f"model.latent_dim {m.latent_dim} is not divisible by model.codec_heads {m.codec_heads}",
-        ),
-        (m.heads >= 1 and m.hidden % m.heads == 0, f"model.hidden {m.hidden} is not divisible by model.heads {m.heads}"),
-        (m.heads >= 1 and m.hidden // max(m.heads, 1) % 2 == 0, "model.hidden / model.heads must be even for rotary positions"),
-        (m.freq_dim >= 2 and m.freq_dim % 2 == 0, "model.freq_dim must be even"),
-        (
-            min(m.latent_dim, m.hidden, m.codec_layers, m.depth, m.bottleneck_dim, m.proj_dim, e.feature_dim) >= 1,
-            "model sizes and encoder.feature_dim must be at least 1",
-        ),
-        (m.mlp_ratio > 0 and m.codec_mlp_ratio > 0, "model.mlp_ratio and model.codec_mlp_ratio must be positive"),
-        (0 <= m.dropout < 1, "model.dropout must lie in [0, 1)"),
-        (min(m.time_tokens, m.sc_tokens, m.mode_tokens) >= 1, "each kind of prefix token is needed at least once"),
+    d, e, t = config.data, config.encoder, config.train
+    checks: Checks = [
+        (d.token_len >= 1, "data.token_len must be at least 1"),
+        *(check for group in (config.model, config.objective, config.sampler) for check in group.checks(config)),
+        (e.feature_dim >= 1, "encoder.feature_dim must be at least 1"),
         (
             e.kind != "small" or (e.heads >= 1 and e.feature_dim % (2 * e.heads) == 0),
             f"encoder.feature_dim {e.feature_dim} must be a multiple of 2 * encoder.heads {e.heads}",
@@ -336,15 +401,10 @@ def validate(config: Config) -> Config:
         (min(t.batch, t.accumulation, t.devices) >= 1, "train.batch, train.accumulation and train.devices must be at least 1"),
         (t.steps >= 0 and (t.steps > 0 or t.epochs > 0), "train.steps or train.epochs must be positive"),
         (min(t.lr, t.codec_lr, t.encoder_lr) > 0, "learning rates must be positive"),
-        (t.clip > 0, "train.clip must be positive"),
-        (0 <= t.ema < 1 and 0 <= o.target_ema_start <= 1 and 0 <= o.target_ema_end <= 1, "moving averages must lie in [0, 1)"),
+        (t.clip > 0 and t.adam_eps > 0, "train.clip and train.adam_eps must be positive"),
+        (0 <= t.lr_floor <= 1, "train.lr_floor must lie between 0 and 1"),
+        (0 <= t.ema < 1, "train.ema must lie in [0, 1)"),
         (t.keep >= 1 and t.save_every >= 1 and t.log_every >= 1, "train.keep, save_every and log_every must be at least 1"),
-        (o.sigma >= 0 and o.time_std > 0, "objective.sigma must not be negative and objective.time_std must be positive"),
-        (0 <= o.sc_prob <= 1, "objective.sc_prob must lie between 0 and 1"),
-        (0 < o.w_min <= o.w_max, "objective.w_min must be positive and at most objective.w_max"),
-        (o.sigreg_slices >= 1 and o.sigreg_knots >= 3, "SIGReg needs at least 1 slice and 3 knots"),
-        (s.steps >= 1, "sampler.steps must be at least 1"),
-        (s.w > 0 and s.grid_std > 0, "sampler.w and sampler.grid_std must be positive"),
     ]
     for ok, sentence in checks:
         if not ok:

@@ -14,12 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import Tensor
-
 from jpeg_dlm.config import Config, from_dict, read_json_file, to_dict, validate
 from jpeg_dlm.encoders.base import STATISTICS_FILE
 from jpeg_dlm.encoders.small import CONFIG_FILE, WEIGHTS_FILE
-from jpeg_dlm.errors import CheckpointError, UsageError
+from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.files import MANIFEST, atomic_directory, load_tensors, save_tensors, verify_manifest, write_atomic, write_manifest
 from jpeg_dlm.methods.base import Method, copy_tensors
 from jpeg_dlm.methods.registry import build_method
@@ -122,69 +120,3 @@ def write_model(parts: ModelParts, out: Path, extra: dict[str, str] | None = Non
                     shutil.copyfile(parts.encoder / name, temp / name)
         write_manifest(temp, extra or {})
     return out
-
-
-# ---------------------------------------------------------------- the authors' checkpoints
-
-
-def infer_config(tensors: dict[str, Tensor], base: Config) -> Config:
-    """The sizes of a checkpoint in the released layout, read from its tensors; the rest of the config from `base`."""
-
-    def shape(name: str, dims: int = 2) -> tuple[int, ...]:
-        if name not in tensors:
-            raise CheckpointError(f"The file is not in the released layout: it lacks the tensor '{name}'.")
-        found = tuple(tensors[name].shape)
-        if len(found) != dims or 0 in found:
-            raise CheckpointError(f"The file is not in the released layout: '{name}' has the shape {found}.")
-        return found
-
-    def layers(prefix: str) -> int:
-        return len({name.split(".")[2] for name in tensors if name.startswith(prefix)})
-
-    latent_len, dim = shape("compressor.latents")
-    token_len, _ = shape("decompressor.pos_emb.weight")
-    hidden = shape("dit.t_emb_tokens", 3)[2]
-    proj_dim, feature_dim = shape("unembed_proj.weight")
-    model = replace(
-        base.model,
-        latent_len=latent_len,
-        latent_dim=dim,
-        bottleneck_dim=shape("compressor.in_proj.down.weight")[0],
-        codec_layers=layers("compressor.layers."),
-        codec_heads=dim // shape("compressor.layers.0.attn.q_norm.gamma", 1)[0],
-        codec_mlp_ratio=shape("compressor.layers.0.ffn.net.1.weight")[0] / dim,
-        proj_dim=proj_dim,
-        hidden=hidden,
-        depth=layers("dit.blocks."),
-        heads=hidden // shape("dit.blocks.0.attn.q_norm.weight", 1)[0],
-        mlp_ratio=_swiglu_ratio(shape("dit.blocks.0.mlp.w3.weight")[1], hidden),
-        freq_dim=shape("dit.t_embedder.mlp_0.weight")[1],
-        time_tokens=shape("dit.t_emb_tokens", 3)[1],
-        sc_tokens=shape("dit.sc_tokens", 3)[1],
-        mode_tokens=shape("dit.mode_tokens", 3)[1],
-        shared=not any(name.startswith("predictor.") for name in tensors),
-    )
-    data = replace(base.data, token_len=token_len, vocab_size=shape("lm_head.weight")[0])
-    return replace(base, data=data, model=model, encoder=replace(base.encoder, feature_dim=feature_dim))
-
-
-def _swiglu_ratio(inner: int, hidden: int) -> float:
-    """The MLP ratio whose two-thirds rule gives `inner`."""
-    for expanded in range(inner * 3 // 2, inner * 3 // 2 + 3):
-        if int(expanded * 2 / 3) == inner and int(hidden * (expanded / hidden)) == expanded:
-            return expanded / hidden
-    raise CheckpointError(f"A SwiGLU width of {inner} does not fit a hidden width of {hidden}.")
-
-
-def import_released(file: Path, base: Config) -> ModelParts:
-    """A checkpoint file in the released layout as a model; every tensor must find its place."""
-    if not file.is_file():
-        raise CheckpointError(f"'{file}' does not exist: name the .safetensors file to import.")
-    tensors = load_tensors(file)
-    try:
-        config = validate(infer_config(tensors, base))
-    except UsageError as error:
-        raise CheckpointError(f"The sizes in '{file}' do not fit together: {error}") from error
-    method = build_method(config)
-    method.import_state(tensors, str(file))
-    return ModelParts(method.eval(), config, file, None, None)

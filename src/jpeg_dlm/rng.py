@@ -33,6 +33,7 @@ class RowNoise:
     rows: Sequence[int]
     step: int = 0
     device: torch.device | str = "cpu"
+    total: int = 0  # rows of the whole batch over all processes and micro-batches; 0: these alone
 
     def normal(self, purpose: str, *shape: int) -> Tensor:
         """Standard normal of shape (B, *shape); row i depends on its global number alone."""
@@ -41,6 +42,16 @@ class RowNoise:
     def uniform(self, purpose: str, *shape: int) -> Tensor:
         """Uniform on [0, 1) of shape (B, *shape)."""
         return self._draw(torch.rand, purpose, shape)
+
+    def stratified(self, purpose: str) -> Tensor:
+        """Uniform on [0, 1) of shape (B), with exactly one point of the whole batch in each of its `total` equal intervals."""
+        total = self.total or len(self.rows)
+        places = torch.tensor([row % total for row in self.rows], device=self.device)
+        return (self.uniform(purpose) + places) / total
+
+    def streams(self, purpose: str) -> RowStreams:
+        """One generator per row that goes on from draw to draw, for samplers of many steps."""
+        return RowStreams([generator(self.seed, purpose, self.step, row, device=self.device) for row in self.rows], self.device)
 
     def shared(self, purpose: str) -> torch.Generator:
         """A CPU generator common to the whole batch and to every process."""
@@ -52,3 +63,20 @@ class RowNoise:
             g = generator(self.seed, purpose, self.step, row, device=self.device)
             out[i] = kind(shape, generator=g, device=self.device)
         return out
+
+
+@dataclass(frozen=True)
+class RowStreams:
+    """Generators of a batch's rows; a row's numbers depend on what it drew before, never on the other rows."""
+
+    generators: list[torch.Generator]
+    device: torch.device | str
+
+    def uniform(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Uniform on [0, 1) of shape (B, *shape); float64 by default, in which a rare event is not rounded away."""
+        rows = [torch.rand(shape, generator=g, device=self.device, dtype=dtype) for g in self.generators]
+        return torch.stack(rows)
+
+    def normal(self, *shape: int) -> Tensor:
+        """Standard normal of shape (B, *shape)."""
+        return torch.stack([torch.randn(shape, generator=g, device=self.device) for g in self.generators])

@@ -108,7 +108,7 @@ def test_operations_of_a_whole_sample(solver):
     config = odd(**{"sampler.solver": solver})
     method, m = JpegDlm(config).eval(), config.model
     saved = (config.data.token_len - 1) * 2 * m.latent_dim * counts.codec_inner(config)
-    seen = measured(lambda: method.sample(1, config.sampler, RowNoise(0, [0])))
+    seen = measured(lambda: method.sample(config.sampler, RowNoise(0, [0])))
     assert seen == counts.sampling_macs(config)["total"] - saved
 
 

@@ -6,8 +6,9 @@ import math
 import pytest
 from conftest import made_up_text
 
+from jpeg_dlm.api import load
 from jpeg_dlm.evaluation.evaluate import Evaluation, Request
-from jpeg_dlm.evaluation.paper import comparable_rows, paper_tables
+from jpeg_dlm.evaluation.paper import comparable_rows, paper_figures, paper_tables
 from jpeg_dlm.evaluation.parts import Parts
 from jpeg_dlm.evaluation.pictures import draw_lengths, draw_sweep
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
@@ -18,7 +19,7 @@ from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.evaluation.summary import spread, warnings, way
 from jpeg_dlm.training.console import Console
 
-pytest_plugins = ["tiny_evaluation"]  # fixtures
+pytest_plugins = ["tiny_evaluation", "stand_in"]  # fixtures
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +106,7 @@ def test_the_table_never_shows_a_perplexity_alone(micro, scorer, reference, tmp_
     result = run(micro, scorer, reference, seeds=(0,), steps=(1, 2), solvers=("euler", "heun"))
     text = table(result)
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert [r.split(" | ")[1] for r in rows[2:6]] == ["1 euler", "2 euler", "1 heun", "2 heun"]
+    assert [r.split(" | ")[1] for r in rows[2:6]] == ["1 euler steps", "2 euler steps", "1 heun steps", "2 heun steps"]
     assert rows[6].startswith("| real") and rows[7].startswith("| shuffled") and len(rows) == 8
     assert "Gen-PPL by byte-gpt2, protocol default" in text and "entropy" in rows[0]
     for path in (
@@ -159,3 +160,37 @@ def test_the_paper_stands_beside_ours_only_where_they_compare():
         ("mdlm", "gpt2-large", "lm1b"),
     ):
         assert comparable_rows(protocol, scorer, preset) == []
+
+
+def test_a_systems_own_row_of_the_paper_comes_first():
+    names = [row["name"] for row in comparable_rows("lm1b", "gpt2-large", "lm1b", "MDLM")]
+    assert names[:2] == ["MDLM", "AR"] and len(names) == 8  # the sweep over steps is JPEG-DLM's own
+    names = [row["name"] for row in comparable_rows("lm1b", "gpt2-large", "lm1b", "JPEG-DLM")]
+    assert names[0] == "JPEG-DLM" and "JPEG-DLM, 8 steps" in names
+    cosmos = comparable_rows("owt128", "gpt2-large", "owt128", "COSMOS")
+    assert cosmos[0]["name"].startswith("COSMOS") and cosmos[0]["mauve"] == 0.1167 and len(cosmos) == 11
+
+
+def test_the_papers_figures_by_system():
+    assert paper_figures("lm1b") == paper_figures("lm1b", "JPEG-DLM")
+    ar = {"total": "130M", "gen_ppl": 41.06, "entropy": 5.583, "mauve": 0.93, "speed": 1.0, "speed_kv_cache": 7.14}
+    assert paper_figures("owt1024", "AR") == ar
+    assert paper_figures("owt1024", "SEDD-Absorb")["speed"] == 0.25 and paper_figures("tiny", "AR") == {}
+
+
+def test_several_systems_in_one_table(micro, micro_folders, scorer, reference):
+    mdlm, ar = (load(micro_folders(name), "cpu") for name in ("mdlm", "ar"))
+    asked = Request(PROTOCOLS["default"], n=3, steps=(1, 2), solvers=("euler",))
+    sources = [ModelSource(model, model.config.method, 4, None, reference) for model in (mdlm, ar, micro)]
+    result = Evaluation(scorer, asked, Parts(None), Console(quiet=True)).run(sources)
+    # A sampler without steps is evaluated once, one without solvers for each number of steps.
+    assert [e["method"] for e in result["entries"]] == ["mdlm", "mdlm", "ar", "jpeg-dlm", "jpeg-dlm"]
+    result |= {"scorer": "gpt2-large", "protocol": {"name": "lm1b"}}
+    for entry in result["entries"]:
+        entry["preset"] = "lm1b"
+    rows = [line.split(" | ")[0] for line in table(result).splitlines() if line.startswith("| ")][2:]
+    ours = [row for row in rows if "1 x 3" in row]
+    assert ours == ["| mdlm (MDLM, 1 x 3)"] * 2 + ["| ar (AR, 1 x 3)"] + ["| jpeg-dlm (JPEG-DLM, 1 x 3)"] * 2
+    papers = rows[rows.index("| MDLM") :]  # those of the systems above first
+    assert papers[:3] == ["| MDLM", "| AR", "| JPEG-DLM"] and "| Duo" in papers[3:]
+    assert "reconstructed" not in table(result)

@@ -7,7 +7,7 @@ from conftest import made_up_text
 
 from jpeg_dlm.cli.main import main
 
-pytest_plugins = ["tiny_evaluation"]  # fixtures
+pytest_plugins = ["tiny_evaluation", "stand_in"]  # fixtures
 
 
 @pytest.fixture
@@ -88,3 +88,60 @@ def test_bad_requests_are_one_sentence(words, match, byte_gpt2, files, capsys):
     code = main(["evaluate", *(named.get(w, w) for w in words), "--scorer", f"hf:{byte_gpt2}", "--quiet"])
     error = capsys.readouterr().err
     assert code in (1, 2) and match in error and len(error.strip().splitlines()) == 1
+
+
+def without_times(value):
+    if isinstance(value, dict):
+        return {k: without_times(v) for k, v in value.items() if k not in ("throughput", "texts_per_second")}
+    return [without_times(v) for v in value] if isinstance(value, list) else value
+
+
+def test_five_runs_give_the_same_digits(byte_gpt2, micro_folder, micro_folders, corpus_file, files):
+    words = ["evaluate", str(micro_folder), str(micro_folders("mdlm")), "-n", "3", "--seeds", "2", "--likelihood", "--quiet"]
+    words += ["--scorer", f"hf:{byte_gpt2}", "--data", str(corpus_file)]
+    results = []
+    for i in range(5):
+        assert main([*words, "--out", str(files / f"out{i}")]) == 0
+        results.append(without_times(json.loads((files / f"out{i}" / "results.json").read_text())))
+    assert all(result == results[0] for result in results[1:])
+    assert len(results[0]["entries"]) == 2 and results[0]["likelihood"][1]["kind"] == "bound"
+    assert main([*words, "--seed", "1", "--out", str(files / "other")]) == 0  # what is the same would differ with the seed
+    other = json.loads((files / "other" / "results.json").read_text())
+    assert other["likelihood"][1]["perplexity"] != results[0]["likelihood"][1]["perplexity"]
+
+
+def test_text_prepared_for_another_model_is_refused(byte_gpt2, micro_folder, corpus_file, files, capsys):
+    assert (
+        main(["prepare", str(corpus_file), "--data.vocab-size", "280", "--data.token-len", "12", "--out", str(files / "p")])
+        == 0
+    )
+    capsys.readouterr()
+    assert main(["evaluate", str(micro_folder), "--data", str(files / "p"), "--scorer", f"hf:{byte_gpt2}", "--quiet"]) == 1
+    assert "another model" in capsys.readouterr().err
+
+
+def test_benchmark_of_methods(micro_folder, files, capsys):
+    words = ["benchmark", str(micro_folder), "--methods", "ar,ar-kv,mdlm", "--preset", "smoke", "--steps", "2,3"]
+    words += ["--batch", "2", "--repeats", "1", "--warmup", "0", "--quiet", "--out", str(files / "b")]
+    assert main(words) == 0
+    rows = json.loads((files / "b" / "benchmark.json").read_text())["rows"]
+    found = [(row["name"], row["sampler"].get("kv_cache"), row["sampler"].get("steps")) for row in rows]
+    named = [("ar", False, None), ("ar-kv", True, None), ("mdlm", None, 2), ("mdlm", None, 3)]
+    assert found[2:] == named and [steps for _, _, steps in found[:2]] == [2, 3]
+    assert rows[2]["title"] == rows[3]["title"] == "AR" and rows[0]["ratio"] == 1
+
+
+def test_a_benchmark_says_what_it_cannot_vary(files, capsys):
+    words = ["benchmark", "--methods", "ar-kv", "--preset", "smoke", "--steps", "2", "--batch", "1", "--repeats", "1"]
+    assert main([*words, "--warmup", "0"]) == 0
+    assert "ar-kv has no --steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, match", [
+    (["--methods", "gpt"], "Unknown method 'gpt'"), (["--methods", "ar", "--sampler.steps", "2"], "Unknown option"),
+    (["--methods", "encoder"], "choose all"),
+])  # fmt: skip
+def test_bad_benchmarks_are_one_sentence(words, match, capsys):
+    assert main(["benchmark", *words, "--preset", "smoke", "--quiet"]) == 2
+    error = capsys.readouterr().err
+    assert match in error and error.count("\n") == 1

@@ -7,7 +7,9 @@ import pytest
 
 from jpeg_dlm.config import override
 from jpeg_dlm.evaluation.info import describe, format_description, gigabytes, operations
+from jpeg_dlm.evaluation.method_info import describe_method, format_method
 from jpeg_dlm.evaluation.paper import PAPER, paper_figures
+from jpeg_dlm.methods.registry import METHODS, STAGES, build_method, for_method
 from jpeg_dlm.presets import PRESETS, preset
 
 
@@ -65,3 +67,21 @@ def test_changed_options_show():
 def test_units():
     assert [operations(n) for n in (130_763_488_256, 1_798_809_600, 17_683_840)] == ["0.131 T", "1.799 G", "17.684 M"]
     assert [gigabytes(n) for n in (605_874_680, 2_406_824)] == ["0.61 GB", "2.4 MB"]
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("jpeg-dlm", *STAGES)])
+def test_every_method_is_described(name):
+    config = for_method(preset("smoke"), name)
+    description = describe_method(config)
+    assert json.loads(json.dumps(description)) == description
+    trained = sum(p.numel() for p in build_method(config).parameters() if p.requires_grad)  # with weights this time
+    assert description["parameters"]["total"] == trained
+    assert description["sampler"]["evaluations"] == config.sampler.evaluations(16)
+    text = format_method(description)
+    assert row(text, "all parameters") == [f"{trained:,}"] and row(text, "tokens per step") == ["1,024"]
+
+
+def test_a_method_stands_beside_its_own_row_of_the_paper():
+    text = format_method(describe_method(for_method(preset("lm1b"), "ar")))
+    assert row(text, "all parameters")[1] == "130M" and row(text, "Gen-PPL") == ["151.36"]
+    assert row(text, "speed with KV cache") == ["1.62"]

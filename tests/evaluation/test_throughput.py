@@ -7,20 +7,22 @@ import torch
 
 from jpeg_dlm.evaluation.throughput import Subject, measure, throughput_table
 
-pytest_plugins = ["tiny_evaluation"]  # fixtures
+pytest_plugins = ["tiny_evaluation", "stand_in"]  # fixtures
 
 
 class Timed(torch.nn.Module):
     """A method that takes as long as it is told to."""
+
+    title = "JPEG-DLM"
 
     def __init__(self, name, seconds, log, clock):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
         self.name, self.seconds, self.log, self.clock = name, list(seconds), log, clock
 
-    def sample(self, n, sampler, noise, watch=None):
+    def sample(self, sampler, noise, watch=None, given_BL=None):
         assert self.weight.dtype == torch.float32 and not self.training and not torch.is_grad_enabled()
-        self.log.append((self.name, n, noise.rows[0]))
+        self.log.append((self.name, len(noise.rows), noise.rows[0]))
         self.clock[0] += self.seconds.pop(0)
 
 
@@ -47,3 +49,28 @@ def test_a_real_method(micro):
     result = measure(subjects, batch=2, repeats=1, warmup=0)
     assert [row["sampler"]["steps"] for row in result["rows"]] == [1, 3]
     assert all(row["texts_per_second"] > 0 for row in result["rows"])
+
+
+def test_autocast_and_progress(micro, monkeypatch):
+    seen, told = [], []
+    inner = micro.method.sample
+    monkeypatch.setattr(micro.method, "sample", lambda *a: (seen.append(torch.is_autocast_enabled("cpu")), inner(*a))[1])
+    subject = Subject("micro", micro.method, micro.config.sampler, 12, "smoke", "test")
+    for dtype, name in (("fp32", "float32"), ("bf16", "bfloat16 autocast")):
+        report = lambda done, total: told.append((done, total))  # noqa: E731
+        assert measure([subject], 1, 2, 1, dtype=dtype, progress=report)["dtype"] == name
+    assert seen == [False] * 3 + [True] * 3 and told == [(1, 3), (2, 3), (3, 3)] * 2
+
+
+def test_the_papers_speed_is_that_of_the_system(micro_folders):
+    from jpeg_dlm.api import load
+
+    ar = load(micro_folders("ar"), "cpu")
+    subjects = [
+        Subject("ar", ar.method, replace(ar.config.sampler, kv_cache=cache), 12, preset, "test")
+        for preset in ("lm1b", "owt1024", "smoke")
+        for cache in (False, True)
+    ]
+    rows = measure(subjects, 1, 1, 0)["rows"]
+    assert [row["paper_speed"] for row in rows] == [1.0, 1.62, 1.0, 7.14, None, None]
+    assert rows[0]["title"] == "AR" and rows[0]["evaluations"] == 12

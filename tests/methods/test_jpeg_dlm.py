@@ -383,7 +383,7 @@ def speaker() -> JpegDlm:
     method = with_statistics(build(perturbed=0.3)).eval()
     seen = []
     handle = method.lm_head.register_forward_hook(lambda m, i, out: seen.append(out))
-    method.sample(32, method.config.sampler, RowNoise(77, range(32)))
+    method.sample(method.config.sampler, RowNoise(77, range(32)))
     handle.remove()
     with torch.no_grad():
         method.lm_head.bias.sub_(seen[0].mean((0, 1)))
@@ -397,7 +397,7 @@ def distinct(rows):
 def test_the_sampler_follows_algorithm_2():
     method = speaker()
     sampler = method.config.sampler
-    got = method.sample(2, sampler, RowNoise(9, [0, 1]))
+    got = method.sample(sampler, RowNoise(9, [0, 1]))
     z, s, w = RowNoise(9, [0, 1]).normal("sample", 3, 12), None, torch.full((2,), sampler.w)
     # quantile grid of four steps of logit-normal(-1.5, 0.8)
     grid = [0, 0.11510830408920063, 0.18242552380635635, 0.27679647391051354, 1]
@@ -415,29 +415,29 @@ def test_the_sampler_follows_algorithm_2():
 def test_a_sample_is_the_same_in_any_batch(grid, solver):
     method = speaker()
     sampler = override(method.config, {"sampler.grid": grid, "sampler.solver": solver}).sampler
-    together = method.sample(6, sampler, RowNoise(1, range(6)))
+    together = method.sample(sampler, RowNoise(1, range(6)))
     assert together.shape == (6, 8) and distinct(together) > 3
-    alone = torch.cat([method.sample(1, sampler, RowNoise(1, [i])) for i in range(6)])
-    pairs = torch.cat([method.sample(2, sampler, RowNoise(1, [i, i + 1])) for i in (4, 2, 0)])
+    alone = torch.cat([method.sample(sampler, RowNoise(1, [i])) for i in range(6)])
+    pairs = torch.cat([method.sample(sampler, RowNoise(1, [i, i + 1])) for i in (4, 2, 0)])
     assert torch.equal(alone, together)
     assert torch.equal(pairs.view(3, 2, 8).flip(0).flatten(0, 1), together)
-    assert not torch.equal(method.sample(6, sampler, RowNoise(2, range(6))), together)
+    assert not torch.equal(method.sample(sampler, RowNoise(2, range(6))), together)
 
 
 def test_guidance_and_steps_change_the_sample():
     method = speaker()
-    base = method.sample(8, method.config.sampler, RowNoise(1, range(8)))
+    base = method.sample(method.config.sampler, RowNoise(1, range(8)))
     for option, value in (("sampler.w", 0.5), ("sampler.steps", 1)):
         sampler = override(method.config, {option: value}).sampler
-        assert not torch.equal(method.sample(8, sampler, RowNoise(1, range(8))), base)
+        assert not torch.equal(method.sample(sampler, RowNoise(1, range(8))), base)
 
 
 def test_watching_shows_every_step_and_changes_nothing():
     method = speaker()
     seen = []
     sampler = method.config.sampler
-    watched = method.sample(2, sampler, RowNoise(1, [0, 1]), lambda k, n, t, decode: seen.append((k, n, t, decode())))
-    assert torch.equal(watched, method.sample(2, sampler, RowNoise(1, [0, 1])))
+    watched = method.sample(sampler, RowNoise(1, [0, 1]), lambda k, n, t, decode: seen.append((k, n, t, decode())))
+    assert torch.equal(watched, method.sample(sampler, RowNoise(1, [0, 1])))
     assert [k for k, *_ in seen] == [0, 1, 2, 3, 4] and {n for _, n, *_ in seen} == {4}
     assert [t for *_, t, _ in seen] == sorted(t for *_, t, _ in seen) and seen[-1][2] == 1.0
     assert all(x.shape == (2, 8) for *_, x in seen) and torch.equal(seen[-1][3], watched)
@@ -445,7 +445,7 @@ def test_watching_shows_every_step_and_changes_nothing():
 
 def test_a_model_without_encoder_samples_but_says_that_it_cannot_encode():
     method = JpegDlm(tiny()).eval()
-    assert method.sample(1, method.config.sampler, RowNoise(0, [0])).shape == (1, 8)
+    assert method.sample(method.config.sampler, RowNoise(0, [0])).shape == (1, 8)
     with pytest.raises(ValueError, match="without its text encoder"):
         method.encode(batch())
 
@@ -529,7 +529,7 @@ def test_separate_networks_with_equal_weights_equal_a_shared_one():
     separate.predictor.load_state_dict(base.dit.state_dict())
     assert not differing(losses(base), losses(separate))
     sampler = base.config.sampler
-    assert torch.equal(base.eval().sample(3, sampler, noise(3)), separate.eval().sample(3, sampler, noise(3)))
+    assert torch.equal(base.eval().sample(sampler, noise(3)), separate.eval().sample(sampler, noise(3)))
 
 
 def test_chunked_token_loss_changes_nothing():
@@ -561,7 +561,7 @@ def test_sizes_and_switches_run_end_to_end(options):
     assert total.isfinite() and all(p.grad.isfinite().all() for p in method.parameters() if p.grad is not None)
     m = method.config.model
     assert method.encode(batch()).shape == (B, m.latent_len, m.latent_dim)
-    assert method.eval().sample(2, method.config.sampler, noise(2)).shape == (2, 8)
+    assert method.eval().sample(method.config.sampler, noise(2)).shape == (2, 8)
 
 
 # ---------------------------------------------------------------- features, padding, reconstruction

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from jpeg_dlm.cli.options import parse_overrides
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.methods.registry import METHODS, STAGES
 from jpeg_dlm.presets import PRESETS
 
 if TYPE_CHECKING:
     from jpeg_dlm.config import Config
+    from jpeg_dlm.evaluation.throughput import Subject
     from jpeg_dlm.methods.base import Method
+    from jpeg_dlm.training.console import Console
+
+# The paper's unit of speed comes first, so that the ratios are those of its tables.
+CONTESTANTS = ("ar", "ar-kv", *(name for name in METHODS if name not in ("ar", *STAGES)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,36 +29,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoints", nargs="*", type=Path, help="model folders, runs or checkpoints (default: the bundled one)"
     )
     parser.add_argument(
-        "--preset", action="append", default=[], metavar="NAME",
-        help=f"also a preset with random weights, which are as fast; may be given again: {', '.join(PRESETS)}",
+        "--methods", metavar="NAMES",
+        help="also systems with random weights, which are as fast, at the preset's sizes; all, or some of "
+        f"{','.join(CONTESTANTS)} (ar is without KV cache, ar-kv with it)",
     )  # fmt: skip
-    parser.add_argument("--steps", help="solver steps, one number or several such as 8,32 (default: the model's own)")
+    parser.add_argument(
+        "--preset", action="append", default=[], metavar="NAME",
+        help=f"sizes of --methods (default: lm1b), or without it of jpeg-dlm; may be given again: {', '.join(PRESETS)}",
+    )  # fmt: skip
+    parser.add_argument("--steps", help="sampling steps, one number or several such as 8,32 (default: the model's own)")
     parser.add_argument("--solver", help="euler, heun or multistep, or several (default: the model's own)")
     parser.add_argument("--batch", type=int, default=16, help="texts at once (paper: 64 on LM1B, 16 on OWT-1024; default: 16)")
     parser.add_argument("--repeats", type=int, default=5, help="measured rounds (default: 5)")
     parser.add_argument("--warmup", type=int, default=1, help="rounds before them that do not count (default: 1)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast (default: fp32, the paper's)")
     parser.add_argument("--threads", type=int, help="threads of torch")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument("--out", type=Path, help="folder for benchmark.json and benchmark.md")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    sampler = {name: value for name, value in parse_overrides(rest).items()}
+    sampler = parse_overrides(rest)
     if any(not name.startswith("sampler.") for name in sampler):
         raise UsageError("Only --sampler.* options can be changed in a benchmark.")
     if min(args.batch, args.repeats, args.threads or 1) < 1 or args.warmup < 0:
         raise UsageError("--batch, --repeats and --threads must be at least 1, --warmup at least 0.")
     if args.out and (args.out / "benchmark.json").exists():
         raise UsageError(f"'{args.out}' already holds results: name another folder, nothing was overwritten.")
+    names = contestants(args.methods)
 
     import torch
 
     from jpeg_dlm.evaluation.throughput import measure, throughput_table
     from jpeg_dlm.files import write_atomic
+    from jpeg_dlm.training.console import Console
 
+    console = Console(args.quiet)
     if args.threads:
         torch.set_num_threads(args.threads)
-    result = measure(_subjects(args, sampler), args.batch, args.repeats, args.warmup)
+    subjects = _subjects(_models(args, names), args, sampler, console)
+    with console.progress(f"Measuring {len(subjects)} samplers", "batches") as progress:
+        result = measure(subjects, args.batch, args.repeats, args.warmup, dtype=args.dtype, progress=progress)
     print(throughput_table(result))
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -60,38 +79,58 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def _subjects(args: argparse.Namespace, sampler: dict[str, Any]) -> list[Any]:
-    """Every checkpoint and preset with every asked number of steps and solver."""
-    from jpeg_dlm.config import override
+def contestants(names: str | None) -> list[str]:
+    """What --methods names."""
+    chosen = list(CONTESTANTS) if names == "all" else [name.strip() for name in names.split(",")] if names else []
+    for name in chosen:
+        if name not in CONTESTANTS:
+            raise UsageError(f"Unknown method '{name}': choose all, or some of {','.join(CONTESTANTS)}.")
+    return chosen
+
+
+def _subjects(
+    models: Sequence[tuple[str, Method, Config, str]], args: argparse.Namespace, sampler: dict[str, Any], console: Console
+) -> list[Subject]:
+    """Every model with every asked number of steps and solver that its sampler has."""
+    from jpeg_dlm.config import override, validate
     from jpeg_dlm.evaluation.throughput import Subject
 
-    steps = args.steps.split(",") if args.steps else [None]
-    solvers = args.solver.split(",") if args.solver else [None]
+    asked = {name: value.split(",") for name in ("steps", "solver") if (value := getattr(args, name))}
     subjects = []
-    for name, method, config, origin in _models(args):
-        for solver in solvers:
-            for k in steps:
-                chosen = {"sampler.steps": k, "sampler.solver": solver}
-                changed = override(config, sampler | {key: value for key, value in chosen.items() if value is not None})
-                if changed.sampler.steps < 1:
-                    raise UsageError("--steps must be at least 1.")
-                subjects.append(Subject(name, method, changed.sampler, config.data.token_len, config.preset, origin))
+    for name, method, config, origin in models:
+        for option in asked:
+            if not hasattr(config.sampler, option):
+                console.say(f"{name} has no --{option}: it is measured as it is.")
+        sweep = {f"sampler.{option}": values for option, values in asked.items() if hasattr(config.sampler, option)}
+        for values in itertools.product(*reversed(sweep.values())):  # steps vary within a solver
+            changed = validate(override(config, sampler | dict(zip(reversed(sweep), values, strict=True))))
+            subjects.append(Subject(name, method, changed.sampler, config.data.token_len, config.preset, origin))
     return subjects
 
 
-def _models(args: argparse.Namespace) -> list[tuple[str, Method, Config, str]]:
+def _models(args: argparse.Namespace, methods: Sequence[str]) -> list[tuple[str, Method, Config, str]]:
+    """(name, method, config, where its weights are from) of checkpoints and of random weights."""
     from jpeg_dlm.api import load
-    from jpeg_dlm.methods.registry import build_method
+    from jpeg_dlm.config import override
+    from jpeg_dlm.methods.registry import build_method, for_method
     from jpeg_dlm.presets import preset
     from jpeg_dlm.training.dist import read_ranks
 
-    checkpoints: list[Path | None] = list(args.checkpoints) or ([] if args.preset else [None])
+    checkpoints: list[Path | None] = list(args.checkpoints) or ([] if args.preset or methods else [None])
     found = []
     for path in checkpoints:
         model = load(path, args.device)
         found.append((path.resolve().name if path else "bundled", model.method, model.config, str(path or "bundled")))
     device = read_ranks(args.device, {}).device
-    for name in args.preset:
-        config = preset(name)
-        found.append((name, build_method(config).to(device), config, "random weights"))
+    presets = args.preset or (["lm1b"] if methods else [])
+    built: dict[str, Method] = {}
+    for size, name in itertools.product(presets, methods or ["jpeg-dlm"]):
+        config = for_method(preset(size), name.removesuffix("-kv"))
+        if config.method == "ar":
+            config = override(config, {"sampler.kv_cache": name == "ar-kv"})
+        key = f"{config.method} {size}"
+        if key not in built:  # AR with and without KV cache is one model
+            built[key] = build_method(config).to(device)
+        label = size if not methods else name if len(presets) == 1 else f"{name} {size}"
+        found.append((label, built[key], config, "random weights"))
     return found

@@ -7,15 +7,17 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from jpeg_dlm.cli.options import parse_overrides
-from jpeg_dlm.config import SamplerConfig
-from jpeg_dlm.errors import UsageError
+from jpeg_dlm.config import to_dict
+from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
 
 if TYPE_CHECKING:
     from jpeg_dlm.api import Model
+    from jpeg_dlm.evaluation.evaluate import Request
+    from jpeg_dlm.evaluation.parts import Parts
     from jpeg_dlm.evaluation.samples import SampleFile
     from jpeg_dlm.evaluation.sources import Source
     from jpeg_dlm.text.blocks import Blocks
@@ -31,14 +33,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", type=int, help="texts per seed (default: 256, in the paper's protocols 1024; all of a file)")
     parser.add_argument("--seeds", type=int, help="number of seeds (default: 1, in the paper's protocols 5)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default: 0)")
-    parser.add_argument("--steps", help="solver steps; several, such as 4,8,16,32, give a sweep")
+    parser.add_argument("--steps", help="sampling steps; several, such as 4,8,16,32, give a sweep")
     parser.add_argument("--solver", help="euler, heun or multistep; several give a sweep")
+    parser.add_argument(
+        "--likelihood", action="store_true",
+        help="perplexity of held-out text under the model itself; no text is written or scored unless --scorer is given too",
+    )  # fmt: skip
+    parser.add_argument(
+        "--likelihood-draws", type=int, default=8, metavar="N", help="random times of a row, where it is a bound (default: 8)"
+    )
     parser.add_argument(
         "--data", help="text, prepared folder or named corpus to hold against (default: what the model was trained on)"
     )
     parser.add_argument("--reference", type=Path, help="real texts to hold against instead: .txt or .jsonl")
     parser.add_argument(
-        "--scorer", default="smollm2", help="smollm2 (fetched), hf:gpt2-large (the paper's), hf:FOLDER or gguf:FILE"
+        "--scorer",
+        help="smollm2 (fetched; the default), hf:gpt2-large (the paper's), hf:FOLDER, gguf:FILE, or ar:CHECKPOINT of our own",
     )
     parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="default: auto, if it can be had")
     parser.add_argument("--batch", type=int, default=64, help="texts written at once (default: 64)")
@@ -51,24 +61,57 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     asked = _asked(args, parse_overrides(rest))
     _claim(args.out, asked)
 
+    from jpeg_dlm import __version__
     from jpeg_dlm.evaluation.evaluate import Evaluation, Request
     from jpeg_dlm.evaluation.parts import Parts
     from jpeg_dlm.evaluation.report import table
     from jpeg_dlm.evaluation.scoring import build_scorer
     from jpeg_dlm.training.console import Console
+    from jpeg_dlm.training.dist import read_ranks
 
-    console = Console(args.quiet)
+    console, parts = Console(args.quiet), Parts(args.out / "parts" if args.out else None)
     request = Request(
         protocol(args.protocol), tuple(asked["seeds"]), args.n, tuple(asked["steps"]), tuple(asked["solvers"]),
         asked["sampler"], args.mauve,
     )  # fmt: skip
-    sources = _sources(args, console)
-    evaluation = Evaluation(build_scorer(args.scorer), request, Parts(args.out / "parts" if args.out else None), console)
-    result = evaluation.run(sources) | {"request": asked}
+    evaluation: Evaluation | None = None
+    entries, likelihoods = [], []
+    for source in _sources(args, request, console):
+        if args.likelihood and source.model:
+            likelihoods.append(_likelihood(source, args, parts, console))
+        if asked["scorer"]:
+            if evaluation is None:  # only now: what is wrong with a source is told before a scorer is fetched
+                scorer = build_scorer(asked["scorer"], str(read_ranks(args.device, {}).device))
+                evaluation = Evaluation(scorer, request, parts, console)
+            entries += evaluation.entries(source)
+    result = evaluation.result(entries) if evaluation else {"version": __version__, "entries": []}
+    result |= ({"likelihood": likelihoods} if args.likelihood else {}) | {"request": asked}
     print(table(result))
     if args.out:
         _write(args.out, result, console)
     return 0
+
+
+def _likelihood(source: Any, args: argparse.Namespace, parts: Parts, console: Console) -> dict[str, Any]:
+    """The likelihood of a model's held-out text with the model's identity, or why there is none."""
+    from jpeg_dlm import __version__
+    from jpeg_dlm.evaluation.likelihood import has_likelihood, heldout_likelihood
+
+    method = source.model.method
+    about = {
+        "name": source.name, "method": source.model.config.method, "title": method.title,
+        "checkpoint_sha256": source.sha256, "tokenizer": source.model.tokenizer.fingerprint,
+    }  # fmt: skip
+    if not has_likelihood(method):
+        return about | {"kind": None, "reason": f"{method.title} gives no likelihood, so its text has to be scored."}
+
+    def make() -> dict[str, Any]:
+        with console.progress(f"Likelihood under {source.name}", "rows") as progress:
+            return heldout_likelihood(source, args.n, args.likelihood_draws, args.seed, progress)
+
+    depends = about | {"kind": "likelihood", "version": __version__, "n": args.n, "draws": args.likelihood_draws}
+    depends |= {"seed": args.seed, "batch": args.batch, "heldout": source.heldout.fingerprint if source.heldout else None}
+    return about | parts.get_or_make(f"likelihood-{source.name}", depends, make)
 
 
 def _asked(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
@@ -84,18 +127,18 @@ def _asked(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
         steps = [int(k) for k in args.steps.split(",")] if args.steps else []
     except ValueError as error:
         raise UsageError(f"--steps takes numbers such as 4,8,16, not '{args.steps}'.") from error
-    solvers = args.solver.split(",") if args.solver else []
-    known = get_args(get_type_hints(SamplerConfig)["solver"])
-    wrong = [name for name in solvers if name not in known]
-    if wrong:
-        raise UsageError(f"Unknown solver '{wrong[0]}': choose of {', '.join(known)}.")
     if any(k < 1 for k in steps):
         raise UsageError("--steps must be at least 1.")
+    if args.likelihood_draws < 1:
+        raise UsageError("--likelihood-draws must be at least 1.")
     return {
         "sources": [str(p) for p in args.sources], "protocol": args.protocol, "n": args.n,
-        "seeds": list(range(args.seed, args.seed + count)), "steps": steps, "solvers": solvers,
+        "seeds": list(range(args.seed, args.seed + count)), "steps": steps,
+        "solvers": args.solver.split(",") if args.solver else [],
         "sampler": {name.removeprefix("sampler.").replace("-", "_"): value for name, value in extra.items()},
-        "scorer": args.scorer, "data": args.data, "reference": str(args.reference) if args.reference else None,
+        "scorer": args.scorer or (None if args.likelihood else "smollm2"),
+        "data": args.data, "reference": str(args.reference) if args.reference else None,
+        **({"likelihood_draws": args.likelihood_draws} if args.likelihood else {}),
     }  # fmt: skip
 
 
@@ -120,20 +163,22 @@ def _claim(out: Path | None, asked: dict[str, Any]) -> None:
     write_atomic(path, json.dumps(asked, indent=1) + "\n")
 
 
-def _sources(args: argparse.Namespace, console: Console) -> Iterator[Source]:
+def _sources(args: argparse.Namespace, request: Request, console: Console) -> Iterator[Source]:
     """Files are read at once, so that a bad one is told before anything long; models one after the other."""
     from jpeg_dlm.evaluation.samples import REAL, is_samples, read_samples
     from jpeg_dlm.evaluation.sources import file_sources
 
     files = [path for path in args.sources if is_samples(path)]
     models: list[Path | None] = [path for path in args.sources if not is_samples(path)]
+    if files and not models and args.likelihood:
+        raise UsageError("Texts of another program have no likelihood: name a checkpoint with --likelihood.")
     found = file_sources(files, args.reference)
     for source in found:
         source.real(1)  # refuses texts without real ones beside them
     reference = read_samples(args.reference, REAL) if args.reference else None
     if not args.sources:
         models = [None]
-    return _chain(found, models, reference, args, console)
+    return _chain(found, models, reference, args, request, console)
 
 
 def _chain(
@@ -141,6 +186,7 @@ def _chain(
     models: Sequence[Path | None],
     reference: SampleFile | None,
     args: argparse.Namespace,
+    request: Request,
     console: Console,
 ) -> Iterator[Source]:
     yield from files
@@ -151,25 +197,44 @@ def _chain(
     for path, name in zip(models, names, strict=True):
         model = load(path, args.device)
         label = str(path) if names.count(name) > 1 else name
+        _check_sampler(model, label, request, console)
         yield ModelSource(model, label, args.batch, _heldout(model, args, reference, console), reference)
+
+
+def _check_sampler(model: Model, label: str, request: Request, console: Console) -> None:
+    """Refuse wrong options before anything long."""
+    for variant in request.variants(model.config.sampler):
+        model.sampler_options(**variant)
+    for option, asked in (("steps", request.steps), ("solver", request.solvers)):
+        if asked and not hasattr(model.config.sampler, option):
+            console.say(f"{label} has no --{option}: it is evaluated as it is.")
 
 
 def _heldout(model: Model, args: argparse.Namespace, reference: SampleFile | None, console: Console) -> Blocks | None:
     """Text held out in training, packed like the model's; with a reference file it is used only if it is prepared."""
     from jpeg_dlm.assets import cache_dir
+    from jpeg_dlm.evaluation.likelihood import has_likelihood
+    from jpeg_dlm.evaluation.parts import key_of
     from jpeg_dlm.text.blocks import Blocks
     from jpeg_dlm.text.prepare import prepare
 
+    if args.likelihood and not args.scorer and not has_likelihood(model.method):
+        return None  # nothing will be measured
     data = replace(model.config.data, source=args.data or model.config.data.source)
     folder = Path(data.source)
     if not (folder / "index.json").is_file():
         if reference is not None:
             return None
         # The model's own tokenizer and the same split by document: text held out in training is held out here.
-        folder = cache_dir() / "prepared" / f"{folder.name}-{model.tokenizer.fingerprint[:12]}-{data.token_len}"
+        # Systems with one tokenizer may still pack their rows differently, so every option is in the name.
+        key = key_of(to_dict(data) | {"tokenizer": model.tokenizer.fingerprint})
+        folder = cache_dir() / "prepared" / f"{folder.name}-{data.token_len}-{key[:16]}"
         with console.progress("Preparing text", "bytes") as progress:
             prepare(data, folder, progress, model.tokenizer)
-    return Blocks(folder, "heldout")
+    blocks = Blocks(folder, "heldout")
+    if (blocks.index["tokenizer"], blocks.token_len) != (model.tokenizer.fingerprint, data.token_len):
+        raise DataError(f"'{folder}' was prepared for another model: name the text itself with --data.")
+    return blocks
 
 
 def _write(out: Path, result: dict[str, Any], console: Console) -> None:
@@ -183,6 +248,6 @@ def _write(out: Path, result: dict[str, Any], console: Console) -> None:
     for i, entry in enumerate(entries):
         draw_lengths(entry, out / ("lengths.png" if len(entries) == 1 else f"lengths-{i + 1}.png"))
     swept = [entry for entry in result["entries"] if "sampler" in entry]
-    if len({(e["sampler"]["steps"], e["sampler"]["solver"]) for e in swept}) > 1:
+    if len({(e["sampler_label"], e["evaluations"]) for e in swept}) > 1:
         draw_sweep(swept, result["scorer"], out / "sweep.png")
-    console.say(f"Wrote {out / 'results.json'}, results.md and pictures.")
+    console.say(f"Wrote {out / 'results.json'}, results.md{' and pictures' if entries else ''}.")

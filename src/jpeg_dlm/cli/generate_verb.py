@@ -12,16 +12,26 @@ from pathlib import Path
 from jpeg_dlm.cli.options import parse_overrides
 from jpeg_dlm.errors import UsageError
 
+# Options of samplers that need no --sampler. before them; which of them a model has depends on its method.
+SHORTHANDS = ("steps", "solver", "grid", "w", "protocol", "temperature", "top_k", "top_p")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", nargs="?", type=Path, help="model folder, run or checkpoint (default: the bundled model)")
     parser.add_argument("-n", type=int, default=4, help="number of texts (default: 4)")
     parser.add_argument("--seed", type=int, default=0, help="seed; text i of a seed is the same in any batch (default: 0)")
-    parser.add_argument("--steps", type=int, help="solver steps")
+    parser.add_argument("--prompt", metavar="TEXT", help="how every text begins (ar, mdlm, sedd, duo)")
+    parser.add_argument(
+        "--template", metavar="TEXT", help="the same with holes: [MASK] is one token to fill in, [MASK:5] are five"
+    )
+    parser.add_argument("--steps", type=int, help="sampling steps")
     parser.add_argument("--solver", help="euler, heun or multistep")
     parser.add_argument("--grid", help="quantile, random or uniform")
     parser.add_argument("--w", type=float, help="self-conditioning guidance scale")
     parser.add_argument("--protocol", help="default, or released: random numbers in the order of the authors' code")
+    parser.add_argument("--temperature", type=float, help="of ar: divides the logits, 0 is greedy")
+    parser.add_argument("--top-k", type=int, help="of ar: draw from the k most probable tokens")
+    parser.add_argument("--top-p", type=float, help="of ar: draw from the fewest tokens with this probability")
     parser.add_argument("--batch", type=int, default=64, help="texts at once (default: 64)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument("--watch", action="store_true", help="show the first text form step by step")
@@ -35,9 +45,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if wrong:
         raise UsageError(f"'--{wrong[0]}' cannot be changed when generating; only --sampler.* options can.")
     options = {name.removeprefix("sampler.").replace("-", "_"): value for name, value in extra.items()}
-    for name in ("steps", "solver", "grid", "w", "protocol"):
-        if getattr(args, name) is not None:
-            options[name] = getattr(args, name)
+    options |= {name: getattr(args, name) for name in SHORTHANDS if getattr(args, name) is not None}
     if args.out and args.out.exists():
         raise UsageError(f"'{args.out}' already exists: name another file, nothing was overwritten.")
 
@@ -45,13 +53,14 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from jpeg_dlm.files import write_atomic
 
     model = load(args.checkpoint, args.device)
+    given = model.given(args.prompt, args.template)
     watch = None
     if args.watch:
         from jpeg_dlm.cli.watch import Watcher
 
         watch = Watcher(model)
     began = time.monotonic()
-    tokens = model.sample(args.n, seed=args.seed, batch=args.batch, watch=watch, **options)
+    tokens = model.sample(args.n, seed=args.seed, batch=args.batch, watch=watch, given=given, **options)
     seconds = time.monotonic() - began
     texts = None if args.tokens else model.to_text(tokens)
     if args.out:

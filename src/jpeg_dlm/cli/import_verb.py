@@ -6,23 +6,50 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jpeg_dlm.cli.options import add_config_arguments, read_config
+from jpeg_dlm.cli.options import add_config_arguments, parse_overrides
+from jpeg_dlm.config import flatten, read_json_file
+
+BY_FILE = "auto"  # no preset's name: the paper's preset with the file's vocabulary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_arguments(parser, default="lm1b")
-    parser.add_argument("file", type=Path, help="a .safetensors file in the released layout; sizes are read from it")
+    add_config_arguments(parser, default=BY_FILE)
+    parser.add_argument(
+        "path", type=Path,
+        help="a .safetensors, .ckpt, .pth, .pt or .bin file, or a Hugging Face folder; sizes are read from it",
+    )  # fmt: skip
+    parser.add_argument("--method", default="", help="which system it is of (default: what the file tells)")
+    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights, where it has both (default: ema)")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json, or a folder with one, to keep with the model")
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    config = read_config(args, rest)
+    values = read_json_file(args.config) if args.config else {}
+    method = args.method or str(values.pop("method", ""))
+    options = flatten(values) | parse_overrides(rest)
 
-    from jpeg_dlm.model_folder import import_released, write_model
+    from jpeg_dlm.model_folder import write_model
+    from jpeg_dlm.published import import_published, read_published
 
-    parts = import_released(args.file, config)
+    published = read_published(args.path, args.weights)
+    base = "" if args.preset == BY_FILE else args.preset
+    imported = import_published(published, options, method, base, args.tokenizer)
+    parts = imported.parts
     write_model(parts, args.out)
-    m, d = parts.config.model, parts.config.data
-    sizes = f"{d.token_len} tokens, {m.latent_len} latents of width {m.latent_dim}, vocabulary {d.vocab_size:,}"
-    print(f"Imported a model of {sizes} into '{args.out}'.")
+
+    which = " (averaged weights)" if published.weights == "ema" else ""
+    data, parameters = parts.config.data, sum(t.numel() for t in published.tensors.values())
+    sizes = f"{parameters:,} parameters, {data.token_len} tokens, vocabulary {data.vocab_size:,}"
+    print(f"Imported {parts.method.title}{which}: {sizes}, into '{args.out}'.")
+    if imported.assumed:
+        print(f"Not told by the file, so assumed: {', '.join(_shown(parts.config, name) for name in imported.assumed)}.")
     return 0
+
+
+def _shown(config: object, dotted: str) -> str:
+    """An option as it is typed, with its value."""
+    value = config
+    for part in dotted.split("."):
+        value = getattr(value, part)
+    return f"--{dotted.replace('_', '-')} {value}"

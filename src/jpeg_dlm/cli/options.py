@@ -12,16 +12,39 @@ from jpeg_dlm.config import Config, flatten, option_names, override, read_json_f
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.presets import PRESETS, preset
 
+NOT_OPTIONS = ("preset", "method")  # they choose what the others are
+
 
 def add_config_arguments(parser: argparse.ArgumentParser, default: str = "tiny") -> None:
     """`--preset` and `--config`, and the list of every option below the help."""
     parser.add_argument("--preset", default=default, metavar="NAME", help=f"one of {', '.join(PRESETS)} (default: {default})")
     parser.add_argument("--config", type=Path, metavar="FILE", help="JSON file with options that replace the preset's")
-    lines = ["every option of the preset can be given, for example --model.latent-len 16:"]
+    lines = [
+        "every option can be given, for example --model.latent-len 16; those of another method than jpeg-dlm are shown by",
+        "jpeg-dlm info --method NAME --options, those of jpeg-dlm are:",
+    ]
     for name, field in option_names().items():
-        if name not in ("preset", "method"):
+        if name not in NOT_OPTIONS:
             lines.append(f"  --{name.replace('_', '-'):<30} {field.metadata['help']}")
     parser.epilog = "\n".join(lines).replace("%", "%%")
+
+
+def list_options(config: Config) -> str:
+    """Every option of a config with its value and meaning."""
+    rows = [
+        (f"--{name.replace('_', '-')}", _shown(config, name), field.metadata["help"])
+        for name, field in option_names(config).items()
+        if name not in NOT_OPTIONS
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {said}" for name, value, said in rows)
+
+
+def _shown(config: Config, dotted: str) -> str:
+    value: Any = config
+    for part in dotted.split("."):
+        value = getattr(value, part)
+    return str(value).lower() if isinstance(value, bool) else str(value) or "''"
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -88,9 +111,14 @@ def refuse_rest(rest: Sequence[str], known: Sequence[str] = ()) -> None:
         raise UsageError(f"Unknown option '{rest[0]}'{f'; did you mean {close[0]}?' if close else ': see --help.'}")
 
 
-def read_config(args: argparse.Namespace, rest: Sequence[str], base: Config | None = None, **fixed: str) -> Config:
+def read_config(args: argparse.Namespace, rest: Sequence[str], base: Config | None = None, **fixed: str | None) -> Config:
     """`base` or the preset, then the JSON file, then the command line, then what the verb itself says; validated."""
     config = base or preset(args.preset)
-    if args.config:
-        config = override(config, flatten(read_json_file(args.config)))
-    return validate(override(config, parse_overrides(rest) | {name: value for name, value in fixed.items() if value}))
+    values = read_json_file(args.config) if args.config else {}
+    method = fixed.pop("method", None) or values.get("method")
+    if method and method != config.method:
+        from jpeg_dlm.methods.registry import for_method
+
+        config = for_method(config, str(method))
+    values = flatten({name: value for name, value in values.items() if name != "method"})
+    return validate(override(config, values | parse_overrides(rest) | {k: v for k, v in fixed.items() if v}))

@@ -9,13 +9,17 @@ from pathlib import Path
 from jpeg_dlm.cli.options import add_config_arguments, read_config
 from jpeg_dlm.config import Config, from_dict, read_json_file
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.methods.registry import METHODS, STAGES
 from jpeg_dlm.presets import preset
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.set_defaults(preset=None)  # to tell 'not given' from 'tiny' when a run is resumed
-    parser.add_argument("--method", help="which system to train: jpeg-dlm, or encoder for the small text encoder alone")
+    parser.add_argument(
+        "--method", metavar="NAME",
+        help=f"which system to train: {', '.join(METHODS)} (the small text encoder alone; default: jpeg-dlm)",
+    )  # fmt: skip
     parser.add_argument(
         "--data", help="text file, folder, .jsonl, prepared folder, named corpus or hf:NAME (default: the preset's)"
     )
@@ -37,6 +41,10 @@ def base_config(args: argparse.Namespace) -> Config:
     if args.preset and args.preset != config.preset:
         raise UsageError(
             f"'{args.out}' was started with --preset {config.preset}, not {args.preset}: name another folder with --out."
+        )
+    if args.method and args.method != config.method:
+        raise UsageError(
+            f"'{args.out}' was started with --method {config.method}, not {args.method}: name another folder with --out."
         )
     return config
 
@@ -66,6 +74,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         return 143 if outcome.stopped_by == "SIGTERM" else 130
     if config.method == "encoder":
         console.say(f"Done. Use it with  --encoder.name {args.out / 'encoder'}")
-    else:
+    elif config.method not in STAGES:
         console.say(f"Done. Try  jpeg-dlm generate {args.out}")
     return 0

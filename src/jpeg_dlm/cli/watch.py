@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from jpeg_dlm.api import Model
 
+HOLE = "_"
 PLAIN_LINES = 8  # without a terminal to redraw, about this many moments are printed
 
 
@@ -30,7 +32,7 @@ class Watcher:
         last = step == steps
         if self.live is None and not last and step % max(1, steps // PLAIN_LINES):
             return
-        text = self.model.to_text(tokens()[:1])[0]
+        text = self.text(tokens()[0].tolist())
         if self.live is None:
             print(f"  step {step:>3}/{steps}  t={t:.2f}  {text}", file=sys.stderr)
         else:
@@ -42,3 +44,10 @@ class Watcher:
             if last:
                 self.live.stop()
         self.done = last
+
+    def text(self, row: list[int]) -> str:
+        """A row as text, with a sign for every token that is still to be written."""
+        tokenizer = self.model.tokenizer
+        holes = {i for i in row if not 0 <= i < tokenizer.vocab_size} | {tokenizer.mask_id}
+        runs = [(hole, list(ids)) for hole, ids in itertools.groupby(row, lambda i: i in holes)]
+        return " ".join(HOLE * len(ids) if hole else tokenizer.decode(ids) for hole, ids in runs)

@@ -6,7 +6,7 @@ One multiply-accumulate counts as one operation, as in the paper's "sampling com
 
 from __future__ import annotations
 
-from jpeg_dlm.config import Config, SamplerConfig
+from jpeg_dlm.config import Config
 
 FP32, BF16 = 4, 2  # bytes
 
@@ -136,20 +136,15 @@ def projection_macs(config: Config) -> int:
     return config.data.token_len * m.proj_dim * (config.encoder.feature_dim + config.data.vocab_size)
 
 
-def evaluations(sampler: SamplerConfig) -> int:
-    """Network evaluations of one sample: K (Heun: two a step but the last) and the decode evaluation."""
-    return (2 * sampler.steps - 1 if sampler.solver == "heun" else sampler.steps) + 1
-
-
 def sampling_macs(config: Config, latent_len: int | None = None) -> dict[str, int]:
     """Multiply-accumulates of one sample by part; `latent_len` L instead of N gives the paper's uncompressed estimate."""
     n = config.model.latent_len if latent_len is None else latent_len
     parts = {
-        "dit": evaluations(config.sampler) * dit_macs(config, n),
+        "dit": config.sampler.evaluations(config.data.token_len) * dit_macs(config, n),
         "decompressor": decompressor_macs(config, n),
         "projection": projection_macs(config),
     }
-    return parts | {"evaluations": evaluations(config.sampler), "total": sum(parts.values())}
+    return parts | {"evaluations": config.sampler.evaluations(config.data.token_len), "total": sum(parts.values())}
 
 
 # ---------------------------------------------------------------- memory

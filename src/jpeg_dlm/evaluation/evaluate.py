@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -46,10 +46,10 @@ class Request:
     sampler: Mapping[str, Any] = field(default_factory=dict)
     mauve: Literal["auto", "on", "off"] = "auto"
 
-    def variants(self) -> list[dict[str, Any]]:
-        """The sampler's options of every point of the sweep."""
-        steps = [{"steps": k} for k in self.steps] or [{}]
-        solvers = [{"solver": name} for name in self.solvers] or [{}]
+    def variants(self, sampler: Any) -> list[dict[str, Any]]:
+        """Options of every point of the sweep for a model's sampler; a sampler without steps or solver is one point."""
+        steps = [{"steps": k} for k in self.steps if hasattr(sampler, "steps")] or [{}]
+        solvers = [{"solver": name} for name in self.solvers if hasattr(sampler, "solver")] or [{}]
         return [{**self.sampler, **solver, **k} for solver, k in itertools.product(solvers, steps)]
 
 
@@ -84,10 +84,17 @@ class Evaluation:
 
     def run(self, sources: Iterable[Source]) -> dict[str, Any]:
         """Everything `results.json` holds."""
-        entries = [
-            self.entry(source, variant) for source in sources for variant in (self.request.variants() if source.model else [{}])
-        ]
-        return self.conditions | {"scorer_context": self.scorer.context, "mauve": self.request.mauve, "entries": entries}
+        return self.result([entry for source in sources for entry in self.entries(source)])
+
+    def result(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Entries with the conditions they were made under."""
+        more = {"scorer_context": self.scorer.context, "mauve": self.request.mauve, "entries": list(entries)}
+        return self.conditions | more
+
+    def entries(self, source: Source) -> list[dict[str, Any]]:
+        """One for each point of the sweep."""
+        variants = self.request.variants(source.model.config.sampler) if source.model else [{}]
+        return [self.entry(source, variant) for variant in variants]
 
     # ------------------------------------------------------------ one system with one sampler
 
@@ -102,10 +109,12 @@ class Evaluation:
         model = source.model
         about: dict[str, Any] = {"name": source.name, "reference": real.origin, "frame": asdict(frame)}
         if isinstance(source, ModelSource) and model is not None:
-            rate = model.config.model.latent_len / model.config.data.token_len
+            options = source.options(sampler)
             about |= {
-                "method": model.config.method, "preset": model.config.preset, "config": to_dict(model.config),
-                "sampler": source.options(sampler), "rate": rate, "seeds": runs,
+                "method": model.config.method, "title": model.method.title, "preset": model.config.preset,
+                "config": to_dict(model.config),
+                "sampler": to_dict(options), "sampler_label": options.label(),
+                "evaluations": options.evaluations(model.config.data.token_len), "rate": model.config.rate, "seeds": runs,
                 "reconstruction": self.reconstruction(source, 4 * len(first.texts)),
             }  # fmt: skip
         about["identity"] = {k: v for k, v in source.identity(runs[0], sampler).items() if k != "seed"}

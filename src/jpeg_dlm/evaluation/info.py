@@ -1,7 +1,8 @@
-"""What a config amounts to: sizes, parameters, operations and memory, with the paper's figures beside ours."""
+"""What a config of JPEG-DLM amounts to: sizes, parameters, operations and memory, with the paper's figures beside ours."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpeg_dlm.config import Config
@@ -48,13 +49,19 @@ def describe(config: Config) -> dict[str, Any]:
 
 def format_description(description: dict[str, Any]) -> str:
     """A table for a terminal; the column 'paper' appears where the paper gives a figure."""
-    sections = [part(description) for part in (_sizes, _parameters, _compute, _training, _quality)]
+    sections = [part(description) for part in (_sizes, _parameters, _compute, _training)]
+    title = f"{description['preset']} ({description['method']})"
+    return aligned(title, [*sections, quality_rows(description["paper"])])
+
+
+def aligned(title: str, sections: Sequence[list[Row]]) -> str:
+    """Rows in three columns, a blank line between sections."""
     rows = [row for section in sections if section for row in [*section, ("", "", "")]][:-1]
     has_paper = any(paper for _, _, paper in rows)
     header = ("", "ours", "paper" if has_paper else "")
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(2)]
     lines = [f"{name:<{widths[0]}}  {ours:>{widths[1]}}  {paper:>8}".rstrip() for name, ours, paper in [header, *rows]]
-    return "\n".join([f"{description['preset']} ({description['method']})", *lines])
+    return "\n".join([title, *lines])
 
 
 def _sizes(description: dict[str, Any]) -> list[Row]:
@@ -101,10 +108,12 @@ def _training(description: dict[str, Any]) -> list[Row]:
     ]
 
 
-def _quality(description: dict[str, Any]) -> list[Row]:
-    """What the paper reports; ours is for `evaluate` to measure."""
-    labels = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "mauve": "MAUVE", "speed": "speed (AR = 1)"}
-    paper = description["paper"]
+def quality_rows(paper: Mapping[str, Any]) -> list[Row]:
+    """What the paper reports; ours is for `evaluate` and `benchmark` to measure."""
+    labels = {
+        "gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "mauve": "MAUVE", "speed": "speed (AR = 1)",
+        "speed_kv_cache": "speed with KV cache",
+    }  # fmt: skip
     return [(label, "", f"{paper[key]:g}") for key, label in labels.items() if key in paper]
 
 

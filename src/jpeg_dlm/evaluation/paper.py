@@ -20,6 +20,7 @@ class PaperFigures(TypedDict, total=False):
     entropy: float  # nats
     mauve: float
     speed: float  # throughput relative to an autoregressive model without KV cache
+    speed_kv_cache: float  # of that model with it
 
 
 @cache
@@ -45,27 +46,41 @@ def _figures() -> dict[str, PaperFigures]:
     return found
 
 
+OWN = "JPEG-DLM"  # the title of the paper's own system
 PAPER: dict[str, PaperFigures] = _figures()
 
 
-def paper_figures(preset: str) -> PaperFigures:
-    """The paper's figures for a preset; empty for the presets that are ours."""
-    return PAPER.get(preset, {})
+def paper_figures(preset: str, title: str = OWN) -> PaperFigures:
+    """The paper's figures for a preset and a system by its title; empty for the presets that are ours."""
+    if title == OWN:
+        return PAPER.get(preset, {})
+    row = next((row for row in paper_tables()["main"].get(preset, []) if row["method"] == title), None)
+    if row is None:
+        return {}
+    found: PaperFigures = {
+        "total": f"{row['params_M']}M", "gen_ppl": row["gen_ppl"], "entropy": row["entropy"], "mauve": row["mauve"],
+        "speed": row["speed"],
+    }  # fmt: skip
+    return found | {"speed_kv_cache": row["speed_kv_cache"]} if "speed_kv_cache" in row else found
 
 
-def comparable_rows(protocol: str, scorer: str, preset: str | None = None) -> list[dict[str, Any]]:
-    """The paper's rows that an evaluation may stand beside, each with `name`; none unless all conditions are equal.
+def comparable_rows(protocol: str, scorer: str, preset: str | None = None, title: str | None = None) -> list[dict[str, Any]]:
+    """The paper's rows that an evaluation may stand beside, each with `name` and `method`, those of `title` first.
 
-    Figures of another scorer, protocol or data set do not compare, so they are not shown. `preset` None stands for texts
-    of another program, whose author has to know that they are of the same data.
+    None unless all conditions are equal: figures of another scorer, protocol or data set do not compare. `preset` None
+    stands for texts of another program, whose author has to know that they are of the same data.
     """
     tables = paper_tables()
     if scorer.rsplit("/", 1)[-1] != tables["scorer"] or (preset is not None and preset != protocol):
         return []
     if protocol == "owt128":
-        return [{"name": f"JPEG-DLM, {row['variant']}"} | row for row in tables["ablation"]["rows"]]
-    rows = [{"name": row["method"]} | row for row in tables["main"].get(protocol, [])]
-    if protocol == "lm1b":
-        sweep = [row for row in tables["lm1b_steps"]["rows"] if row["steps"] != 32]  # 32 is in the main table
-        rows += [{"name": f"JPEG-DLM, {row['steps']} steps"} | row for row in sweep]
-    return rows
+        rows = [{"name": f"{OWN}, {row['variant']}", "method": OWN} | row for row in tables["ablation"]["rows"]]
+        layers = tables["cosmos_layers"]["rows"]
+        cosmos = [{"name": f"COSMOS, r = 1, layer {row['layer']}", "method": "COSMOS"} | row for row in layers]
+        rows += cosmos if title == "COSMOS" else []
+    else:
+        rows = [{"name": row["method"]} | row for row in tables["main"].get(protocol, [])]
+        if protocol == "lm1b" and title in (None, OWN):
+            sweep = [row for row in tables["lm1b_steps"]["rows"] if row["steps"] != 32]  # 32 is in the main table
+            rows += [{"name": f"{OWN}, {row['steps']} steps", "method": OWN} | row for row in sweep]
+    return sorted(rows, key=lambda row: title is not None and row["method"] != title)

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, ScalarFormatter
 
-from jpeg_dlm.evaluation.report import cost, title
+from jpeg_dlm.evaluation.report import title
 from jpeg_dlm.files import write_atomic
 
 INK, GRID = "#2d3748", "#e2e8f0"
@@ -25,48 +25,48 @@ def draw_lengths(entry: Mapping[str, Any], path: Path) -> Path:
     lengths = entry["runs"][0]["lengths"]
     ends = [min(lengths[k]["shortest"] for k in ("generated", "real")), *lengths["edges"]]
     ends.append(max(lengths[k]["longest"] for k in ("generated", "real")) + 1)
-    figure, (axes,) = _figure(1, title(entry))
+    figure, (axes,) = new_figure(1, title(entry))
     for key, color in (("generated", GENERATED_COLOR), ("real", REAL_COLOR)):
         histogram, texts = lengths[key]["histogram"], lengths[key]["texts"]
         axes.stairs([n / texts for n in histogram], ends, color=color, fill=True, alpha=0.45, label=key)
     heading = (
         f"lengths overlap by {100 * lengths['overlap']:.0f}%" if lengths["enough"] else "lengths (too few texts to compare)"
     )
-    _dress(axes, heading, "share of texts", "tokens of the scorer")
+    dress(axes, heading, "share of texts", "tokens of the scorer")
     axes.legend(fontsize=8, frameon=False, labelcolor=INK)
-    return _save(figure, path)
+    return save_png(figure, path)
 
 
 def draw_sweep(entries: Sequence[Mapping[str, Any]], scorer: str, path: Path) -> Path:
     """Gen-PPL, entropy and MAUVE against network evaluations; each system and solver is a line, real text is dashed."""
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for entry in entries:
-        lines.setdefault(f"{entry['name']}, {entry['sampler']['solver']}", []).append(entry)
+        lines.setdefault(", ".join([entry["name"], *filter(None, [entry["sampler"].get("solver")])]), []).append(entry)
     measures = {"gen_ppl": f"Gen-PPL ({scorer})", "entropy": "entropy (nats)", "mauve": "MAUVE"}
     shown = {name: text for name, text in measures.items() if all(name in e["measures"] for e in entries)}
-    figure, panels = _figure(len(shown), "quality against cost")
+    figure, panels = new_figure(len(shown), "quality against cost")
     for axes, (name, text) in zip(panels, shown.items(), strict=True):
         for i, (label, points) in enumerate(lines.items()):
-            points = sorted(points, key=cost)
+            points = sorted(points, key=lambda e: e["evaluations"])
             found = [e["measures"][name] for e in points]
             axes.errorbar(
-                [cost(e) for e in points], [m["mean"] for m in found], [m["sd"] or 0.0 for m in found], fmt="o-", ms=3.5,
-                lw=1.5, capsize=2, color=LINE_COLORS[i % len(LINE_COLORS)], label=label,
+                [e["evaluations"] for e in points], [m["mean"] for m in found], [m["sd"] or 0.0 for m in found], fmt="o-",
+                ms=3.5, lw=1.5, capsize=2, color=LINE_COLORS[i % len(LINE_COLORS)], label=label,
             )  # fmt: skip
         if name in entries[0]["figures"]["real"]:
             axes.axhline(entries[0]["figures"]["real"][name], color=INK, ls="--", lw=1.0, label="real text")
-        _dress(axes, text, text, "network evaluations per text")
+        dress(axes, text, text, "network evaluations per text")
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted({cost(e) for e in entries}))
+        axes.set_xticks(sorted({e["evaluations"] for e in entries}))
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_locator(NullLocator())
         if name == "gen_ppl":
             axes.set_yscale("log")
     panels[0].legend(fontsize=7.5, frameon=False, labelcolor=INK)
-    return _save(figure, path)
+    return save_png(figure, path)
 
 
-def _figure(panels: int, heading: str) -> tuple[Figure, list[Axes]]:
+def new_figure(panels: int, heading: str) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(4.6 * panels + 0.4, 3.4), facecolor="white")
     figure.set_layout_engine("constrained")
     FigureCanvasAgg(figure)
@@ -74,7 +74,7 @@ def _figure(panels: int, heading: str) -> tuple[Figure, list[Axes]]:
     return figure, [figure.add_subplot(1, panels, i + 1) for i in range(panels)]
 
 
-def _dress(axes: Axes, heading: str, y: str, x: str) -> None:
+def dress(axes: Axes, heading: str, y: str, x: str) -> None:
     axes.set_title(heading, fontsize=10, color=INK, loc="left")
     axes.set_xlabel(x, fontsize=9, color=INK)
     axes.set_ylabel(y, fontsize=9, color=INK)
@@ -85,7 +85,7 @@ def _dress(axes: Axes, heading: str, y: str, x: str) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save_png(figure: Figure, path: Path) -> Path:
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=110)
     write_atomic(path, out.getvalue())

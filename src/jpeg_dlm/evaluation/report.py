@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jpeg_dlm.evaluation.counts import evaluations
 from jpeg_dlm.evaluation.paper import comparable_rows
 
 COLUMNS = (
@@ -15,6 +14,13 @@ COLUMNS = (
 
 def table(result: Mapping[str, Any]) -> str:
     """The whole report."""
+    parts = [texts_table(result)] if result["entries"] else []
+    parts += [likelihood_table(result["likelihood"])] if result.get("likelihood") else []
+    return "\n".join(parts)
+
+
+def texts_table(result: Mapping[str, Any]) -> str:
+    """Generated, real and shuffled text, and the paper's rows."""
     rows: list[list[str]] = []
     entries: Sequence[dict[str, Any]] = result["entries"]
     for i, entry in enumerate(entries):
@@ -23,16 +29,16 @@ def table(result: Mapping[str, Any]) -> str:
         if following is None or following["figures"]["real"] != entry["figures"]["real"]:
             rows += [_plain_row(name, entry["figures"][name]) for name in ("real", "shuffled")]
     rows += [_paper_row(row) for row in _paper_rows(result)]
-    lines = [_line(COLUMNS), _line(["---"] * len(COLUMNS)), *map(_line, rows), ""]
     head = f"Gen-PPL by {result['scorer']}, protocol {result['protocol']['name']}."
-    return "\n".join([head, "", *lines, *[_sentence(entry) for entry in entries]])
+    return "\n".join([head, "", markdown_table(COLUMNS, rows), "", *[_sentence(entry) for entry in entries]])
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Cells as Markdown."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, ["---"] * len(heading), *rows))
 
 
-def _pm(measure: Mapping[str, Any] | None, digits: int) -> str:
+def plus_minus(measure: Mapping[str, Any] | None, digits: int) -> str:
     """Mean and sample deviation over seeds."""
     if measure is None:
         return ""
@@ -45,17 +51,22 @@ def _own_row(entry: Mapping[str, Any]) -> list[str]:
     low, high = (sum(run["figures"][k] for run in runs) / len(runs) for k in ("gen_ppl_low", "gen_ppl_high"))
     sampler = entry.get("sampler")
     return [
-        f"{entry['name']} ({len(runs)} x {runs[0]['figures']['texts']})",
-        f"{sampler['steps']} {sampler['solver']}" if sampler else "",
-        _pm(m["gen_ppl"], 1),
+        _named(entry, f"{len(runs)} x {runs[0]['figures']['texts']}"),
+        entry["sampler_label"] if sampler else "",
+        plus_minus(m["gen_ppl"], 1),
         f"{low:.1f} to {high:.1f}",
-        _pm(m["entropy"], 3),
-        _pm(m.get("mauve"), 3),
-        _pm(m["distinct_2"], 3),
-        _pm(m["repetition_4"], 3),
-        _pm(m.get("texts_per_second"), 2),
+        plus_minus(m["entropy"], 3),
+        plus_minus(m.get("mauve"), 3),
+        plus_minus(m["distinct_2"], 3),
+        plus_minus(m["repetition_4"], 3),
+        plus_minus(m.get("texts_per_second"), 2),
         "degenerate?" if entry["degenerate"] else "",
     ]
+
+
+def _named(row: Mapping[str, Any], size: str) -> str:
+    """A system with its method, where that is known."""
+    return f"{row['name']} ({', '.join([*filter(None, [row.get('title')]), size])})"
 
 
 def _plain_row(name: str, f: Mapping[str, Any]) -> list[str]:
@@ -65,11 +76,13 @@ def _plain_row(name: str, f: Mapping[str, Any]) -> list[str]:
 
 
 def _paper_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of every entry those that compare, the rows of evaluated systems first."""
     found: dict[str, dict[str, Any]] = {}
+    titles = [entry.get("title") for entry in result["entries"]]
     for entry in result["entries"]:
-        for row in comparable_rows(result["protocol"]["name"], result["scorer"], entry.get("preset")):
+        for row in comparable_rows(result["protocol"]["name"], result["scorer"], entry.get("preset"), entry.get("title")):
             found[row["name"]] = row
-    return list(found.values())
+    return sorted(found.values(), key=lambda row: row["method"] not in titles)
 
 
 def _paper_row(row: Mapping[str, Any]) -> list[str]:
@@ -84,7 +97,8 @@ def _sentence(entry: Mapping[str, Any]) -> str:
         parts.append(f"Way from shuffled to real text, in log perplexity: {entry['way_from_shuffled_to_real']:.2f}.")
     parts.append(f"Entropy minus real text's: {entry['entropy_gap']:+.3f} nats.")
     if entry.get("reconstruction") is not None:
-        parts.append(f"Held-out tokens reconstructed at r = {entry['rate']:g}: {100 * entry['reconstruction']:.1f}%.")
+        rate = f" at r = {entry['rate']:g}" if entry["rate"] is not None else ""
+        parts.append(f"Held-out tokens reconstructed{rate}: {100 * entry['reconstruction']:.1f}%.")
     if "length_overlap" in entry["measures"]:
         parts.append(f"Overlap of lengths with real text: {100 * entry['measures']['length_overlap']['mean']:.0f}%.")
     if entry["degenerate"]:
@@ -95,13 +109,33 @@ def _sentence(entry: Mapping[str, Any]) -> str:
 
 def title(entry: Mapping[str, Any]) -> str:
     """A system and its sampler."""
-    sampler = entry.get("sampler")
-    return f"{entry['name']}, {sampler['steps']} {sampler['solver']} steps" if sampler else str(entry["name"])
+    return f"{entry['name']}, {entry['sampler_label']}" if "sampler" in entry else str(entry["name"])
 
 
-def cost(entry: Mapping[str, Any]) -> int:
-    """Network evaluations of a sample where they are known by formula, else steps."""
-    from jpeg_dlm.config import SamplerConfig
+# ---------------------------------------------------------------- held-out likelihood
 
-    sampler = SamplerConfig(**entry["sampler"])
-    return evaluations(sampler) if entry["method"] == "jpeg-dlm" else sampler.steps
+LIKELIHOOD_COLUMNS = ("model", "perplexity", "", "95% interval", "nats/token", "bits/character", "unigram perplexity")
+
+
+def likelihood_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How probable each model finds held-out text; a sentence for those that cannot say."""
+    found = [row for row in rows if row["kind"]]
+    lines = [f"{row['name']}: {row['reason']}\n" for row in rows if not row["kind"]]
+    if not found:
+        return "\n".join(lines)
+    head = "Likelihood of held-out text. Perplexity and nats compare between models of one tokenizer, bits between all."
+    return "\n".join([head, "", markdown_table(LIKELIHOOD_COLUMNS, map(_likelihood_row, found)), "", *lines])
+
+
+def _likelihood_row(row: Mapping[str, Any]) -> list[str]:
+    size = f"{row['rows']} rows" if row["kind"] == "exact" else f"{row['rows']} rows x {row['draws']} times"
+    bits = row["bits_per_character"]
+    return [
+        _named(row, size),
+        f"{row['perplexity']:.2f}",
+        row["kind"],
+        f"{row['perplexity_low']:.2f} to {row['perplexity_high']:.2f}",
+        f"{row['nats_per_token']:.4f}",
+        "" if bits is None else f"{bits:.4f}",
+        f"{row['unigram_perplexity']:.2f}",
+    ]

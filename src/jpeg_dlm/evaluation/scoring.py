@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,11 @@ from jpeg_dlm.evaluation.text_metrics import (
     unigram_entropy,
 )
 
+if TYPE_CHECKING:
+    from jpeg_dlm.config import Config
+
 __all__ = [
+    "ArScorer",
     "GgufScorer",
     "Scorer",
     "TextScore",
@@ -264,13 +268,61 @@ class TransformersScorer(Scorer):
         return _chunked_cross_entropy(flat, targets_BL.flatten(), lambda chunk: chunk).view_as(targets_BL)
 
 
+class ArScorer(Scorer):
+    """A model of our own AR method; what it has learned goes as far as its rows, so longer texts are cut there."""
+
+    NO_TOKEN = -1  # stands for the start where that is no token of the text: the model itself puts it before every row
+
+    def __init__(self, path: Path, device: str = "cpu", precision: str = "auto") -> None:
+        from jpeg_dlm.api import load
+        from jpeg_dlm.encoders.base import tensors_sha256
+
+        super().__init__(device, precision)
+        model = load(path, self.device)
+        if model.config.method != "ar":
+            raise UsageError(f"'{path}' holds a model of {model.method.title}: only one of ar can score.")
+        self.model: Any = model.method
+        self.tokenizer = model.tokenizer
+        self.name = f"ar:{Path(path).resolve().name}"
+        self.hash = tensors_sha256(model.method.export_state())
+        self.context = model.config.data.token_len
+        self.bos_id = self._start(model.config)
+        self.eos_id = self.tokenizer.eos_id
+
+    def _start(self, config: Config) -> int:
+        """What stands before a text: the token that the model's rows begin with, if there is one."""
+        if config.model.start_id != -1:
+            return config.model.start_id
+        if config.data.frame and self.tokenizer.bos_id is not None:
+            return self.tokenizer.bos_id
+        return self.NO_TOKEN
+
+    def encode(self, text: str, max_tokens: int) -> list[int]:
+        return self.tokenizer.encode(text)[:max_tokens]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer._backend.decode(list(ids), skip_special_tokens=False)
+
+    def hidden_states(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        return self.model.hidden_states(tokens_BL)
+
+    def token_nll(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        if bool((tokens_BL[:, 0] == self.NO_TOKEN).all()):
+            return self.model.token_nll(tokens_BL[:, 1:])
+        return self.model.token_nll(tokens_BL)[:, 1:]
+
+
 def build_scorer(spec: str, device: str = "cpu", precision: str = "auto") -> Scorer:
-    """'smollm2' (pinned package), 'gguf:FILE', or 'hf:NAME' with a hub name or folder, such as hf:gpt2-large."""
+    """'smollm2' (pinned package), 'gguf:FILE', 'hf:NAME' with a hub name or folder, or 'ar:CHECKPOINT' of our own."""
     kind, _, rest = spec.partition(":")
     if kind == "hf" and rest:
         return TransformersScorer(rest, device=device, precision=precision)
     if kind == "gguf" and rest:
         return GgufScorer(Path(rest), device, precision)
+    if kind == "ar" and rest:
+        return ArScorer(Path(rest), device, precision)
     if spec in ("smollm2", "smollm2-135m"):
         return GgufScorer(None, device, precision)
-    raise UsageError(f"Unknown scorer '{spec}': choose smollm2, gguf:FILE or hf:NAME (hf:gpt2-large is the paper's).")
+    raise UsageError(
+        f"Unknown scorer '{spec}': choose smollm2, gguf:FILE, ar:CHECKPOINT or hf:NAME (hf:gpt2-large is the paper's)."
+    )

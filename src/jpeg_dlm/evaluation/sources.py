@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jpeg_dlm.api import Model
-from jpeg_dlm.config import override, to_dict
+from jpeg_dlm.config import to_dict
 from jpeg_dlm.encoders.base import tensors_sha256
 from jpeg_dlm.errors import DataError, JpegDlmError
 from jpeg_dlm.evaluation.samples import REAL, SampleFile, read_samples
-from jpeg_dlm.methods.base import Batch
+from jpeg_dlm.methods.base import Batch, Method
+from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.sampling.sampler import device_of
 from jpeg_dlm.text.blocks import Blocks
 
@@ -81,17 +82,19 @@ class ModelSource:
     def runs(self, seeds: Sequence[int]) -> list[int]:
         return list(seeds)
 
-    def options(self, sampler: dict[str, Any]) -> dict[str, Any]:
+    def options(self, sampler: dict[str, Any]) -> Any:
         """The sampler's options with these in place."""
-        return to_dict(override(self.model.config, {f"sampler.{name}": value for name, value in sampler.items()}).sampler)
+        return self.model.sampler_options(**sampler)
 
     def identity(self, run: int, sampler: dict[str, Any]) -> dict[str, Any]:
+        options = self.options(sampler)
+        released = getattr(options, "protocol", "default") == "released"
         return {
             "checkpoint_sha256": self.sha256,
             "tokenizer": self.model.tokenizer.fingerprint,
             "seed": run,
-            "sampler": self.options(sampler),
-            "batch": self.batch if self.options(sampler)["protocol"] == "released" else None,  # else it changes nothing
+            "sampler": to_dict(options),
+            "batch": self.batch if released else None,  # else it changes nothing
             "dtype": str(next(self.model.method.parameters()).dtype).removeprefix("torch."),
             "device": device_of(self.model.method).type,
         }
@@ -120,18 +123,25 @@ class ModelSource:
         return Real(Texts(texts, rows.tolist()), f"held-out {self.heldout.fingerprint[:12]}", same_length=True)
 
     def reconstruction(self, n: int, batch: int = 64) -> float | None:
-        """Share of held-out tokens that come back through the codec; None for a method, or a machine, without one."""
-        try:
-            codec = self.model.codec
-            codec.encoder = self.model.encoder
-        except JpegDlmError:
+        """Share of held-out tokens that come back through the method's own codec.
+
+        None for a method that has none, on a machine without the text encoder, and without held-out text.
+        """
+        if type(self.model.method).reconstruction is Method.reconstruction:
             return None
         if self.heldout is None or len(self.heldout) == 0:
             return None
+        try:
+            codec = self.model.complete_method()
+        except JpegDlmError:
+            return None
+        options = {"w": self.model.config.sampler.w} if isinstance(codec, JpegDlm) else {}
         n, kept = min(n, len(self.heldout)), 0.0
         for start in range(0, n, batch):
             tokens = self.heldout.rows(list(range(start, min(start + batch, n)))).to(device_of(codec))
-            found = codec.reconstruction(Batch(tokens, self.heldout.mask(tokens)), self.model.config.sampler.w)
+            found = codec.reconstruction(Batch(tokens, self.heldout.mask(tokens)), **options)
+            if found is None:
+                return None
             kept += float(found) * len(tokens)
         return kept / n
 

@@ -10,16 +10,19 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from jpeg_dlm import __version__
-from jpeg_dlm.config import SamplerConfig, to_dict
+from jpeg_dlm.config import to_dict
 from jpeg_dlm.evaluation.paper import paper_figures
 from jpeg_dlm.methods.base import Method
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.sampling.sampler import device_of
+
+Dtype = Literal["fp32", "bf16"]
+DTYPES = {"fp32": "float32", "bf16": "bfloat16 autocast"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Subject:
 
     name: str
     method: Method
-    sampler: SamplerConfig
+    sampler: Any
     token_len: int
     preset: str
     origin: str
@@ -40,40 +43,55 @@ def measure(
     repeats: int = 5,
     warmup: int = 1,
     clock: Callable[[], float] = time.perf_counter,
+    dtype: Dtype = "fp32",
+    progress: Callable[[int, int | None], None] | None = None,
 ) -> dict[str, Any]:
-    """Median texts and tokens a second of each subject, and the median over rounds of its speed over the first one's."""
+    """Median texts and tokens a second of each subject, and the median over rounds of its speed over the first one's.
+
+    `dtype` bf16 is autocast, as in training; weights stay fp32.
+    """
     for subject in subjects:
         subject.method.float().eval()
     seconds: list[list[float]] = [[] for _ in subjects]
     for round_ in range(warmup + repeats):
-        for times, subject in zip(seconds, subjects, strict=True):
-            spent = _seconds(subject, batch, round_, clock)
+        for i, subject in enumerate(subjects):
+            spent = _seconds(subject, batch, round_, clock, dtype)
             if round_ >= warmup:
-                times.append(spent)
+                seconds[i].append(spent)
+            if progress is not None:
+                progress(round_ * len(subjects) + i + 1, (warmup + repeats) * len(subjects))
     rows = []
     for subject, times in zip(subjects, seconds, strict=True):
         ratios = [own / other for own, other in zip(seconds[0], times, strict=True)]
         median = statistics.median(times)
         rows.append({
-            "name": subject.name, "preset": subject.preset, "origin": subject.origin, "sampler": to_dict(subject.sampler),
+            "name": subject.name, "title": subject.method.title, "preset": subject.preset, "origin": subject.origin,
+            "sampler": to_dict(subject.sampler), "sampler_label": subject.sampler.label(),
+            "evaluations": subject.sampler.evaluations(subject.token_len),
             "token_len": subject.token_len, "seconds": times, "texts_per_second": batch / median,
             "tokens_per_second": batch * subject.token_len / median, "ratio": statistics.median(ratios),
-            "ratio_range": [min(ratios), max(ratios)], "paper_speed": paper_figures(subject.preset).get("speed"),
+            "ratio_range": [min(ratios), max(ratios)], "paper_speed": _paper_speed(subject),
         })  # fmt: skip
     return {
-        "version": __version__, "torch": torch.__version__, "dtype": "float32", "batch": batch, "repeats": repeats,
+        "version": __version__, "torch": torch.__version__, "dtype": DTYPES[dtype], "batch": batch, "repeats": repeats,
         "warmup": warmup, "threads": torch.get_num_threads(), "device": _device_name(subjects[0]), "rows": rows,
     }  # fmt: skip
 
 
+def _paper_speed(subject: Subject) -> float | None:
+    figures = paper_figures(subject.preset, subject.method.title)
+    return figures.get("speed_kv_cache" if getattr(subject.sampler, "kv_cache", False) else "speed")
+
+
 @torch.no_grad()
-def _seconds(subject: Subject, batch: int, round_: int, clock: Callable[[], float]) -> float:
+def _seconds(subject: Subject, batch: int, round_: int, clock: Callable[[], float], dtype: Dtype) -> float:
     """One batch, from noise to token ids; the noise is drawn inside, as when generating."""
     device = device_of(subject.method)
     noise = RowNoise(0, range(round_ * batch, (round_ + 1) * batch), 0, device)
     _wait(device)
     began = clock()
-    subject.method.sample(batch, subject.sampler, noise)
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16"):
+        subject.method.sample(subject.sampler, noise)
     _wait(device)
     return clock() - began
 
@@ -92,17 +110,17 @@ def _device_name(subject: Subject) -> str:
 def throughput_table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     lines = [
-        f"fp32, batch {result['batch']}, median of {result['repeats']} on {result['device']}; "
+        f"{result['dtype']}, batch {result['batch']}, median of {result['repeats']} on {result['device']}; "
         "model loading and detokenization excluded.",
         "",
-        "| model | steps | texts/s | tokens/s | ratio | range of ratios | paper's speed (AR without KV cache = 1) |",
-        "|---|---|---|---|---|---|---|",
+        "| model | sampler | evaluations | texts/s | tokens/s | ratio | range of ratios | paper (AR without KV cache = 1) |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
         low, high = row["ratio_range"]
         paper = f"{row['paper_speed']:g}" if row["paper_speed"] else ""
         lines.append(
-            f"| {row['name']} | {row['sampler']['steps']} {row['sampler']['solver']} | {row['texts_per_second']:.3g} "
+            f"| {row['name']} | {row['sampler_label']} | {row['evaluations']} | {row['texts_per_second']:.3g} "
             f"| {row['tokens_per_second']:.4g} | {row['ratio']:.2f} | {low:.2f} to {high:.2f} | {paper} |"
         )
     return "\n".join(lines)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from jpeg_dlm.config import Config, SamplerConfig
-from jpeg_dlm.errors import CheckpointError
+from jpeg_dlm.collectives import all_mean
+from jpeg_dlm.config import Config, ModelConfig, ObjectiveConfig, SamplerConfig
+from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.rng import RowNoise
 
 
@@ -35,13 +37,27 @@ class ParameterGroup:
 
 FROZEN = "encoder."  # the frozen encoder is stored once beside a model, never among its tensors
 
+FREE = -1  # in `given`: a position the sampler fills
+
 # What a sampler tells while it works: step, number of steps, time, and a function that decodes the current prediction.
 Watch = Callable[[int, int, float, Callable[[], Tensor]], None]
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """An upper bound of each row's negative log-likelihood in nats, or an estimate of it, and how many tokens it is for."""
+
+    nats_B: Tensor
+    tokens_B: Tensor
 
 
 class Method(nn.Module, ABC):
     """A generative model of token rows."""
 
+    title: ClassVar[str]  # as the paper's tables name it
+    groups: ClassVar[dict[str, type]] = {"model": ModelConfig, "objective": ObjectiveConfig, "sampler": SamplerConfig}
+    uses_encoder: ClassVar[bool] = False
+    exact_likelihood: ClassVar[bool] = False  # whether `likelihood` is the model's own, not a bound with random times
     loss_weights: dict[str, float]  # the trainer minimizes the weighted sum; other terms are only reported
 
     @classmethod
@@ -49,13 +65,32 @@ class Method(nn.Module, ABC):
     def from_config(cls, config: Config, encoder: nn.Module | None = None) -> Self:
         """The method with fresh weights; `encoder` is the frozen text encoder, for methods that use one."""
 
+    @classmethod
+    def adapt(cls, base: Config, name: str) -> Config:
+        """This system under the conditions of a preset of JPEG-DLM: same data and budget, sizes that compare."""
+        return dataclasses.replace(base, method=name)
+
+    @classmethod
+    def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
+        """`base` with the sizes of a published checkpoint, read from its tensors."""
+        raise UsageError(f"There is no published layout of {cls.title} to import.")
+
+    @classmethod
+    def first_stage(cls, config: Config) -> Config | None:
+        """What must be trained before this method, as a config of its own; None: nothing."""
+        return None
+
+    def start_from(self, stage: Method, batches: Iterable[Batch]) -> None:
+        """Take over what the trained first stage learned, before the first step; `batches` are rows to measure it on."""
+        raise UsageError(f"{self.title} has no first stage.")
+
     @abstractmethod
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         """Named loss terms of one batch."""
 
     @abstractmethod
-    def sample(self, n: int, sampler: SamplerConfig, noise: RowNoise, watch: Watch | None = None) -> Tensor:
-        """Token ids (n, L)."""
+    def sample(self, sampler: Any, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None) -> Tensor:
+        """Token ids (B, L), a row for each of the noise; `given_BL` holds ids to keep and FREE elsewhere."""
 
     @abstractmethod
     def parameter_groups(self) -> list[ParameterGroup]:
@@ -63,6 +98,10 @@ class Method(nn.Module, ABC):
 
     def reconstruction(self, batch: Batch) -> Tensor | None:
         """Share of tokens that survive the method's own encoding and decoding; None if it has none."""
+        return None
+
+    def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood | None:
+        """How probable the model finds rows; None if it cannot say."""
         return None
 
     def after_step(self, step: int, total: int) -> None:
@@ -107,6 +146,19 @@ def copy_tensors(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], origi
             )
     for name, tensor in tensors.items():
         own[name].copy_(tensor)
+
+
+def refuse_given(given_BL: Tensor | None, title: str) -> None:
+    """For methods that write whole rows only."""
+    if given_BL is not None:
+        raise UsageError(f"{title} writes whole texts: prompts and templates need ar, mdlm, sedd or duo.")
+
+
+def masked_mean(x_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
+    """Mean over real tokens of the global batch; padding does not count."""
+    if mask_BL is None:
+        return x_BL.mean()
+    return (x_BL * mask_BL).sum() / all_mean(mask_BL.float().sum()).clamp_min(1)
 
 
 def linear_ramp(start: float, end: float, step: int, total: int) -> float:

@@ -22,6 +22,8 @@ MASK_SHARE, RANDOM_SHARE = 0.8, 0.1  # of the chosen tokens; the remaining tenth
 class EncoderPretraining(Method):
     """Masked language modeling around a trainable `SmallEncoder`, behind the contract of every method."""
 
+    title = "text encoder"
+
     def __init__(self, model: SmallEncoder, mask_prob: float = 0.3, keep_weight: float = 0.2) -> None:
         super().__init__()
         if not 0 < mask_prob <= 1:
@@ -67,7 +69,9 @@ class EncoderPretraining(Method):
         same = self.model.logits(self.model.hidden(batch.tokens_BL, batch.mask_BL)).argmax(-1) == batch.tokens_BL
         return same.float().mean() if batch.mask_BL is None else same[batch.mask_BL].float().mean()
 
-    def sample(self, n: int, sampler: SamplerConfig, noise: RowNoise, watch: Watch | None = None) -> Tensor:
+    def sample(
+        self, sampler: SamplerConfig, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
+    ) -> Tensor:
         raise UsageError("A text encoder does not generate text: train --method jpeg-dlm on top of it.")
 
     def parameter_groups(self) -> list[ParameterGroup]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.collectives import all_mean
-from jpeg_dlm.config import Config, SamplerConfig
+from jpeg_dlm.config import Config, ModelConfig, ObjectiveConfig, SamplerConfig
+from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.flow.grids import make_grid
 from jpeg_dlm.flow.path import guidance_scale, guided_target, interpolate, logit_normal, per_row
 from jpeg_dlm.flow.solvers import SOLVERS
@@ -27,6 +29,8 @@ from jpeg_dlm.methods.base import (
     Watch,
     copy_tensors,
     linear_ramp,
+    masked_mean,
+    refuse_given,
     rounded_up_share,
 )
 from jpeg_dlm.methods.regularizers import sigreg, unit_directions, variance_covariance
@@ -39,23 +43,34 @@ VARIANCE_FLOOR = 1e-4  # assumed: keeps a dead channel from being blown up by st
 
 
 def build_dit(config: Config) -> DiT:
-    m = config.model
+    m: ModelConfig = config.model
     return DiT(
         m.latent_len, m.latent_dim, m.bottleneck_dim, m.hidden, m.depth, m.heads, m.mlp_ratio,
         m.freq_dim, m.time_tokens, m.sc_tokens, m.mode_tokens, m.dropout,
     )  # fmt: skip
 
 
+def swiglu_ratio(inner: int, hidden: int) -> float:
+    """The MLP ratio whose two-thirds rule gives `inner`."""
+    for expanded in range(inner * 3 // 2, inner * 3 // 2 + 3):
+        if int(expanded * 2 / 3) == inner and int(hidden * (expanded / hidden)) == expanded:
+            return expanded / hidden
+    raise CheckpointError(f"A SwiGLU width of {inner} does not fit a hidden width of {hidden}.")
+
+
 class JpegDlm(Method):
     """The whole system. `encoder` is frozen and may be None for a model that only samples."""
 
+    title = "JPEG-DLM"
+    uses_encoder = True
     latent_mean: Tensor
     latent_scale: Tensor
     latent_updates: Tensor
 
     def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
         super().__init__()
-        m, o = config.model, config.objective
+        m: ModelConfig = config.model
+        o: ObjectiveConfig = config.objective
         self.config = config
         self.encoder = encoder
         codec_sizes = (
@@ -109,7 +124,7 @@ class JpegDlm(Method):
         return {
             "jep": F.mse_loss(zhat_tgt, z_tgt),  # Equation 3
             "flow": self.flow_loss(zhat_1, z_flow, t),  # Equation 2
-            "feat": self.masked_mean(((hhat - h) ** 2).mean(-1), batch.mask_BL),  # Equation 5
+            "feat": masked_mean(((hhat - h) ** 2).mean(-1), batch.mask_BL),  # Equation 5
             "ce": self.token_loss(hhat, batch),  # Equation 4
             **self.noisy_token_loss(zhat_1, t, batch),
             **self.regularizers(z_raw if o.reg_space == "raw" else z_c, noise),
@@ -176,7 +191,7 @@ class JpegDlm(Method):
 
     def token_loss(self, hhat: Tensor, batch: Batch) -> Tensor:
         nll = token_nll(self.project, hhat, batch.tokens_BL, self.config.objective.ce_chunk)
-        return self.masked_mean(nll, batch.mask_BL)
+        return masked_mean(nll, batch.mask_BL)
 
     def noisy_token_loss(self, zhat_1: Tensor, t: Tensor, batch: Batch) -> dict[str, Tensor]:
         """The ablation that extends the token loss to denoise predictions with t in [ce_time_min, 1]."""
@@ -186,7 +201,7 @@ class JpegDlm(Method):
         hhat = self.decompressor(self.unstandardize(zhat_1))
         nll = token_nll(self.project, hhat, batch.tokens_BL, self.config.objective.ce_chunk)
         # Normalized by all rows, not by the few late ones, so that the term's size does not jump with their number.
-        return {"ce_noisy": self.masked_mean(nll * late[:, None], batch.mask_BL)}
+        return {"ce_noisy": masked_mean(nll * late[:, None], batch.mask_BL)}
 
     def regularizers(self, z: Tensor, noise: RowNoise) -> dict[str, Tensor]:
         """SIGReg, variance and covariance terms over the vectors of the context compressor (appendix)."""
@@ -201,13 +216,6 @@ class JpegDlm(Method):
             terms["sigreg"] = sigreg(u, directions, o.sigreg_knots, o.sigreg_t_max)
         terms["var"], terms["cov"] = variance_covariance(u)
         return terms
-
-    @staticmethod
-    def masked_mean(x_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
-        """Mean over real tokens of the global batch."""
-        if mask_BL is None:
-            return x_BL.mean()
-        return (x_BL * mask_BL).sum() / all_mean(mask_BL.float().sum()).clamp_min(1)
 
     # ------------------------------------------------------------ latent standardization (appendix)
 
@@ -246,7 +254,10 @@ class JpegDlm(Method):
     # ------------------------------------------------------------ Algorithm 2
 
     @torch.no_grad()
-    def sample(self, n: int, sampler: SamplerConfig, noise: RowNoise, watch: Watch | None = None) -> Tensor:
+    def sample(
+        self, sampler: SamplerConfig, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
+    ) -> Tensor:
+        refuse_given(given_BL, self.title)
         m = self.config.model
         z = noise.normal("sample", m.latent_len, m.latent_dim)  # z ~ N(0, I), one generator per row
         grid = make_grid(sampler.grid, sampler.steps, sampler.grid_mean, sampler.grid_std, noise.shared("grid"))
@@ -303,7 +314,7 @@ class JpegDlm(Method):
         """Share of real tokens that come back from their own latents through the decode branch."""
         z = self.encode(batch)
         same = self.tokens(z, torch.full((len(z),), w, device=z.device)) == batch.tokens_BL
-        return self.masked_mean(same.float(), batch.mask_BL)
+        return masked_mean(same.float(), batch.mask_BL)
 
     # ------------------------------------------------------------ files and optimization
 
@@ -317,6 +328,47 @@ class JpegDlm(Method):
     def import_state(self, tensors: Mapping[str, Tensor], origin: str) -> None:
         copy_tensors(self.export_state(), tensors, origin)
         self.compressor.load_state_dict(self.target.state_dict())
+
+    @classmethod
+    def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
+        """`base` with every size of a checkpoint in the released layout."""
+
+        def shape(name: str, dims: int = 2) -> tuple[int, ...]:
+            if name not in tensors:
+                raise CheckpointError(f"The file is not in the released layout: it lacks the tensor '{name}'.")
+            found = tuple(tensors[name].shape)
+            if len(found) != dims or 0 in found:
+                raise CheckpointError(f"The file is not in the released layout: '{name}' has the shape {found}.")
+            return found
+
+        def layers(prefix: str) -> int:
+            return len({name.split(".")[2] for name in tensors if name.startswith(prefix)})
+
+        latent_len, dim = shape("compressor.latents")
+        token_len, _ = shape("decompressor.pos_emb.weight")
+        hidden = shape("dit.t_emb_tokens", 3)[2]
+        proj_dim, feature_dim = shape("unembed_proj.weight")
+        model = replace(
+            base.model,
+            latent_len=latent_len,
+            latent_dim=dim,
+            bottleneck_dim=shape("compressor.in_proj.down.weight")[0],
+            codec_layers=layers("compressor.layers."),
+            codec_heads=dim // shape("compressor.layers.0.attn.q_norm.gamma", 1)[0],
+            codec_mlp_ratio=shape("compressor.layers.0.ffn.net.1.weight")[0] / dim,
+            proj_dim=proj_dim,
+            hidden=hidden,
+            depth=layers("dit.blocks."),
+            heads=hidden // shape("dit.blocks.0.attn.q_norm.weight", 1)[0],
+            mlp_ratio=swiglu_ratio(shape("dit.blocks.0.mlp.w3.weight")[1], hidden),
+            freq_dim=shape("dit.t_embedder.mlp_0.weight")[1],
+            time_tokens=shape("dit.t_emb_tokens", 3)[1],
+            sc_tokens=shape("dit.sc_tokens", 3)[1],
+            mode_tokens=shape("dit.mode_tokens", 3)[1],
+            shared=not any(name.startswith("predictor.") for name in tensors),
+        )
+        data = replace(base.data, token_len=token_len, vocab_size=shape("lm_head.weight")[0])
+        return replace(base, data=data, model=model, encoder=replace(base.encoder, feature_dim=feature_dim))
 
     def parameter_groups(self) -> list[ParameterGroup]:
         flow = ("dit.", "predictor.", "unembed_proj.", "lm_head.")  # assumed: the projection goes with the DiT

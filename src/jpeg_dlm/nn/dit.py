@@ -117,8 +117,8 @@ class Head(nn.Module):
         return self.linear(self.norm_final(x))
 
 
-class DiT(nn.Module):
-    """f(z, t; s, w) in two modes: denoise (flow matching) and decode (joint-embedding prediction at t = 1)."""
+class LatentTransformer(nn.Module):
+    """Everything of the DiT before its heads. A subclass adds them and then calls `initialize`."""
 
     def __init__(
         self, latent_len: int, dim: int, bottleneck: int, hidden: int, depth: int, heads: int, ratio: float,
@@ -134,14 +134,11 @@ class DiT(nn.Module):
         self.t_embedder = ScalarEmbedder(freq_dim, hidden)
         self.sc_embedder = ScalarEmbedder(freq_dim, hidden)
         self.blocks = nn.ModuleList(Block(hidden, heads, ratio, dropout) for _ in range(depth))
-        self.denoise_head = Head(hidden, dim)
-        self.decode_head = Head(hidden, dim)
         cos, sin = rope_table(self.prefix, latent_len, hidden // heads)
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
-        self._initialize()
 
-    def _initialize(self) -> None:
+    def initialize(self) -> None:
         """Xavier-uniform weights and zero biases; N(0, 0.02) embedders and tokens; zero heads (released)."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -153,29 +150,50 @@ class DiT(nn.Module):
             nn.init.normal_(embedder.mlp_2.weight, std=0.02)
         for tokens in (self.t_emb_tokens, self.sc_tokens, self.mode_tokens):
             nn.init.normal_(tokens, std=0.02)
-        for head in (self.denoise_head, self.decode_head):
-            nn.init.zeros_(head.linear.weight)
+        for module in self.modules():
+            if isinstance(module, Head):
+                nn.init.zeros_(module.linear.weight)
 
-    def forward(self, z_BND: Tensor, t_B: Tensor, s_BND: Tensor | None, w_B: Tensor, decode_rows: int = 0) -> Tensor:
-        """The predicted clean embedding. The first `decode_rows` rows are in decode mode, the rest denoise."""
+    def states(self, z_BND: Tensor, t_B: Tensor, s_BND: Tensor | None, w_B: Tensor, decode_B: Tensor) -> Tensor:
+        """fp32 hidden states (B, N, H) of the latents; rows where `decode_B` is true are in decode mode."""
         with fp32_island(z_BND):
             z_BND = z_BND.float()
             s_BND = torch.zeros_like(z_BND) if s_BND is None else s_BND.float()
             x_BNH = self.in_proj(self.self_cond_proj(torch.cat([z_BND, s_BND], dim=-1)))
-            x_BSH = torch.cat([self._prefix(t_B, w_B, decode_rows), x_BNH], dim=1)
+            x_BSH = torch.cat([self._prefix(t_B, w_B, decode_B), x_BNH], dim=1)
         for block in self.blocks:
             x_BSH = block(x_BSH, self.rope_cos, self.rope_sin)
-        with fp32_island(z_BND):
-            x_BNH = x_BSH[:, self.prefix :].float()
+        return x_BSH[:, self.prefix :].float()
+
+    def _prefix(self, t_B: Tensor, w_B: Tensor, decode_B: Tensor) -> Tensor:
+        time = self.t_emb_tokens + self.t_embedder(t_B)[:, None]
+        scale = self.sc_tokens + self.sc_embedder(w_B)[:, None]
+        # In denoise mode the mode tokens are zeros that stay in the sequence and are attended to (released).
+        return torch.cat([time, scale, self.mode_tokens * decode_B.to(time.dtype)[:, None, None]], dim=1)
+
+
+class DiT(LatentTransformer):
+    """f(z, t; s, w) in two modes: denoise (flow matching) and decode (joint-embedding prediction at t = 1)."""
+
+    def __init__(
+        self, latent_len: int, dim: int, bottleneck: int, hidden: int, depth: int, heads: int, ratio: float,
+        freq_dim: int, time_tokens: int, sc_tokens: int, mode_tokens: int, dropout: float,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            latent_len, dim, bottleneck, hidden, depth, heads, ratio,
+            freq_dim, time_tokens, sc_tokens, mode_tokens, dropout,
+        )  # fmt: skip
+        self.denoise_head = Head(hidden, dim)
+        self.decode_head = Head(hidden, dim)
+        self.initialize()
+
+    def forward(self, z_BND: Tensor, t_B: Tensor, s_BND: Tensor | None, w_B: Tensor, decode_rows: int = 0) -> Tensor:
+        """The predicted clean embedding. The first `decode_rows` rows are in decode mode, the rest denoise."""
+        decode_B = torch.arange(len(t_B), device=t_B.device) < decode_rows
+        x_BNH = self.states(z_BND, t_B, s_BND, w_B, decode_B)
+        with fp32_island(x_BNH):
             if decode_rows == 0:
                 return self.denoise_head(x_BNH)
             if decode_rows == len(x_BNH):
                 return self.decode_head(x_BNH)
             return torch.cat([self.decode_head(x_BNH[:decode_rows]), self.denoise_head(x_BNH[decode_rows:])])
-
-    def _prefix(self, t_B: Tensor, w_B: Tensor, decode_rows: int) -> Tensor:
-        time = self.t_emb_tokens + self.t_embedder(t_B)[:, None]
-        scale = self.sc_tokens + self.sc_embedder(w_B)[:, None]
-        # In denoise mode the mode tokens are zeros that stay in the sequence and are attended to (released).
-        is_decode = (torch.arange(len(t_B), device=t_B.device) < decode_rows).to(time.dtype)
-        return torch.cat([time, scale, self.mode_tokens * is_decode[:, None, None]], dim=1)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from jpeg_dlm.config import SamplerConfig
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.grids import quantile_grid, random_grid
-from jpeg_dlm.methods.base import Method, Watch
+from jpeg_dlm.methods.base import Method, Watch, refuse_given
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.rng import RowNoise
 
@@ -21,22 +21,26 @@ def device_of(method: Method) -> torch.device:
 
 @torch.no_grad()
 def sample_batches(
-    method: Method, n: int, sampler: SamplerConfig, seed: int = 0, batch: int = 64, first: int = 0, watch: Watch | None = None
-) -> Iterator[Tensor]:
-    """Token ids of samples `first` to `first + n - 1`, batch by batch."""
-    if sampler.protocol == "released":
+    method: Method, n: int, sampler: Any, seed: int = 0, batch: int = 64, first: int = 0,
+    watch: Watch | None = None, given_L: Tensor | None = None,
+) -> Iterator[Tensor]:  # fmt: skip
+    """Token ids of samples `first` to `first + n - 1`, batch by batch; `given_L` is kept in every one of them."""
+    if getattr(sampler, "protocol", "default") == "released":
         if first:
             raise UsageError("The released protocol draws samples in order: it cannot begin with one in the middle.")
+        refuse_given(given_L, method.title)
         yield from released_batches(method, n, sampler, seed, batch, watch)
         return
     for start in range(first, first + n, batch):
         rows = range(start, min(start + batch, first + n))
-        yield method.sample(len(rows), sampler, RowNoise(seed, rows, 0, device_of(method)), watch)
+        device = device_of(method)
+        given_BL = None if given_L is None else given_L.to(device).expand(len(rows), -1)
+        yield method.sample(sampler, RowNoise(seed, rows, 0, device), watch, given_BL)
 
 
 @torch.no_grad()
 def released_batches(
-    method: Method, n: int, sampler: SamplerConfig, seed: int, batch: int, watch: Watch | None = None
+    method: Method, n: int, sampler: Any, seed: int, batch: int, watch: Watch | None = None
 ) -> Iterator[Tensor]:
     """The random-number order of the authors' code, in which a sample depends on its batch.
 

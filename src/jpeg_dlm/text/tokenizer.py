@@ -30,12 +30,12 @@ T5_HUB_NAME = "t5-small"  # released
 OLDER_FILES = ("spiece.model", "tokenizer.model", "vocab.json", "vocab.txt")  # what came before tokenizer.json
 
 # Names by which each role is known, best first. T5 has no begin, line or mask token: the released code takes its
-# first two sentinels for the first two, and we take the third one for the mask.
+# first two sentinels for the first two, and we take the third one for the mask. BERT's [CLS] also parts lines (MDLM, Duo).
 _PAD = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
 _EOS = ("</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>", "[SEP]", "<|im_end|>")
 _UNK = ("<unk>", "[UNK]")
 _BOS = ("<s>", "<bos>", "<|begin_of_text|>", "[CLS]", "<extra_id_0>")
-_BOUNDARY = ("<line>", "<extra_id_1>")
+_BOUNDARY = ("<line>", "<extra_id_1>", "[CLS]")
 _MASK = ("<mask>", "[MASK]", "<extra_id_2>")
 
 

@@ -33,6 +33,7 @@ from jpeg_dlm.files import (
     write_atomic,
     write_manifest,
 )
+from jpeg_dlm.training.muon import Muon
 
 STATE = "state.json"
 STATE_BYTES = 16 << 20
@@ -217,10 +218,11 @@ def load_optimizer_tensors(optimizer: Optimizer, parameters: Mapping[str, Tensor
                 f"The checkpoint has optimizer state for '{name or key}', which the model does not train: use the run's config."
             )
         found.setdefault(name, {})[slot] = value
-    required = _slots(optimizer, {slot for slots in found.values() for slot in slots} - {UNTOUCHED})
+    present = {slot for slots in found.values() for slot in slots} - {UNTOUCHED}
     for name, parameter in expected.items():
         if name not in found:
             raise CheckpointError(f"The checkpoint lacks optimizer state for '{name}': use the run's own config.")
+        required = _slots(optimizer, parameter, present)
         if set(found[name]) not in (required, {UNTOUCHED}):
             raise CheckpointError(f"Optimizer state of '{name}' has {sorted(found[name])} but needs {sorted(required)}.")
         for slot, value in found[name].items():
@@ -249,8 +251,10 @@ def _optimized(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[s
     return {names[id(parameter)]: parameter for parameter in trained}
 
 
-def _slots(optimizer: Optimizer, present: set[str]) -> set[str]:
-    """What each touched parameter must have; for optimizers other than Adam, whatever any parameter has."""
+def _slots(optimizer: Optimizer, parameter: Tensor, present: set[str]) -> set[str]:
+    """What the parameter must have once it was touched; for optimizers not known here, whatever any parameter has."""
+    if isinstance(optimizer, Muon):
+        return set(optimizer.slots(parameter))
     if not isinstance(optimizer, (Adam, AdamW)):
         return present
     amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)

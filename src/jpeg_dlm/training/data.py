@@ -47,7 +47,7 @@ class BatchStream:
         """The batches of one optimizer step with the noise that belongs to them."""
         for micro in range(self.train.accumulation):
             places, rows = self.row_numbers(step, micro)
-            yield self.batch(rows), RowNoise(self.train.seed, places, step, self.device)
+            yield self.batch(rows), RowNoise(self.train.seed, places, step, self.device, self.rows_per_step)
 
     def batch(self, rows: list[int]) -> Batch:
         tokens = self.blocks.rows(rows)

@@ -29,7 +29,7 @@ def heldout_losses(
         tokens = blocks.rows(list(rows))
         mask = blocks.mask(tokens)
         b = Batch(tokens.to(device), None if mask is None else mask.to(device))
-        values = {k: float(v) for k, v in method.losses(b, RowNoise(seed, rows, 0, device)).items()}
+        values = {k: float(v) for k, v in method.losses(b, RowNoise(seed, rows, 0, device, n)).items()}
         accuracy = method.reconstruction(b)
         if accuracy is not None:
             values["accuracy"] = float(accuracy)

@@ -20,6 +20,7 @@ from jpeg_dlm.collectives import all_mean
 from jpeg_dlm.config import Config, to_dict
 from jpeg_dlm.errors import CheckpointError, NonFiniteError
 from jpeg_dlm.methods.base import FROZEN, Method, copy_tensors
+from jpeg_dlm.rng import derive_seed
 from jpeg_dlm.training.checkpoint import (
     Checkpoint,
     load_optimizer_tensors,
@@ -55,11 +56,12 @@ class Trainer:
         groups = self.method.parameter_groups()
         self.parameters: dict[str, nn.Parameter] = {n: p for g in groups for n, p in g.parameters.items()}
         self.optimizer = build_optimizer(groups, train)
-        self.ema = WeightEma(self.parameters, train.ema)
+        self.ema = WeightEma(self.parameters, train.ema, train.ema_warmup)
         if train.compile:
-            for part in self.method.children():
-                if any(p.requires_grad for p in part.parameters()):
-                    part.compile()
+            # Layer by layer: equal layers share their code, and it does not matter how a method calls its networks.
+            for layers in [m for m in self.method.modules() if isinstance(m, nn.ModuleList)]:
+                for layer in layers:
+                    layer.compile()
         self.wrapped: nn.Module = self.method
         if self.ranks.world > 1:
             # Buffers are kept equal by global statistics, so broadcasting them each step would be waste.
@@ -78,6 +80,8 @@ class Trainer:
         totals: dict[str, Tensor] = {}
         for micro, (batch, noise) in enumerate(self.stream.micro_batches(self.step)):
             last = micro == train.accumulation - 1
+            # Dropout draws from the global generator: seeded by its address, a resumed run drops the same.
+            torch.manual_seed(derive_seed(train.seed, "dropout", self.step, micro, self.ranks.rank))
             with self._sync_only_on(last), self.autocast():
                 losses = self.wrapped(batch, noise)
                 losses["loss"] = self.method.total_loss(losses)
@@ -89,7 +93,7 @@ class Trainer:
         if all(map(math.isfinite, stats.values())):
             self.optimizer.step()
             self.method.after_step(self.step, train.steps)
-            self.ema.update()
+            self.ema.update(self.step + 1)
         else:
             self._refuse_update(stats)
         self.step += 1

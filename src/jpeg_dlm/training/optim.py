@@ -1,4 +1,4 @@
-"""AdamW with one learning rate per group, decay only where it helps, and the shared schedule."""
+"""AdamW or Muon with one learning rate per group, decay only where it helps, and the shared schedule."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from jpeg_dlm.config import TrainConfig
 from jpeg_dlm.methods.base import ParameterGroup, rounded_up_share
+from jpeg_dlm.training.muon import Muon
 
 # Learned tokens, queries and position tables are inputs, not maps: they are not pulled to zero (practice of JiT and ELF).
 NOT_DECAYED = ("latents", "base_query", "tokens", "pos_emb.weight", "pos_latent.weight", "embedding.weight")
@@ -24,16 +25,20 @@ def learning_rate(group: str, train: TrainConfig) -> float:
     return train.codec_lr if group == "codec" else train.lr
 
 
-def build_optimizer(groups: list[ParameterGroup], train: TrainConfig) -> AdamW:
+def build_optimizer(groups: list[ParameterGroup], train: TrainConfig) -> Optimizer:
+    """The optimizer the config names; what shares group, decay and update rule shares an entry of its `param_groups`."""
+    muon = train.optimizer == "muon"
     param_groups = []
     for group in groups:
-        for decayed in (True, False):
-            chosen: list[nn.Parameter] = [p for n, p in group.parameters.items() if is_decayed(n, p) is decayed]
-            if chosen:
-                rate = learning_rate(group.name, train)
-                decay = train.weight_decay if decayed else 0.0
-                param_groups.append({"params": chosen, "name": group.name, "peak": rate, "lr": rate, "weight_decay": decay})
-    return AdamW(param_groups, betas=(train.beta1, train.beta2), fused=True)
+        rate = learning_rate(group.name, train)
+        kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for name, p in group.parameters.items():
+            kinds.setdefault((not is_decayed(name, p), muon and p.ndim == 2), []).append(p)
+        for (undecayed, matrix), chosen in sorted(kinds.items()):
+            shared = {"name": group.name, "peak": rate, "lr": rate, "weight_decay": 0.0 if undecayed else train.weight_decay}
+            param_groups.append({"params": chosen} | shared | ({"matrix": matrix} if muon else {}))
+    betas = (train.beta1, train.beta2)
+    return Muon(param_groups, betas) if muon else AdamW(param_groups, betas=betas, eps=train.adam_eps, fused=True)
 
 
 def schedule_factor(step: int, train: TrainConfig) -> float:
@@ -42,14 +47,11 @@ def schedule_factor(step: int, train: TrainConfig) -> float:
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, train.steps - warmup)
-    if train.schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    if train.schedule == "linear":
-        return 1 - min(1.0, progress)
-    return 1.0
+    shapes = {"cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x)), "linear": lambda x: 1 - x, "constant": lambda x: 1.0}
+    return train.lr_floor + (1 - train.lr_floor) * shapes[train.schedule](min(1.0, progress))
 
 
-def set_learning_rates(optimizer: AdamW, factor: float) -> dict[str, float]:
+def set_learning_rates(optimizer: Optimizer, factor: float) -> dict[str, float]:
     """Scale every group by the same factor; returns the rates for the log."""
     rates = {}
     for group in optimizer.param_groups:
@@ -59,15 +61,20 @@ def set_learning_rates(optimizer: AdamW, factor: float) -> dict[str, float]:
 
 
 class WeightEma:
-    """A moving average of trainable weights, without warm-up; what is sampled from and exported (paper)."""
+    """A moving average of trainable weights; what is sampled from and exported (paper).
 
-    def __init__(self, parameters: dict[str, nn.Parameter], decay: float) -> None:
-        self.decay, self.parameters = decay, parameters
+    With `warmup` update n decays by at most (1 + n) / (10 + n) (MDLM, SEDD, Duo, FLM).
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], decay: float, warmup: bool = False) -> None:
+        self.decay, self.parameters, self.warmup = decay, parameters, warmup
         self.shadow = {name: p.detach().clone() for name, p in parameters.items()}
 
     @torch.no_grad()
-    def update(self) -> None:
-        torch._foreach_lerp_(list(self.shadow.values()), list(self.parameters.values()), 1 - self.decay)
+    def update(self, n: int) -> None:
+        """Take in the weights after optimizer step n, counted from 1."""
+        decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
+        torch._foreach_lerp_(list(self.shadow.values()), list(self.parameters.values()), 1 - decay)
 
     @torch.no_grad()
     def swap(self) -> None:

@@ -1,9 +1,10 @@
-"""A run from text to trained model: prepare, pretrain the encoder if needed, train, and write what a person wants to see.
+"""A run from text to trained model: prepare, train stage after stage, and write what a person wants to see.
 
 RUN/config.json  tokenizer.json  metrics.jsonl  metrics.png  samples/  checkpoints/
 RUN/data/        prepared blocks, unless a prepared folder was named
-RUN/encoder/     the trained 'small' encoder; RUN/encoder-training/ is its own run
+RUN/encoder/     the trained 'small' encoder
 RUN/features/    cached features, if asked for
+RUN/STAGE-training/  the run of a stage that comes first: 'encoder', or the first stage of a method that has two
 """
 
 from __future__ import annotations
@@ -11,15 +12,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from jpeg_dlm.collectives import barrier
-from jpeg_dlm.config import Config, DataConfig, from_dict, to_dict, validate
+from jpeg_dlm.config import Config, DataConfig, TrainConfig, from_dict, to_dict, validate
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.encoders.base import measure_statistics, save_statistics
 from jpeg_dlm.encoders.build import FrozenSmallEncoder
@@ -29,7 +29,7 @@ from jpeg_dlm.feature_cache import FeatureCache
 from jpeg_dlm.files import write_atomic
 from jpeg_dlm.methods.base import Method
 from jpeg_dlm.methods.encoder_pretraining import EncoderPretraining
-from jpeg_dlm.methods.registry import build_method
+from jpeg_dlm.methods.registry import STAGES, build_method, method_class
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.prepare import prepare
@@ -57,6 +57,27 @@ class Outcome:
     stopped_by: str | None
 
 
+class Stopped(Exception):
+    """A stage was asked to stop, so those after it must not begin."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(f"stopped by {outcome.stopped_by} at step {outcome.step}")
+        self.outcome = outcome
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every stage of a run shares."""
+
+    blocks: Blocks
+    heldout: Blocks
+    ranks: Ranks
+    console: Console
+    stop: StopSignal
+    encoder: FrozenEncoder | None = None
+    cache: FeatureCache | None = None
+
+
 def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume: bool) -> Outcome:
     """Everything `jpeg-dlm train` does."""
     config = validate(config)
@@ -68,19 +89,21 @@ def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume:
         if ranks.is_main:  # as it was asked for: what --resume starts from
             write_atomic(run / "config.json", json.dumps(to_dict(config), indent=1) + "\n")
         folder = prepared_folder(config, run, ranks, console)
-        blocks, heldout = Blocks(folder, "train"), Blocks(folder, "heldout")
-        config = fit_to_data(config, blocks, ranks.world)
-        encoder = None
-        if config.method != "encoder":
-            encoder = prepare_encoder(config, run, blocks, heldout, ranks, console, stop)
-            if encoder is None:
-                return Outcome(0, stop.requested)
-        outcome = _train(config, run, blocks, heldout, encoder, ranks, console, stop)
-    return outcome
+        bench = Bench(Blocks(folder, "train"), Blocks(folder, "heldout"), ranks, console, stop)
+        config = fit_to_data(config, bench.blocks, ranks.world)
+        try:
+            if method_class(config.method).uses_encoder:
+                bench = with_encoder(config, run, bench)
+            method = train_method(config, run, bench)
+        except Stopped as stopped:
+            return stopped.outcome
+        if isinstance(method, EncoderPretraining):
+            finish_encoder(method, config, bench, run / "encoder")
+    return Outcome(config.train.steps, None)
 
 
 def _check_fresh(run: Path, resume: bool) -> None:
-    if not resume and any((run / part / "checkpoints").is_dir() for part in ("", "encoder-training")):
+    if not resume and ((run / "checkpoints").is_dir() or any(run.glob("*-training/checkpoints"))):
         raise UsageError(f"'{run}' already holds a run: go on with --resume, or name another folder with --out.")
 
 
@@ -120,30 +143,33 @@ def fit_to_data(config: Config, blocks: Blocks, world: int) -> Config:
 # ---------------------------------------------------------------- the frozen encoder
 
 
-def prepare_encoder(
-    config: Config, run: Path, blocks: Blocks, heldout: Blocks, ranks: Ranks, console: Console, stop: StopSignal
-) -> FrozenEncoder | None:
-    """The frozen encoder with its statistics, pretrained first when the preset says so; None if stopped on the way."""
+def with_encoder(config: Config, run: Path, bench: Bench) -> Bench:
+    """`bench` with the frozen encoder, and with its features of every row if they are to be cached."""
+    bench = replace(bench, encoder=prepare_encoder(config, run, bench))
+    return replace(bench, cache=feature_cache(run, bench)) if config.data.cache_features else bench
+
+
+def prepare_encoder(config: Config, run: Path, bench: Bench) -> FrozenEncoder:
+    """The frozen encoder with its statistics, pretrained first when the preset says so."""
     folder = run / "encoder"
-    e = config.encoder
+    e, blocks = config.encoder, bench.blocks
     if e.kind == "small" and not e.name and not (folder / CONFIG_FILE).is_file():
         if config.train.encoder_steps == 0:
             raise UsageError(
                 "The preset uses its own encoder: give a trained one with --encoder.name, or set --train.encoder-steps."
             )
-        pretraining = encoder_config(config)
-        outcome = _train(pretraining, run / "encoder-training", blocks, heldout, None, ranks, console, stop)
-        if outcome.stopped_by:
-            return None
+        method = train_method(encoder_config(config), stage_folder(run, "encoder"), bench)
+        assert isinstance(method, EncoderPretraining)
+        finish_encoder(method, config, bench, folder)
     if e.kind == "small":
         _check_tokenizer(folder if (folder / CONFIG_FILE).is_file() else Path(e.name), blocks)
     encoder = build_encoder(e, config.data.vocab_size, config.train.seed, folder)
     if e.scale == "per_channel" and not encoder.has_statistics:
         encoder.set_feature_statistics(*measure_statistics(encoder, statistics_batches(blocks)))
-        if ranks.is_main:
+        if bench.ranks.is_main:
             save_statistics(folder, encoder)
         barrier()
-    return encoder.to(ranks.device)
+    return encoder.to(bench.ranks.device)
 
 
 def _check_tokenizer(folder: Path, blocks: Blocks) -> None:
@@ -157,32 +183,42 @@ def _check_tokenizer(folder: Path, blocks: Blocks) -> None:
 
 
 def encoder_config(config: Config) -> Config:
-    """The config of the encoder's own pretraining within a larger run."""
+    """The config of the encoder's own pretraining within a larger run: the same whatever method it is for."""
+    t = config.train
     train = replace(
-        config.train, steps=config.train.encoder_steps, lr=config.train.encoder_lr, schedule="cosine", warmup=0, compile=False
-    )
+        t, steps=t.encoder_steps, lr=t.encoder_lr, schedule="cosine", warmup=0, lr_floor=0.0, compile=False,
+        optimizer="adamw", weight_decay=TrainConfig.weight_decay, adam_eps=TrainConfig.adam_eps,
+    )  # fmt: skip
     return replace(config, method="encoder", train=train)
 
 
-def statistics_batches(blocks: Blocks) -> Any:
+def statistics_rows(blocks: Blocks) -> Iterator[list[int]]:
+    """Numbers of the rows that statistics are measured over, batch by batch."""
     rows = range(min(STATISTICS_ROWS, len(blocks)))
-    for start in range(0, len(rows), 256):
-        tokens = blocks.rows(list(rows[start : start + 256]))
+    return (list(rows[start : start + 256]) for start in range(0, len(rows), 256))
+
+
+def statistics_batches(blocks: Blocks) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    for rows in statistics_rows(blocks):
+        tokens = blocks.rows(rows)
         yield tokens, blocks.mask(tokens)
 
 
-def finish_encoder(method: EncoderPretraining, config: Config, blocks: Blocks, tokenizer: TextTokenizer, folder: Path) -> None:
+def finish_encoder(method: EncoderPretraining, config: Config, bench: Bench, folder: Path) -> None:
     """Measure the trained encoder's feature statistics and store it where runs look for it."""
-    model = method.model.cpu()
-    scale = replace(config.encoder, scale="per_channel", kind="small")
-    model.set_feature_statistics(*measure_statistics(FrozenSmallEncoder(model, "small", scale), statistics_batches(blocks)))
-    save_small_encoder(folder, model, tokenizer.fingerprint)
+    if bench.ranks.is_main:
+        model, blocks = method.model.cpu(), bench.blocks
+        scale = replace(config.encoder, scale="per_channel", kind="small")
+        measured = measure_statistics(FrozenSmallEncoder(model, "small", scale), statistics_batches(blocks))
+        model.set_feature_statistics(*measured)
+        save_small_encoder(folder, model, blocks.tokenizer().fingerprint)
+    barrier()
 
 
-def feature_cache(
-    config: Config, run: Path, blocks: Blocks, encoder: FrozenEncoder, ranks: Ranks, console: Console
-) -> FeatureCache:
+def feature_cache(run: Path, bench: Bench) -> FeatureCache:
     """The features of every training row on disk, computed once."""
+    blocks, encoder, ranks = bench.blocks, bench.encoder, bench.ranks
+    assert encoder is not None
 
     def rows(numbers: range) -> tuple[torch.Tensor, torch.Tensor | None]:
         tokens = blocks.rows(list(numbers))
@@ -190,7 +226,7 @@ def feature_cache(
 
     folder = run / "features"
     if ranks.is_main:
-        with console.progress("Caching encoder features", "rows") as progress:
+        with bench.console.progress("Caching encoder features", "rows") as progress:
             FeatureCache.build(
                 folder, encoder, rows, len(blocks), blocks.token_len, progress, blocks.fingerprint, device=str(ranks.device)
             )
@@ -201,42 +237,50 @@ def feature_cache(
 # ---------------------------------------------------------------- training proper
 
 
-def _train(
-    config: Config, run: Path, blocks: Blocks, heldout: Blocks, encoder: FrozenEncoder | None,
-    ranks: Ranks, console: Console, stop: StopSignal,
-) -> Outcome:  # fmt: skip
+def stage_folder(run: Path, stage: str) -> Path:
+    """Where a stage of a larger run has its own run."""
+    return run / f"{stage}-training"
+
+
+def train_method(config: Config, run: Path, bench: Bench) -> Method:
+    """The method of a config, trained from its last checkpoint or its first stage to the end, with its averaged weights."""
     run.mkdir(parents=True, exist_ok=True)
-    cache = feature_cache(config, run, blocks, encoder, ranks, console) if encoder and config.data.cache_features else None
-    method = build_method(config, encoder).to(ranks.device)
-    stream = BatchStream(blocks, config.train, ranks.device, ranks.rank, ranks.world, cache)
-    provenance = {"data": blocks.fingerprint, "tokenizer": blocks.index["tokenizer"]}
-    if encoder:
-        provenance["encoder"] = encoder.fingerprint
-    trainer = Trainer(config, method, stream, run, ranks, provenance)
+    ranks, console, tokenizer = bench.ranks, bench.console, bench.blocks.tokenizer()
+    stream = BatchStream(bench.blocks, config.train, ranks.device, ranks.rank, ranks.world, bench.cache)
     checkpoint = latest_checkpoint(run, console.warn)
+    method = build_method(config, bench.encoder).to(ranks.device) if checkpoint else new_method(config, run, bench, stream)
+    trainer = Trainer(config, method, stream, run, ranks, provenance(bench))
     if checkpoint:
         trainer.restore(checkpoint)
         console.say(f"Resuming {config.method} from step {trainer.step:,} of {config.train.steps:,}.")
-    tokenizer = blocks.tokenizer()
     if ranks.is_main:
         tokenizer.save(run / "tokenizer.json")
     log = MetricsLog(run / "metrics.jsonl", trainer.step if checkpoint else None) if ranks.is_main else None
     with console.training(config, trainer.step, stream.rows_per_step) as tell:
-        stopped = trainer.fit(log, stop, tell, evaluation(trainer, heldout, tokenizer))
+        stopped = trainer.fit(log, bench.stop, tell, evaluation(trainer, bench.heldout, tokenizer))
     if ranks.is_main and log:
         log.close()
-        plot_metrics(run)
-    if isinstance(method, EncoderPretraining) and not stopped:
-        if ranks.is_main:
-            trainer.ema.swap()
-            finish_encoder(method, config, blocks, tokenizer, _encoder_home(run))
-        barrier()
-    return Outcome(trainer.step, stopped if trainer.step < config.train.steps else None)
+        plot_if_measured(run)
+    if trainer.step < config.train.steps:
+        raise Stopped(Outcome(trainer.step, stopped))
+    trainer.ema.swap()
+    return method
 
 
-def _encoder_home(run: Path) -> Path:
-    """RUN/encoder, both for a run of the encoder alone and for pretraining within a larger run."""
-    return run.parent / "encoder" if run.name == "encoder-training" else run / "encoder"
+def new_method(config: Config, run: Path, bench: Bench, stream: BatchStream) -> Method:
+    """The method before its first step; one that has a first stage starts from what that stage learned."""
+    before = method_class(config.method).first_stage(config)
+    stage = train_method(before, stage_folder(run, before.method), bench) if before else None
+    method = build_method(config, bench.encoder).to(bench.ranks.device)
+    if stage:
+        method.start_from(stage, map(stream.batch, statistics_rows(bench.blocks)))
+    return method
+
+
+def provenance(bench: Bench) -> dict[str, str]:
+    """What a checkpoint must find unchanged when it is resumed."""
+    known = {"data": bench.blocks.fingerprint, "tokenizer": bench.blocks.index["tokenizer"]}
+    return known | ({"encoder": bench.encoder.fingerprint} if bench.encoder else {})
 
 
 def evaluation(trainer: Trainer, heldout: Blocks, tokenizer: TextTokenizer) -> Callable[[int], dict[str, float]]:
@@ -247,15 +291,22 @@ def evaluation(trainer: Trainer, heldout: Blocks, tokenizer: TextTokenizer) -> C
         try:
             with trainer.autocast():
                 found = heldout_losses(trainer.method, heldout, trainer.ranks)
-                if trainer.ranks.is_main and trainer.config.method != "encoder":
+                if trainer.ranks.is_main and trainer.config.method not in STAGES:
                     write_samples(trainer.method, trainer.config, tokenizer, trainer.run, step, trainer.ranks.device)
         finally:
             trainer.ema.swap()
-        if trainer.ranks.is_main and (trainer.run / "metrics.jsonl").is_file():
-            plot_metrics(trainer.run)
+        if trainer.ranks.is_main:
+            plot_if_measured(trainer.run)
         return found
 
     return evaluate
+
+
+def plot_if_measured(run: Path) -> None:
+    """A new picture of the metrics, unless the run was stopped before its first line."""
+    path = run / "metrics.jsonl"
+    if path.is_file() and path.stat().st_size:
+        plot_metrics(run)
 
 
 def write_samples(
@@ -264,7 +315,7 @@ def write_samples(
     """The first n samples of seed 0 at this step, as a text file: not chosen, only counted."""
     was_training = method.training
     method.eval()
-    rows = method.sample(n, config.sampler, RowNoise(0, range(n), 0, device))
+    rows = method.sample(config.sampler, RowNoise(0, range(n), 0, device))
     method.train(was_training)
     texts = [tokenizer.decode(row) for row in rows.tolist()]
     folder = run / "samples"

@@ -1,0 +1,111 @@
+"""How probable a model finds held-out text: its perplexity, exact or as a bound, beside that of a unigram model.
+
+Perplexities compare only between models of one tokenizer, since they are per token. Bits per character compare across
+tokenizers as well, as long as the text is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from jpeg_dlm.errors import DataError
+from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.evaluation.text_metrics import TextScore, perplexity, perplexity_interval
+from jpeg_dlm.methods.base import Batch, Method
+from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.sampling.sampler import device_of
+from jpeg_dlm.text.blocks import Blocks
+
+DRAWS = 8  # random times of a row
+ROWS_PER_CHUNK = 4096  # of the training split, when it is counted
+
+Progress = Callable[[int, int | None], None]
+
+
+def has_likelihood(method: Method) -> bool:
+    """Whether a method can say how probable a row is."""
+    return type(method).likelihood is not Method.likelihood
+
+
+def heldout_likelihood(
+    source: ModelSource, n: int | None = None, draws: int = DRAWS, seed: int = 0, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Perplexity of the first `n` held-out rows (all without it) with a 95% bootstrap interval over rows."""
+    heldout, model = source.heldout, source.model
+    if heldout is None or len(heldout) == 0:
+        raise DataError(f"There is no held-out text for '{source.name}': name its text or prepared folder with --data.")
+    n = min(n or len(heldout), len(heldout))
+    method = model.complete_method()
+    draws = 1 if method.exact_likelihood else draws
+    nats, tokens = row_nats(method, heldout, n, draws, seed, source.batch, progress)
+    scores = [TextScore(float(a), int(b), ()) for a, b in zip(nats, tokens, strict=True)]
+    low, high = perplexity_interval(scores, seed=seed)
+    rows = heldout.rows(range(n))
+    characters = sum(map(len, model.to_text(rows)))
+    return {
+        "kind": "exact" if method.exact_likelihood else "bound",
+        "perplexity": perplexity(scores),
+        "perplexity_low": low,
+        "perplexity_high": high,
+        "nats_per_token": float(nats.sum() / tokens.sum()),
+        "bits_per_character": float(nats.sum()) / math.log(2) / characters if characters else None,
+        "unigram_perplexity": unigram_perplexity(heldout, n),
+        "rows": n,
+        "tokens": int(tokens.sum()),
+        "characters": characters,
+        "draws": draws,
+        "seed": seed,
+        "heldout": heldout.fingerprint,
+    }
+
+
+@torch.no_grad()
+def row_nats(
+    method: Method, blocks: Blocks, n: int, draws: int, seed: int, batch: int, progress: Progress | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Nats and numbers of tokens of the first n rows; the nats are means over `draws` random times.
+
+    Draw d of row i is example `draws * i + d` of batches of `draws`, so that where a method stratifies its times, each row
+    has one in each of `draws` equal intervals. Numbering by row alone would give a row the same interval in every draw,
+    and the mean would be biased.
+    """
+    nats, tokens = np.zeros(n), np.zeros(n)
+    device = device_of(method)
+    for start in range(0, n, batch):
+        rows = range(start, min(start + batch, n))
+        tokens_BL = blocks.rows(rows).to(device)
+        examples = Batch(tokens_BL, blocks.mask(tokens_BL))
+        for draw in range(draws):
+            noise = RowNoise(seed, [draws * row + draw for row in rows], 0, device, draws)
+            found = method.likelihood(examples, noise)
+            if found is None:
+                raise DataError(f"{method.title} gives no likelihood.")
+            nats[rows.start : rows.stop] += found.nats_B.double().cpu().numpy() / draws
+            tokens[rows.start : rows.stop] = found.tokens_B.cpu().numpy()
+        if progress is not None:
+            progress(rows.stop, n)
+    return nats, tokens
+
+
+def unigram_perplexity(heldout: Blocks, n: int) -> float:
+    """Of the real tokens of the first n held-out rows, under the training split's counts with one added to each."""
+    counts = token_counts(Blocks(heldout.folder, "train")) + 1
+    seen = token_counts(heldout, n)
+    return math.exp(-float(seen @ np.log(counts / counts.sum())) / seen.sum())
+
+
+def token_counts(blocks: Blocks, n: int | None = None) -> np.ndarray:
+    """How often each id occurs in the first n rows (all without it); padding does not count."""
+    counts = np.zeros(blocks.vocab_size, np.int64)
+    n = len(blocks) if n is None else n
+    for start in range(0, n, ROWS_PER_CHUNK):
+        tokens_BL = blocks.rows(range(start, min(start + ROWS_PER_CHUNK, n)))
+        mask_BL = blocks.mask(tokens_BL)
+        real = tokens_BL.flatten() if mask_BL is None else tokens_BL[mask_BL]
+        counts += np.bincount(real.numpy(), minlength=blocks.vocab_size)
+    return counts

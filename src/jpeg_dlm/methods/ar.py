@@ -1,0 +1,253 @@
+"""AR: the shared transformer read left to right, one token after the other.
+
+Symbols: x_i token i of a row. Every token is predicted from a start token and those before it; where rows of the data
+themselves begin with the start token, as those of published checkpoints do, it is given and not predicted.
+Shapes: B batch, L tokens, H hidden width, V ids of the network, S positions it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jpeg_dlm.config import Checks, Config, head_checks, opt
+from jpeg_dlm.errors import CheckpointError
+from jpeg_dlm.methods.base import FREE, Batch, Likelihood, Method, ParameterGroup, Watch
+from jpeg_dlm.methods.discrete import (
+    PAPER_TOKENIZERS,
+    ddit_model,
+    ddit_sizes,
+    ddit_training,
+    draw_tokens,
+    paper_data,
+    reduce_loss,
+)
+from jpeg_dlm.nn import token_loss
+from jpeg_dlm.nn.ddit import CausalTransformer
+from jpeg_dlm.rng import RowNoise
+
+FORBIDDEN = -1e6  # logit of the mask token (Duo); its probability is zero even in float64
+START_IDS = {"bert-base-uncased": 101, "gpt2": 50_256}  # [CLS] and <|endoftext|>, with which framed rows begin (MDLM, Duo)
+UNWRITTEN = 0  # shown for tokens to come: padding, which decodes to nothing, in BERT's, T5's and our own tokenizers
+
+
+@dataclass(frozen=True)
+class ArConfig:
+    """Sizes of the transformer and its two special ids."""
+
+    hidden: int = opt(768, "width (paper)")
+    depth: int = opt(12, "layers (MDLM)")
+    heads: int = opt(12, "attention heads (MDLM)")
+    mlp_ratio: float = opt(4.0, "feed-forward ratio (MDLM)")
+    dropout: float = opt(0.1, "dropout of both branches of a layer (MDLM)")
+    mask_id: int = opt(
+        -1, "id that is never written; -1 adds a row for it after the tokenizer's own (MDLM: GPT-2 -1, BERT 103)"
+    )
+    start_id: int = opt(
+        -1, "id with which rows begin, which is not predicted (MDLM: GPT-2 50256, BERT 101); -1 puts the mask before each row"
+    )
+
+    def checks(self, config: Config) -> Checks:
+        vocab_size = config.data.vocab_size
+        return [
+            *head_checks(self.hidden, self.heads),
+            (min(self.hidden, self.depth) >= 1 and self.mlp_ratio > 0, "model sizes must be positive"),
+            (0 <= self.dropout < 1, "model.dropout must lie in [0, 1)"),
+            (-1 <= self.mask_id < vocab_size, "model.mask_id must be -1 or an id of the tokenizer"),
+            (-1 <= self.start_id < vocab_size, "model.start_id must be -1 or an id of the tokenizer"),
+            (self.start_id == -1 or config.data.token_len >= 2, "model.start_id needs data.token_len of at least 2"),
+        ]
+
+
+@dataclass(frozen=True)
+class ArObjective:
+    """How the loss is summed."""
+
+    reduction: Literal["token_mean", "sequence_sum"] = opt(
+        "token_mean", "mean over tokens (MDLM, Duo), or sum over a row's tokens and mean over rows"
+    )
+    ce_chunk: int = opt(0, "token positions whose logits exist at once, recomputed in backward; 0 keeps all")
+
+    def checks(self, config: Config) -> Checks:
+        return []
+
+
+@dataclass(frozen=True)
+class ArSampler:
+    """How the next token is drawn."""
+
+    temperature: float = opt(1.0, "divides the logits; 0 takes the most probable token")
+    top_k: int = opt(0, "draw from this many most probable tokens only; 0 is off")
+    top_p: float = opt(
+        1.0, "draw from the fewest tokens with at least this probability; 1 is off (paper: nucleus, p not stated)"
+    )
+    kv_cache: bool = opt(True, "keep keys and values; false reads the whole prefix again for each token (paper's speed 1.00)")
+
+    def checks(self, config: Config) -> Checks:
+        return [
+            (self.temperature >= 0, "sampler.temperature must not be negative"),
+            (self.top_k >= 0, "sampler.top_k must not be negative"),
+            (0 < self.top_p <= 1, "sampler.top_p must lie above 0 and not above 1"),
+        ]
+
+    def label(self) -> str:
+        """As tables name it."""
+        parts = ["KV cache" if self.kv_cache else "no KV cache"]
+        if self.temperature == 0:
+            return ", ".join(["greedy", *parts])
+        parts += [f"temperature {self.temperature:g}"] if self.temperature != 1 else []
+        parts += [f"top-k {self.top_k}"] if self.top_k else []
+        parts += [f"top-p {self.top_p:g}"] if self.top_p < 1 else []
+        return ", ".join(parts)
+
+    def evaluations(self, token_len: int) -> int:
+        """One for each token."""
+        return token_len
+
+
+class Ar(Method):
+    """A causal language model of token rows."""
+
+    title = "AR"
+    groups = {"model": ArConfig, "objective": ArObjective, "sampler": ArSampler}
+    exact_likelihood = True
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        m: ArConfig = config.model
+        self.config = config
+        vocab_size = config.data.vocab_size
+        ids, self.mask_id = (vocab_size + 1, vocab_size) if m.mask_id == -1 else (vocab_size, m.mask_id)
+        self.backbone = CausalTransformer(ids, m.hidden, m.depth, m.heads, m.mlp_ratio, m.dropout)
+        # One of the two is 1: positions that stand before a row, or positions of a row that are not predicted.
+        self.before, self.unpredicted = (1, 0) if m.start_id == -1 else (0, 1)
+        self.loss_weights = {"ce": 1.0}
+
+    @classmethod
+    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> Ar:
+        return cls(config)
+
+    @classmethod
+    def adapt(cls, base: Config, name: str) -> Config:
+        data, mask_id = paper_data(base)
+        sizes = ddit_model(base)
+        start_id = START_IDS.get(data.tokenizer, -1) if data.frame else -1
+        model = ArConfig(
+            hidden=sizes["hidden"], depth=sizes["depth"], heads=sizes["heads"], dropout=sizes["dropout"],
+            mask_id=mask_id, start_id=start_id,
+        )  # fmt: skip
+        objective = ArObjective(ce_chunk=base.objective.ce_chunk)
+        return replace(
+            base, method=name, data=data, model=model, objective=objective, train=ddit_training(base), sampler=ArSampler()
+        )
+
+    @classmethod
+    def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
+        ids, sizes = ddit_sizes(tensors)
+        if "cond_dim" in sizes:
+            raise CheckpointError("The file is of a diffusion model: its network reads a noise level, which AR does not have.")
+        data, special = replace(base.data, vocab_size=ids - 1), {"mask_id": -1}
+        for tokenizer, vocab_size, mask_id in PAPER_TOKENIZERS.values():
+            if ids == vocab_size + (mask_id == -1):
+                data = replace(base.data, tokenizer=tokenizer, vocab_size=vocab_size)
+                special = {"mask_id": mask_id, "start_id": START_IDS[tokenizer]}
+        return replace(base, data=data, model=replace(base.model, **sizes, **special))
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        return [ParameterGroup("flow", dict(self.named_parameters()))]
+
+    # ------------------------------------------------------------ reading
+
+    def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
+        nll_BL, mask_BL = self._predicted(batch)
+        return {"ce": reduce_loss(nll_BL, mask_BL, self.config.objective.reduction)}
+
+    @torch.no_grad()
+    def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
+        """The model's own, exact; a first token that is never predicted does not count."""
+        nll_BL, mask_BL = self._predicted(batch)
+        mask_BL = torch.ones_like(nll_BL, dtype=torch.bool) if mask_BL is None else mask_BL
+        return Likelihood((nll_BL.double() * mask_BL).sum(1), mask_BL.sum(1))
+
+    def _predicted(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """NLL of the predicted tokens of each row, and which of them are real."""
+        nll_BL = self.token_nll(batch.tokens_BL)[:, self.unpredicted :]
+        return nll_BL, None if batch.mask_BL is None else batch.mask_BL[:, self.unpredicted :]
+
+    def token_nll(self, tokens_BL: Tensor) -> Tensor:
+        """-log p(x_i | x_<i) of rows of any length (B, L); 0 for a first token that is not predicted."""
+        h_BSH = self.backbone.states(self._with_start(tokens_BL)[:, :-1])
+        nll = token_loss.token_nll(self.logits, h_BSH, tokens_BL[:, self.unpredicted :], self.config.objective.ce_chunk)
+        return F.pad(nll, (self.unpredicted, 0))
+
+    def hidden_states(self, tokens_BL: Tensor) -> Tensor:
+        """What the head multiplies (B, L, H), at place i after reading x_0 to x_i."""
+        return self.backbone.states(self._with_start(tokens_BL))[:, self.before :]
+
+    def logits(self, h: Tensor) -> Tensor:
+        """States (..., H) to logits of the next token (..., V)."""
+        logits = self.backbone.head(h)
+        logits[..., self.mask_id] = FORBIDDEN
+        return logits
+
+    def _with_start(self, tokens_BL: Tensor) -> Tensor:
+        """What the network reads (B, S)."""
+        return F.pad(tokens_BL, (self.before, 0), value=self.mask_id)
+
+    # ------------------------------------------------------------ writing
+
+    @torch.no_grad()
+    def sample(self, sampler: ArSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None) -> Tensor:
+        """Exactly L tokens a row: an end token is a token like any other."""
+        B, L = len(noise.rows), self.config.data.token_len
+        if given_BL is None:
+            given_BL = torch.full((B, L), FREE, device=noise.device)
+        if self.unpredicted:
+            given_BL = torch.cat([replace_free(given_BL[:, :1], self.config.model.start_id), given_BL[:, 1:]], dim=1)
+        # All at once, so that a row's numbers do not depend on what its neighbors are given.
+        u_BL = noise.streams("sample").uniform(L)
+        read_BS = self._with_start(replace_free(given_BL, UNWRITTEN))
+        tokens_BL, free_BL = read_BS[:, self.before :], given_BL == FREE  # the first is a view: what is written is read
+        cache = self.backbone.new_cache(B, read_BS.shape[1]) if sampler.kv_cache else None
+        for i, anything_free in enumerate(free_BL.any(0).tolist()):
+            if watch:
+                watch(i, L, i / L, tokens_BL.clone)
+            if anything_free:
+                # Given tokens since the last evaluation, such as a prompt, are read together.
+                start = cache[0].length if cache else 0
+                h_BSH = self.backbone.states(read_BS[:, start : i + self.before], cache)
+                p_BV = next_token_probabilities(self.logits(h_BSH[:, -1]), sampler)
+                tokens_BL[:, i] = torch.where(free_BL[:, i], draw_tokens(p_BV, u_BL[:, i]), tokens_BL[:, i])
+        if watch:
+            watch(L, L, 1.0, tokens_BL.clone)
+        return tokens_BL.clone()
+
+
+def replace_free(given: Tensor, value: int) -> Tensor:
+    """Given ids, with `value` where there is none."""
+    return given.masked_fill(given == FREE, value)
+
+
+def next_token_probabilities(logits_BV: Tensor, sampler: ArSampler) -> Tensor:
+    """What the next token is drawn from, in float64: temperature, then the k most probable, then the nucleus of these."""
+    logits_BV = logits_BV.double()
+    if sampler.temperature == 0:
+        return F.one_hot(logits_BV.argmax(-1), logits_BV.shape[-1]).double()
+    p_BV = (logits_BV / sampler.temperature).softmax(-1)
+    if not sampler.top_k and sampler.top_p == 1:
+        return p_BV
+    ranked_BV, order_BV = p_BV.sort(dim=-1, descending=True, stable=True)
+    if sampler.top_k:
+        ranked_BV[:, sampler.top_k :] = 0
+        ranked_BV /= ranked_BV.sum(-1, keepdim=True)
+    if sampler.top_p < 1:
+        # Kept while those before have not reached p, so the token that crosses it is in (Holtzman et al.).
+        before_BV = F.pad(ranked_BV.cumsum(-1)[:, :-1], (1, 0))
+        ranked_BV[before_BV >= sampler.top_p] = 0
+        ranked_BV /= ranked_BV.sum(-1, keepdim=True)
+    return torch.zeros_like(p_BV).scatter(-1, order_BV, ranked_BV)

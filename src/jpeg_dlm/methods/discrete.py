@@ -1,0 +1,208 @@
+"""What the systems on token ids share: their options, the noise schedule, stratified times, and drawing tokens.
+
+Sources are named as (MDLM), (SEDD), (Duo) for the three public code bases, (paper) for the comparison's own settings.
+Shapes: B batch, L tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from jpeg_dlm.config import Checks, Config, DataConfig, TrainConfig, head_checks, opt
+from jpeg_dlm.errors import CheckpointError
+from jpeg_dlm.methods.base import masked_mean
+from jpeg_dlm.rng import RowNoise
+
+T_MIN_SAMPLING = 1e-5  # where samplers end (MDLM, SEDD, Duo)
+
+PAPER_STEPS = {"lm1b": 128, "owt1024": 1024}  # sampling steps of all systems on the shared transformer (paper)
+POSITIONS_AT_ONCE = 1024  # assumed: while sampling, logits of so many positions exist at once (GPT-2's ids: 0.2 GB)
+
+# Tokenizer, number of ids and mask id of the paper's checkpoints; GPT-2 has no mask token, so a row is added for it.
+PAPER_TOKENIZERS = {"lm1b": ("bert-base-uncased", 30_522, 103), "owt1024": ("gpt2", 50_257, -1)}
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """Sizes of the shared transformer; its vocabulary is the tokenizer's."""
+
+    hidden: int = opt(768, "width (paper)")
+    depth: int = opt(12, "layers (paper)")
+    heads: int = opt(12, "attention heads (paper)")
+    mlp_ratio: float = opt(4.0, "feed-forward ratio (MDLM)")
+    cond_dim: int = opt(128, "width of the noise level's embedding (MDLM)")
+    freq_dim: int = opt(256, "sinusoid width of the noise level (MDLM)")
+    dropout: float = opt(0.1, "dropout of both branches of a layer (MDLM)")
+
+    def checks(self, config: Config) -> Checks:
+        return [
+            *head_checks(self.hidden, self.heads),
+            (min(self.hidden, self.depth, self.cond_dim) >= 1 and self.mlp_ratio > 0, "model sizes must be positive"),
+            (self.freq_dim >= 2 and self.freq_dim % 2 == 0, "model.freq_dim must be even"),
+            (0 <= self.dropout < 1, "model.dropout must lie in [0, 1)"),
+        ]
+
+    def arguments(self) -> dict[str, Any]:
+        """For the constructor of `DDiT`."""
+        return {
+            "hidden": self.hidden, "depth": self.depth, "heads": self.heads, "cond_dim": self.cond_dim,
+            "freq_dim": self.freq_dim, "ratio": self.mlp_ratio, "dropout": self.dropout,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DditConfig(NetworkConfig):
+    """The shared transformer with a mask among its ids."""
+
+    mask_id: int = opt(-1, "id of the mask token; -1 adds a row for it after the tokenizer's own (MDLM: GPT-2 -1, BERT 103)")
+
+    def checks(self, config: Config) -> Checks:
+        known = -1 <= self.mask_id < config.data.vocab_size
+        return [*super().checks(config), (known, "model.mask_id must be -1 or an id of the tokenizer")]
+
+    def with_mask(self, vocab_size: int) -> tuple[int, int]:
+        """(ids of the network, id of the mask) for a tokenizer of `vocab_size` ids."""
+        return (vocab_size + 1, vocab_size) if self.mask_id == -1 else (vocab_size, self.mask_id)
+
+
+@dataclass(frozen=True)
+class DiscreteObjective:
+    """How the loss is drawn and summed."""
+
+    t_min: float = opt(1e-3, "smallest time in training (MDLM, SEDD, Duo)")
+    stratified: bool = opt(True, "one time in each of as many intervals as the global batch has rows (Duo); else independent")
+    reduction: Literal["token_mean", "sequence_sum"] = opt(
+        "token_mean", "mean over tokens (MDLM, Duo), or sum over a row's tokens and mean over rows (SEDD)"
+    )
+    ce_chunk: int = opt(0, "token positions whose logits exist at once, recomputed in backward; 0 keeps all")
+
+    def checks(self, config: Config) -> Checks:
+        return [(0 < self.t_min < 1, "objective.t_min must lie between 0 and 1")]
+
+
+# ---------------------------------------------------------------- conditions of a preset
+
+
+def ddit_model(base: Config) -> dict[str, Any]:
+    """Sizes of the shared transformer that compare with a preset's DiT: same width, depth and heads."""
+    m = base.model
+    small = base.preset not in PAPER_TOKENIZERS  # dropout would only hold back a run that never repeats much of its data
+    sizes = {"hidden": m.hidden, "depth": m.depth, "heads": m.heads, "freq_dim": m.freq_dim}
+    more = {"cond_dim": min(128, m.hidden), "dropout": 0.0 if small else 0.1}
+    return sizes | more
+
+
+def paper_data(base: Config, tokenizer: str | None = None) -> tuple[DataConfig, int]:
+    """A preset's data with the tokenizer of the paper's comparison (or the one named), and that one's mask id."""
+    if base.preset not in PAPER_TOKENIZERS:
+        return base.data, -1
+    rows = {row[0]: row for row in PAPER_TOKENIZERS.values()}
+    name, vocab_size, mask_id = rows[tokenizer] if tokenizer else PAPER_TOKENIZERS[base.preset]
+    return replace(base.data, tokenizer=name, vocab_size=vocab_size), mask_id
+
+
+def ddit_training(base: Config, steps: int = 1_000_000) -> TrainConfig:
+    """The recipe of MDLM and Duo at the paper's sizes; a small preset keeps its own budget and rate."""
+    if base.preset not in PAPER_TOKENIZERS:
+        return replace(base.train, weight_decay=0.0, ema_warmup=True)
+    batch, accumulation = (64, 1) if base.preset == "lm1b" else (16, 4)  # 512 rows a step on 8 devices
+    return replace(
+        base.train, steps=steps, batch=batch, accumulation=accumulation, lr=3e-4, weight_decay=0.0, warmup=2500,
+        schedule="constant", ema=0.9999, ema_warmup=True, seed=1,
+    )  # fmt: skip
+
+
+def sampler_steps(base: Config) -> int:
+    """Sampler steps under a preset: the paper's, or two a token for short rows, where more would mostly change nothing."""
+    return PAPER_STEPS.get(base.preset, min(128, 2 * base.data.token_len))
+
+
+def ddit_sizes(tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, int]]:
+    """(ids of the network, options of `DditConfig`) of a published checkpoint with names `backbone.*`, read from its tensors.
+
+    The number of heads leaves no trace in the weights: published sizes have heads of 64 channels, so that is assumed
+    where it divides the width.
+    """
+
+    def shape(name: str) -> tuple[int, ...]:
+        full = f"backbone.{name}"
+        if full not in tensors or tensors[full].ndim != 2:
+            raise CheckpointError(f"The file is not in the layout of the shared transformer: it lacks the matrix '{full}'.")
+        return tuple(tensors[full].shape)
+
+    vocab, hidden = shape("vocab_embed.embedding")
+    depth = len({name.split(".")[2] for name in tensors if name.startswith("backbone.blocks.")})
+    sizes = {"hidden": hidden, "depth": depth, "heads": max(1, hidden // 64)}
+    if "backbone.sigma_map.mlp.0.weight" in tensors:
+        cond_dim, freq_dim = shape("sigma_map.mlp.0.weight")
+        sizes |= {"cond_dim": cond_dim, "freq_dim": freq_dim}
+    return vocab, sizes
+
+
+# ---------------------------------------------------------------- the log-linear schedule
+
+
+class LogLinear:
+    """alpha_t = 1 - (1 - eps) t: the share of tokens that noise has left alone, eps = 1e-3 (MDLM, SEDD, Duo)."""
+
+    def __init__(self, eps: float = 1e-3) -> None:
+        self.eps = eps
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return 1 - (1 - self.eps) * t
+
+    def dalpha(self, t: Tensor) -> Tensor:
+        """d alpha / dt, a constant."""
+        return torch.full_like(t, self.eps - 1)
+
+    def sigma(self, t: Tensor) -> Tensor:
+        """The total noise -log alpha, which networks are conditioned on."""
+        return -torch.log1p(-(1 - self.eps) * t)
+
+    def dsigma(self, t: Tensor) -> Tensor:
+        return (1 - self.eps) / self.alpha(t)
+
+    def time(self, alpha: Tensor) -> Tensor:
+        """The inverse of `alpha`; above 1 for shares that the schedule never reaches."""
+        return (1 - alpha) / (1 - self.eps)
+
+
+def training_times(noise: RowNoise, objective: DiscreteObjective) -> Tensor:
+    """t (B) in [t_min, 1], stratified over the global batch or independent."""
+    u = noise.stratified("time") if objective.stratified else noise.uniform("time")
+    return (1 - objective.t_min) * u + objective.t_min
+
+
+def sampling_times(steps: int) -> list[float]:
+    """From 1 down to the last time, evenly (MDLM, SEDD, Duo)."""
+    return torch.linspace(1, T_MIN_SAMPLING, steps + 1, dtype=torch.float64).tolist()
+
+
+def reduce_loss(nll_BL: Tensor, mask_BL: Tensor | None, reduction: str) -> Tensor:
+    """One number per batch; padding does not count."""
+    if reduction == "token_mean":
+        return masked_mean(nll_BL, mask_BL)
+    return (nll_BL if mask_BL is None else nll_BL * mask_BL).sum(1).mean()
+
+
+def draw_tokens(p: Tensor, u: Tensor) -> Tensor:
+    """A token for each distribution p (..., V), which need not be normalized, by inverting its sum at u (...) in [0, 1)."""
+    total = p.double().cumsum(-1)
+    end = total[..., -1:]
+    # Rounding may put u times the sum on the sum itself, behind which only tokens without probability lie.
+    place = (u.double()[..., None] * end).minimum(end.nextafter(torch.zeros_like(end)))
+    return torch.searchsorted(total, place, right=True).squeeze(-1).clamp_max(p.shape[-1] - 1)
+
+
+def in_parts(f: Callable[..., Tensor], size: int, *inputs: Tensor) -> Tensor:
+    """f over `size` rows at a time (0: all), each part computed again in backward, so that its logits need not be kept."""
+    if size <= 0 or len(inputs[0]) <= size:
+        return f(*inputs)
+    parts = zip(*(x.split(size) for x in inputs), strict=True)
+    return torch.cat([checkpoint(f, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])

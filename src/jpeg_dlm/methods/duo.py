@@ -1,0 +1,361 @@
+"""Duo: discrete diffusion whose noise is other tokens, with training steps in which it is seen as Gaussian.
+
+Symbols: alpha_t share of tokens that noise has left alone, x_t noisy tokens, x_theta the network's distribution of the clean
+token, K ids of the process. A token stays with probability alpha_t, else it is one of all K ids, itself included.
+In the bound and in the posterior x_theta takes the place of a prior that the position's own x_t then updates: the best
+network predicts a token from the others alone, not from all of x_t.
+Shapes: B batch, L tokens, K ids, N positions, H hidden width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from jpeg_dlm.config import Checks, Config, opt
+from jpeg_dlm.errors import CheckpointError
+from jpeg_dlm.methods.base import FREE, Batch, Likelihood, Method, ParameterGroup, Watch
+from jpeg_dlm.methods.discrete import (
+    PAPER_TOKENIZERS,
+    POSITIONS_AT_ONCE,
+    T_MIN_SAMPLING,
+    DiscreteObjective,
+    LogLinear,
+    NetworkConfig,
+    ddit_model,
+    ddit_sizes,
+    ddit_training,
+    draw_tokens,
+    in_parts,
+    paper_data,
+    reduce_loss,
+    sampler_steps,
+    sampling_times,
+    training_times,
+)
+from jpeg_dlm.methods.gaussian_argmax import gamma_of, survival
+from jpeg_dlm.nn.ddit import DDiT
+from jpeg_dlm.nn.precision import fp32_island
+from jpeg_dlm.rng import RowNoise
+
+BELOW_ONE = math.nextafter(1, 0)  # at 1 the last id would be drawn, however improbable
+MOST_EXTRA = 128  # assumed: a checkpoint with more ids beyond the tokenizer's belongs to another tokenizer
+
+# Duo: Gaussian levels of the curriculum; alpha falls from 0.942 to 0.049 and from 0.945 to 0.049.
+PAPER_GAMMAS = {"lm1b": (-3.5, -1.75), "owt1024": (-3.55, -1.85)}
+CURRICULUM_ALPHAS = (0.945, 0.05)  # the span that other vocabularies get
+
+
+@dataclass(frozen=True)
+class DuoModel(NetworkConfig):
+    """The shared transformer over the tokenizer's ids and any that a checkpoint has beyond them."""
+
+    extra_ids: int = opt(0, "ids of the process after the tokenizer's, never written (Duo: GPT-2 gets 1, an unused pad)")
+
+    def checks(self, config: Config) -> Checks:
+        return [
+            *super().checks(config),
+            (self.extra_ids >= 0, "model.extra_ids must not be negative"),
+        ]
+
+
+@dataclass(frozen=True)
+class DuoObjective(DiscreteObjective):
+    """The bound, and the first part of training that replaces its tokens by softened Gaussian latents."""
+
+    curriculum: Literal["none", "simple"] = opt(
+        "simple", "Gaussian latents in the first part of training (Duo), or tokens only"
+    )
+    curriculum_steps: int = opt(0, "steps of that part; 0 is half of train.steps (Duo: 500k of 1M)")
+    gamma_min: float = opt(0.0, "its lowest noise (Duo: LM1B -3.5, OWT -3.55); both 0: where alpha is 0.945 for the vocabulary")
+    gamma_max: float = opt(0.0, "its highest noise (Duo: LM1B -1.75, OWT -1.85); both 0: where alpha is 0.05")
+    tau: float = opt(1e-3, "temperature of the softmax that the network sees in place of the argmax (Duo)")
+
+    def checks(self, config: Config) -> Checks:
+        return [
+            *super().checks(config),
+            (self.curriculum_steps >= 0 and self.tau > 0, "objective.curriculum_steps must be >= 0 and objective.tau positive"),
+            (
+                self.gamma_min < self.gamma_max or self.gamma_min == self.gamma_max == 0,
+                "objective.gamma_min must be below objective.gamma_max, or both 0",
+            ),
+        ]
+
+
+@dataclass(frozen=True)
+class DuoSampler:
+    """Ancestral sampling: at every step every token may change."""
+
+    steps: int = opt(128, "steps of equal time (paper: 128 on LM1B, 1024 on OWT)")
+    final: Literal["ancestral", "greedy"] = opt(
+        "ancestral", "last evaluation: a draw from the posterior of clean tokens, or the most probable token everywhere (Duo)"
+    )
+    top_p: float = opt(1.0, "the network's distribution is cut to the fewest tokens of this mass; 1 is off (Duo)")
+
+    def checks(self, config: Config) -> Checks:
+        return [
+            (self.steps >= 1, "sampler.steps must be at least 1"),
+            (0 < self.top_p <= 1, "sampler.top_p must lie in (0, 1]"),
+        ]
+
+    def label(self) -> str:
+        greedy = ", greedy tail" if self.final == "greedy" else ""
+        return f"{self.steps} steps{greedy}" + (f", top-p {self.top_p:g}" if self.top_p < 1 else "")
+
+    def evaluations(self, token_len: int) -> int:
+        """One a step, and the last one at the end of time."""
+        return self.steps + 1
+
+
+@dataclass(frozen=True)
+class Noised:
+    """Rows at their times: the tokens x_t, what the network sees of them (ids, or distributions), alpha and d alpha / dt."""
+
+    x_t_BL: Tensor
+    seen: Tensor
+    alpha_B: Tensor
+    dalpha_B: Tensor
+
+
+class Duo(Method):
+    """One transformer; likelihood and sampler never see the curriculum."""
+
+    title = "Duo"
+    groups = {"model": DuoModel, "objective": DuoObjective, "sampler": DuoSampler}
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        m: DuoModel = config.model
+        o: DuoObjective = config.objective
+        self.config = config
+        self.ids = config.data.vocab_size + m.extra_ids
+        self.schedule = LogLinear()
+        self.gammas = curriculum_range(o, self.ids)
+        self.backbone = DDiT(self.ids, m.hidden, m.depth, m.heads, m.cond_dim, m.freq_dim, m.mlp_ratio, m.dropout)
+        self.loss_weights = {"nelbo": 1.0}
+
+    @classmethod
+    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> Duo:
+        return cls(config)
+
+    @classmethod
+    def adapt(cls, base: Config, name: str) -> Config:
+        gamma_min, gamma_max = PAPER_GAMMAS.get(base.preset, (0.0, 0.0))
+        return replace(
+            base,
+            method=name,
+            data=paper_data(base)[0],
+            model=DuoModel(**ddit_model(base), extra_ids=int(base.preset == "owt1024")),
+            objective=DuoObjective(ce_chunk=base.objective.ce_chunk, gamma_min=gamma_min, gamma_max=gamma_max),
+            train=ddit_training(base),
+            sampler=DuoSampler(steps=sampler_steps(base)),
+        )
+
+    @classmethod
+    def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
+        ids, sizes = ddit_sizes(tensors)
+        data = base.data
+        for tokenizer, vocab_size, _ in PAPER_TOKENIZERS.values():
+            if ids in (vocab_size, vocab_size + 1):
+                data = replace(data, tokenizer=tokenizer, vocab_size=vocab_size)
+        extra = ids - data.vocab_size
+        if not 0 <= extra <= MOST_EXTRA:
+            raise CheckpointError(
+                f"The file has {ids:,} ids where the tokenizer '{data.tokenizer}' has {data.vocab_size:,}: "
+                "name the preset or the tokenizer it was trained with."
+            )
+        return replace(base, data=data, model=replace(base.model, **sizes, extra_ids=extra))
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        return [ParameterGroup("flow", dict(self.named_parameters()))]
+
+    # ------------------------------------------------------------ training
+
+    def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
+        o: DuoObjective = self.config.objective
+        t_B = training_times(noise, o).double()
+        corrupt = self.gaussian_noised if self.in_curriculum(noise.step) else self.noised
+        nats_BL = self.nelbo(batch.tokens_BL, corrupt(batch.tokens_BL, t_B, noise))
+        return {"nelbo": reduce_loss(nats_BL, batch.mask_BL, o.reduction).float()}
+
+    def in_curriculum(self, step: int) -> bool:
+        """Whether an optimizer step belongs to the first part of training; evaluation never does."""
+        o: DuoObjective = self.config.objective
+        steps = o.curriculum_steps or self.config.train.steps // 2
+        return self.training and o.curriculum == "simple" and step < steps
+
+    def noised(self, x0_BL: Tensor, t_B: Tensor, noise: RowNoise) -> Noised:
+        """The uniform-state process at times t of the log-linear schedule."""
+        alpha_B = self.schedule.alpha(t_B)
+        streams = noise.streams("forward")
+        kept_BL = streams.uniform(x0_BL.shape[1]) < alpha_B[:, None]
+        x_t = torch.where(kept_BL, x0_BL, self.uniform_ids(streams.uniform(x0_BL.shape[1])))
+        return Noised(x_t, x_t, alpha_B, self.schedule.dalpha(t_B))
+
+    @torch.no_grad()
+    def gaussian_noised(self, x0_BL: Tensor, t_B: Tensor, noise: RowNoise) -> Noised:
+        """The same process as the argmax of a Gaussian latent w, of which the network sees softmax(w / tau)."""
+        low, high = self.gammas
+        gamma_B = low + t_B * (high - low)
+        alpha_B, slope_B = survival(gamma_B, self.ids)
+        a_B11, s_B11 = (torch.sigmoid(x).sqrt().float()[:, None, None] for x in (-gamma_B, gamma_B))
+        w_BLK = noise.normal("latent", x0_BL.shape[1], self.ids).mul_(s_B11)
+        w_BLK.scatter_add_(-1, x0_BL[..., None], a_B11.expand(-1, x0_BL.shape[1], 1))
+        x_t = w_BLK.argmax(-1)
+        return Noised(x_t, w_BLK.div_(self.config.objective.tau).softmax(-1), alpha_B, (high - low) * slope_B)
+
+    def nelbo(self, x0_BL: Tensor, noised: Noised) -> Tensor:
+        """Nats of every position (B, L), per unit of time, in float64."""
+        alpha_B1, dalpha_B1 = noised.alpha_B[:, None], noised.dalpha_B[:, None]
+        with fp32_island(x0_BL):
+            e_BLH = self.backbone.vocab_embed(noised.seen)
+        h_BLH = self.backbone.states(e_BLH, self.backbone.condition(-noised.alpha_B.log().float()))
+        odds_BL = (self.ids * alpha_B1 / (1 - alpha_B1)).float().expand(x0_BL.shape)
+        places = [x.flatten(0, 1) for x in (h_BLH, odds_BL, x0_BL, noised.x_t_BL)]
+        chunk = self.config.objective.ce_chunk
+
+        def terms(h: Tensor, odds: Tensor, x0: Tensor, x_t: Tensor) -> Tensor:
+            return log_terms(self.backbone.head(h).float(), odds, x0, x_t)
+
+        logs = in_parts(terms, chunk, *places)
+        logs_BL3 = logs.view(*x0_BL.shape, 3).double()
+        return nelbo_integrand(logs_BL3, noised.x_t_BL == x0_BL, alpha_B1, dalpha_B1, self.ids)
+
+    @torch.no_grad()
+    def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
+        """The bound with one random time a row.
+
+        It is the integral over time and the divergence of x_1 from the uniform prior, about 3e-3 nats a token for the
+        vocabularies of the paper. Left out is the time below T_MIN_SAMPLING, where the integrand counts as constant.
+        """
+        t_B = noise.stratified("time").double().clamp_min(T_MIN_SAMPLING)
+        nats_BL = self.nelbo(batch.tokens_BL, self.noised(batch.tokens_BL, t_B, noise))
+        nats_BL = nats_BL + prior_divergence(self.schedule.eps, self.ids)
+        real_BL = torch.ones_like(batch.tokens_BL) if batch.mask_BL is None else batch.mask_BL
+        return Likelihood((nats_BL * real_BL).sum(1), real_BL.sum(1))
+
+    # ------------------------------------------------------------ sampling
+
+    @torch.no_grad()
+    def sample(
+        self, sampler: DuoSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
+    ) -> Tensor:
+        streams, length = noise.streams("sample"), self.config.data.token_len
+        x_BL = keep_given(self.uniform_ids(streams.uniform(length)), given_BL)
+        for k, (t, s) in enumerate(pairwise([*sampling_times(sampler.steps), 0.0])):
+            if watch and k < sampler.steps:
+                watch(k, sampler.steps, 1 - t, partial(self.readable, x_BL))
+            x_BL = keep_given(self.step(sampler, x_BL, t, s, streams.uniform(length)), given_BL)
+        if watch:
+            watch(sampler.steps, sampler.steps, 1.0, lambda: x_BL)
+        return x_BL
+
+    def step(self, sampler: DuoSampler, x_BL: Tensor, t: float, s: float, u_BL: Tensor) -> Tensor:
+        """From x_t to x_s by one number u a position; s = 0 is clean text, of the tokenizer's ids alone."""
+        alpha_t, alpha_s = self.alpha(t), self.alpha(s)
+        sigma_B = torch.full((len(x_BL),), -math.log(alpha_t), device=x_BL.device)
+        h_BLH = self.backbone.states(self.backbone.vocab_embed(x_BL), self.backbone.condition(sigma_B))
+
+        def drawn(h_NH: Tensor, x_N: Tensor, u_N: Tensor) -> Tensor:
+            logits_NK = self.backbone.head(h_NH).float()
+            if s == 0:
+                logits_NK[:, self.config.data.vocab_size :] = -torch.inf
+                if sampler.final == "greedy":
+                    return logits_NK.argmax(-1)
+            return draw_posterior(nucleus(logits_NK, sampler.top_p), x_N, alpha_t, alpha_s, u_N)
+
+        return in_parts(drawn, POSITIONS_AT_ONCE, *(x.flatten(0, 1) for x in (h_BLH, x_BL, u_BL))).view(x_BL.shape)
+
+    def alpha(self, t: float) -> float:
+        return float(self.schedule.alpha(torch.tensor(t, dtype=torch.float64)))
+
+    def uniform_ids(self, u: Tensor) -> Tensor:
+        """Any of the K ids, from float64 numbers in [0, 1), whose grain K does not feel."""
+        return (u * self.ids).long()
+
+    def readable(self, x_BL: Tensor) -> Tensor:
+        """For a look at tokens on the way: an id that the tokenizer does not have shows as its last one."""
+        return x_BL.clamp_max(self.config.data.vocab_size - 1)
+
+
+def curriculum_range(objective: DuoObjective, ids: int) -> tuple[float, float]:
+    """(gamma_min, gamma_max): the paper's do not fit other vocabularies, which get the same span of alpha."""
+    if objective.gamma_min < objective.gamma_max:
+        return objective.gamma_min, objective.gamma_max
+    first, last = CURRICULUM_ALPHAS
+    return gamma_of(first, ids), gamma_of(last, ids)
+
+
+# ---------------------------------------------------------------- the bound
+
+
+def log_terms(logits_NK: Tensor, odds_N: Tensor, x0_N: Tensor, x_t_N: Tensor) -> Tensor:
+    """All that the bound needs of x_theta (N, 3): the sum over ids of a_j, a at x0, and a at x_t.
+
+    a_j = log(1 + odds x_theta_j) with odds = K alpha / (1 - alpha) is log(K alpha x_theta_j + 1 - alpha) less its part
+    log(1 - alpha), which cancels in the bound; without it the sum over a large vocabulary keeps its digits in fp32.
+    """
+    a_NK = torch.log1p(odds_N[:, None] * logits_NK.softmax(-1))
+    at = [a_NK.gather(-1, x[:, None]).squeeze(-1) for x in (x0_N, x_t_N)]
+    return torch.stack([a_NK.sum(-1), *at], dim=-1)
+
+
+def nelbo_integrand(logs: Tensor, same: Tensor, alpha: Tensor, dalpha: Tensor, ids: int) -> Tensor:
+    """Duo's continuous-time bound at one time, from `log_terms` (..., 3); `same` says where x_t = x0. Never negative."""
+    total, at_x0, at_xt = logs.unbind(-1)
+    most = torch.log1p(ids * alpha / (1 - alpha))  # a_j of a network that is sure of j
+    missed = most - at_x0
+    spread = (most - total) / ids
+    if_same = (torch.expm1(missed) / (1 - alpha) - missed + spread) * torch.exp(-most)
+    if_other = (torch.expm1(-at_xt) + at_xt + alpha * missed) / (1 - alpha) + spread
+    return -dalpha / alpha * torch.where(same, if_same, if_other)
+
+
+def prior_divergence(alpha: float, ids: int) -> float:
+    """KL(q(x_1 | x0) || uniform) of one token, in nats."""
+    stay, other = torch.tensor([alpha + (1 - alpha) / ids, (1 - alpha) / ids], dtype=torch.float64)
+    return float(stay * (ids * stay).log() + (ids - 1) * other * (ids * other).log())
+
+
+# ---------------------------------------------------------------- the sampler's parts
+
+
+def draw_posterior(logits_NK: Tensor, x_N: Tensor, alpha_t: float, alpha_s: float, u_N: Tensor) -> Tensor:
+    """x_s ~ q(x_s | x_t, x_theta) by u in [0, 1), in float64.
+
+    The posterior is a mixture of three: x_t itself, any id, and x_theta. What is left of u inside the chosen part is
+    uniform again and draws from it, so only the few positions that draw from x_theta need its sums.
+    """
+    ids, alpha_ts = logits_NK.shape[-1], alpha_t / alpha_s
+    log_p_N = logits_NK.gather(-1, x_N[:, None]).squeeze(-1) - logits_NK.logsumexp(-1)
+    stay_N = ids * alpha_t * log_p_N.double().exp() + (alpha_ts - alpha_t)
+    anything, predicted = (1 - alpha_ts) * (1 - alpha_s), alpha_s - alpha_t
+    v_N = u_N * (stay_N + anything + predicted) - stay_N  # below 0: stay
+    x_s_N = x_N.clone()
+    if anything:
+        any_id_N = (v_N * (ids / anything)).long().clamp(0, ids - 1)
+        x_s_N = torch.where(v_N < 0, x_N, any_id_N)
+    chosen_N = v_N >= anything
+    rest = ((v_N[chosen_N] - anything) / predicted).clamp(0, BELOW_ONE)
+    x_s_N[chosen_N] = draw_tokens(logits_NK[chosen_N].double().softmax(-1), rest)
+    return x_s_N
+
+
+def nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """Logits with all but the smallest set of tokens of mass top_p struck; the token that crosses top_p stays."""
+    if top_p >= 1:
+        return logits
+    p, order = logits.softmax(-1).sort(-1, descending=True)
+    struck = p.cumsum(-1) - p >= top_p
+    return logits.masked_fill(torch.zeros_like(struck).scatter_(-1, order, struck), -torch.inf)
+
+
+def keep_given(x_BL: Tensor, given_BL: Tensor | None) -> Tensor:
+    return x_BL if given_BL is None else torch.where(given_BL == FREE, x_BL, given_BL)

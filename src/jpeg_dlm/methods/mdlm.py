@@ -1,0 +1,76 @@
+"""MDLM: masked diffusion whose network predicts the tokens behind masks, and is not told how many there are.
+
+The SUBS parameterization: the mask has probability zero, and a token once uncovered stays. Both hold by construction here,
+because only masked positions are ever predicted. The bound is a cross-entropy with weight 1 / t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from jpeg_dlm.config import Config, opt
+from jpeg_dlm.methods.absorbing import Absorbing, AbsorbingSampler, RowCache
+from jpeg_dlm.methods.discrete import DditConfig, DiscreteObjective, ddit_model, ddit_training, paper_data, sampler_steps
+
+
+@dataclass(frozen=True)
+class MdlmSampler(AbsorbingSampler):
+    """MDLM's sampler `ddpm_cache`."""
+
+    cache: bool = opt(True, "evaluate a row again only after one of its tokens changed (MDLM: only after any of the batch did)")
+    final: Literal["greedy", "sampled"] = opt(
+        "greedy", "what is still masked at the end: the most probable token (MDLM), or a sample (Duo's version of MDLM)"
+    )
+
+    def evaluations(self, token_len: int) -> int:
+        """With the cache, the expected number of steps that uncover a token: each does so in one of them, evenly."""
+        if not self.cache:
+            return super().evaluations(token_len)
+        return round(self.steps * (1 - (1 - 1 / self.steps) ** token_len))
+
+
+class Mdlm(Absorbing):
+    """Weights are the probabilities p(x0 = y | x_t)."""
+
+    title = "MDLM"
+    groups = {"model": DditConfig, "objective": DiscreteObjective, "sampler": MdlmSampler}
+    time_conditioned = False
+
+    @classmethod
+    def adapt(cls, base: Config, name: str) -> Config:
+        data, mask_id = paper_data(base)
+        return replace(
+            base, method=name, data=data, train=ddit_training(base),
+            model=DditConfig(**ddit_model(base), mask_id=mask_id),
+            objective=DiscreteObjective(ce_chunk=base.objective.ce_chunk),
+            sampler=MdlmSampler(steps=sampler_steps(base)),
+        )  # fmt: skip
+
+    def weights(self, h_NH: Tensor) -> Tensor:
+        return self.logits(h_NH).softmax(-1)
+
+    def total_weight(self, h_NH: Tensor) -> Tensor:
+        """1, so that the head need not run where nothing leaves the mask."""
+        return h_NH.new_ones(len(h_NH))
+
+    def cost(self, h_NH: Tensor, x0_N: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(h_NH), x0_N, reduction="none")
+
+    def chances(self, sampler: MdlmSampler, t: Tensor, s: Tensor) -> Tensor:
+        alpha_t, alpha_s = self.schedule.alpha(t), self.schedule.alpha(s)
+        return (alpha_s - alpha_t) / (1 - alpha_t)
+
+    def finish(self, sampler: MdlmSampler, h_NH: Tensor, u_N: Tensor) -> Tensor:
+        return self.draw(h_NH, u_N) if sampler.final == "sampled" else self.logits(h_NH).argmax(-1)
+
+    def sampling_states(self, sampler: MdlmSampler) -> Callable[[Tensor, float], Tensor]:
+        states = super().sampling_states(sampler)
+        if not sampler.cache:
+            return states
+        cache = RowCache(lambda x_BL: states(x_BL, 0.0), self.mask_id)  # the network sees no time
+        return lambda x_BL, t: cache(x_BL)

@@ -1,0 +1,94 @@
+"""SEDD-Absorb: masked diffusion whose network gives ratios of probabilities (scores), trained by score entropy.
+
+The score of token y at a masked position is s_y = e^logit_y / (e^sigma - 1) / (V - 1), with V ids including the mask: a
+fresh network, whose logits are zero, starts with the scores of uniform tokens. In the weights w_y = s_y (e^sigma - 1) the noise
+level cancels, and with r = 1 / (e^sigma - 1) the score entropy sum_y s_y - r log s_x0 + r (log r - 1) is r times `cost`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor
+
+from jpeg_dlm.config import Config, opt
+from jpeg_dlm.methods.absorbing import Absorbing, AbsorbingSampler
+from jpeg_dlm.methods.discrete import (
+    PAPER_TOKENIZERS,
+    DditConfig,
+    DiscreteObjective,
+    ddit_model,
+    ddit_training,
+    paper_data,
+    sampler_steps,
+)
+
+
+@dataclass(frozen=True)
+class SeddObjective(DiscreteObjective):
+    """Score entropy, drawn and summed as SEDD does."""
+
+    stratified: bool = opt(False, "one time in each of as many intervals as the global batch has rows; else independent (SEDD)")
+    reduction: Literal["token_mean", "sequence_sum"] = opt(
+        "sequence_sum", "sum over a row's tokens and mean over rows (SEDD), or mean over tokens"
+    )
+
+
+@dataclass(frozen=True)
+class SeddSampler(AbsorbingSampler):
+    """SEDD's samplers, whose last evaluation samples what is still masked."""
+
+    solver: Literal["euler", "analytic"] = opt(
+        "analytic", "Tweedie tau-leaping or Euler (SEDD); with alpha linear in t, as here, they are one and the same step"
+    )
+
+    def label(self) -> str:
+        return f"{self.steps} {self.solver} steps"
+
+
+class Sedd(Absorbing):
+    """Weights are w_y = s_y (e^sigma - 1) = e^logit_y / (V - 1)."""
+
+    title = "SEDD-Absorb"
+    groups = {"model": DditConfig, "objective": SeddObjective, "sampler": SeddSampler}
+    time_conditioned = True
+
+    @classmethod
+    def adapt(cls, base: Config, name: str) -> Config:
+        """At the paper's sizes SEDD's own recipe: GPT-2's ids on either corpus, in bare rows.
+
+        A small preset keeps its data, and takes even times and a mean over tokens: less noise, and a loss to compare.
+        """
+        data, mask_id = paper_data(base, "gpt2")
+        objective = SeddObjective(ce_chunk=base.objective.ce_chunk)
+        if base.preset in PAPER_TOKENIZERS:
+            data = replace(data, frame=False, packing="continuous")
+        else:
+            objective = replace(objective, stratified=True, reduction="token_mean")
+        return replace(
+            base, method=name, data=data, train=ddit_training(base, steps=1_300_001), objective=objective,
+            model=DditConfig(**ddit_model(base), mask_id=mask_id),
+            sampler=SeddSampler(steps=sampler_steps(base)),
+        )  # fmt: skip
+
+    def weights(self, h_NH: Tensor) -> Tensor:
+        return (self.logits(h_NH) - math.log(self.vocab - 1)).exp()
+
+    def total_weight(self, h_NH: Tensor) -> Tensor:
+        return self.weights(h_NH).sum(-1)
+
+    def cost(self, h_NH: Tensor, x0_N: Tensor) -> Tensor:
+        logits_NV, offset = self.logits(h_NH), math.log(self.vocab - 1)
+        log_total_N, log_w_N = logits_NV.logsumexp(-1) - offset, logits_NV.gather(-1, x0_N[:, None]).squeeze(-1) - offset
+        return log_total_N.expm1() - log_w_N
+
+    def chances(self, sampler: SeddSampler, t: Tensor, s: Tensor) -> Tensor:
+        """c = (e^(sigma_t - sigma_s) - 1) / (e^sigma_t - 1), or with sigma' (t - s) as the numerator for Euler."""
+        sigma_t, sigma_s = self.schedule.sigma(t), self.schedule.sigma(s)
+        per_score = (t - s) * self.schedule.dsigma(t) if sampler.solver == "euler" else (sigma_t - sigma_s).expm1()
+        return per_score / sigma_t.expm1()
+
+    def finish(self, sampler: SeddSampler, h_NH: Tensor, u_N: Tensor) -> Tensor:
+        return self.draw(h_NH, u_N)

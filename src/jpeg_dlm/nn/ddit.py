@@ -1,0 +1,249 @@
+"""The transformer that MDLM, SEDD, Duo, LangFlow and FLM share, and its causal sibling for AR.
+
+A pre-norm transformer over token positions with adaLN-zero conditioning on one number per row (the noise level), rotary
+positions in the NeoX layout, and a head of its own. Parameter names are those of the published checkpoints.
+Shapes: B batch, L tokens, H hidden width, C condition width, V vocabulary, K attention heads.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jpeg_dlm.nn.dit import scalar_embedding
+from jpeg_dlm.nn.precision import fp32_island
+
+
+def rotary_table(length: int, head_dim: int, device: torch.device, start: int = 0) -> tuple[Tensor, Tensor]:
+    """cos and sin (L, head_dim) of the positions from `start`, the same angle in both halves of a head."""
+    inv = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    angles = torch.outer(torch.arange(start, start + length, dtype=torch.float32, device=device), inv).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + head_dim / 2) of the last axis."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class Norm(nn.Module):
+    """LayerNorm with a gain and no bias, in fp32."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.float(), self.weight.shape, self.weight, eps=1e-5)
+
+
+class Embedding(nn.Module):
+    """One row per token; `forward` also takes distributions over tokens (..., V), whose mean row it gives."""
+
+    def __init__(self, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.empty(vocab, hidden))
+        nn.init.kaiming_uniform_(self.embedding, a=math.sqrt(5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not tokens.is_floating_point():
+            return F.embedding(tokens, self.embedding)
+        with fp32_island(tokens):  # as precise as the row of a token
+            return tokens.to(self.embedding.dtype) @ self.embedding
+
+
+class NoiseLevel(nn.Module):
+    """Sinusoids of the noise level through a small SiLU network."""
+
+    def __init__(self, freq_dim: int, cond_dim: int) -> None:
+        super().__init__()
+        self.freq_dim = freq_dim
+        self.mlp = nn.Sequential(nn.Linear(freq_dim, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim))
+
+    def forward(self, sigma_B: Tensor) -> Tensor:
+        return self.mlp(scalar_embedding(sigma_B, self.freq_dim))
+
+
+@dataclass
+class KvCache:
+    """Keys, after rotation, and values of one layer; preallocated, so that a step copies its new positions and nothing else."""
+
+    k_BKLd: Tensor
+    v_BKLd: Tensor
+    length: int = 0
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the next positions; returns all positions so far."""
+        end = self.length + k.shape[2]
+        self.k_BKLd[:, :, self.length : end] = k
+        self.v_BKLd[:, :, self.length : end] = v
+        self.length = end
+        return self.k_BKLd[:, :, :end], self.v_BKLd[:, :, :end]
+
+
+class Block(nn.Module):
+    """A transformer layer; with `cond_dim` it is modulated and gated by the condition, without it is a plain one."""
+
+    def __init__(
+        self, hidden: int, heads: int, ratio: float, dropout: float, cond_dim: int | None,
+        causal: bool = False, softcap: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if causal and softcap:
+            raise ValueError("capped attention looks both ways")
+        self.heads, self.dropout, self.causal, self.softcap = heads, dropout, causal, softcap
+        inner = int(hidden * ratio)
+        self.norm1 = Norm(hidden)
+        self.attn_qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.attn_out = nn.Linear(hidden, hidden, bias=False)
+        self.norm2 = Norm(hidden)
+        self.mlp = nn.Sequential(nn.Linear(hidden, inner), nn.GELU(approximate="tanh"), nn.Linear(inner, hidden))
+        self.adaLN_modulation = None if cond_dim is None else zero_linear(cond_dim, 6 * hidden)
+
+    def forward(self, x: Tensor, c_BC: Tensor | None, cos: Tensor, sin: Tensor, cache: KvCache | None = None) -> Tensor:
+        if self.adaLN_modulation is None:
+            x = x + self._drop(self.attention(self.norm1(x), cos, sin, cache))
+            return x + self._drop(self.mlp(self.norm2(x)))
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c_BC)[:, None].chunk(6, dim=-1)
+        x = x + gate1 * self._drop(self.attention(modulate(self.norm1(x), shift1, scale1), cos, sin, cache))
+        return x + gate2 * self._drop(self.mlp(modulate(self.norm2(x), shift2, scale2)))
+
+    def attention(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KvCache | None) -> Tensor:
+        qkv = self.attn_qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # 3 B K L d
+        v = qkv[2]
+        q, k = rotate_halves(qkv[:2].float(), cos, sin).to(v.dtype)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        if self.softcap:
+            mixed = capped_attention(q, k, v, self.softcap)
+        elif self.causal:
+            mixed = causal_attention(q, k, v)
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.attn_out(mixed.transpose(1, 2).flatten(2))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each query sees the keys up to its own; the queries are the last positions of the keys."""
+    new, seen = q.shape[2], k.shape[2]
+    if new == 1:
+        return F.scaled_dot_product_attention(q, k, v)
+    if new == seen:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    visible = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+
+
+def capped_attention(q: Tensor, k: Tensor, v: Tensor, cap: float) -> Tensor:
+    """Bidirectional attention whose scores are squashed to (-cap, cap): cap * tanh(score / cap)."""
+    with fp32_island(q):  # as fused kernels do: a bf16 score near the cap is only known to 1/8
+        scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
+        weights = (cap * torch.tanh(scores / cap)).softmax(-1)
+    return weights.to(v.dtype) @ v
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return x * (1 + scale) + shift
+
+
+def zero_linear(inputs: int, outputs: int) -> nn.Linear:
+    """A linear map that starts as zero."""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class OutputLayer(nn.Module):
+    """Norm, modulation where there is a condition, and the vocabulary head, which starts as zero."""
+
+    def __init__(self, hidden: int, vocab: int, cond_dim: int | None) -> None:
+        super().__init__()
+        self.norm_final = Norm(hidden)
+        self.linear = zero_linear(hidden, vocab)
+        self.adaLN_modulation = None if cond_dim is None else zero_linear(cond_dim, 2 * hidden)
+
+    def states(self, x: Tensor, c_BC: Tensor | None) -> Tensor:
+        """What the head multiplies."""
+        if self.adaLN_modulation is None:
+            return self.norm_final(x)
+        shift, scale = self.adaLN_modulation(c_BC)[:, None].chunk(2, dim=-1)
+        return modulate(self.norm_final(x), shift, scale)
+
+
+class DDiT(nn.Module):
+    """`forward(tokens, sigma)` gives logits. The parts are public for methods that feed other things than tokens."""
+
+    def __init__(
+        self, vocab: int, hidden: int = 768, depth: int = 12, heads: int = 12, cond_dim: int = 128, freq_dim: int = 256,
+        ratio: float = 4.0, dropout: float = 0.1, softcap: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.head_dim = hidden // heads
+        self.vocab_embed = Embedding(vocab, hidden)
+        self.sigma_map = NoiseLevel(freq_dim, cond_dim)
+        self.blocks = nn.ModuleList(Block(hidden, heads, ratio, dropout, cond_dim, softcap=softcap) for _ in range(depth))
+        self.output_layer = OutputLayer(hidden, vocab, cond_dim)
+
+    def condition(self, sigma_B: Tensor) -> Tensor:
+        """c (B, C) of the noise level, in fp32."""
+        with fp32_island(sigma_B):
+            return F.silu(self.sigma_map(sigma_B))
+
+    def states(self, x_BLH: Tensor, c_BC: Tensor) -> Tensor:
+        """Embedded inputs through the blocks to what the head multiplies (B, L, H)."""
+        cos, sin = rotary_table(x_BLH.shape[1], self.head_dim, x_BLH.device)
+        for block in self.blocks:
+            x_BLH = block(x_BLH, c_BC, cos, sin)
+        return self.output_layer.states(x_BLH, c_BC)
+
+    def head(self, h: Tensor) -> Tensor:
+        """States (..., H) to logits (..., V): positions that need no logits need not pass."""
+        return self.output_layer.linear(h)
+
+    def forward(self, tokens_BL: Tensor, sigma_B: Tensor) -> Tensor:
+        """Logits (B, L, V) of token ids (B, L), or of distributions over tokens (B, L, V)."""
+        return self.head(self.states(self.vocab_embed(tokens_BL), self.condition(sigma_B)))
+
+
+class CausalTransformer(nn.Module):
+    """The same network read left to right, without a condition."""
+
+    def __init__(
+        self, vocab: int, hidden: int = 768, depth: int = 12, heads: int = 12, ratio: float = 4.0, dropout: float = 0.1
+    ) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, hidden // heads
+        self.vocab_embed = Embedding(vocab, hidden)
+        self.blocks = nn.ModuleList(Block(hidden, heads, ratio, dropout, None, causal=True) for _ in range(depth))
+        self.output_layer = OutputLayer(hidden, vocab, None)
+
+    def new_cache(self, batch: int, length: int) -> list[KvCache]:
+        """Empty caches for sequences of at most `length` positions."""
+        like = self.vocab_embed.embedding
+        shape = (batch, self.heads, length, self.head_dim)
+        return [KvCache(like.new_zeros(shape), like.new_zeros(shape)) for _ in self.blocks]
+
+    def states(self, tokens_BL: Tensor, cache: list[KvCache] | None = None) -> Tensor:
+        """States (B, L, H) of the given positions; with a cache they follow those that it holds."""
+        start = cache[0].length if cache else 0
+        cos, sin = rotary_table(tokens_BL.shape[1], self.head_dim, tokens_BL.device, start)
+        x_BLH = self.vocab_embed(tokens_BL)
+        for i, block in enumerate(self.blocks):
+            x_BLH = block(x_BLH, None, cos, sin, cache[i] if cache else None)
+        return self.output_layer.states(x_BLH, None)
+
+    def head(self, h: Tensor) -> Tensor:
+        return self.output_layer.linear(h)
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        """Logits (B, L, V): position i predicts token i + 1."""
+        return self.head(self.states(tokens_BL))

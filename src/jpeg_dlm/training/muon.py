@@ -1,0 +1,115 @@
+"""Muon for matrices and Nesterov-Adam for everything else, as ELF trains.
+
+Momentum of a matrix is replaced by the nearest semi-orthogonal matrix, so every direction of it moves equally fast
+(Newton-Schulz iteration, Jordan et al. 2024). Both rules look ahead (Nesterov) with bias correction: after gradient g of
+step n, with m <- b m + (1 - b) g, the direction is b m / (1 - b**(n + 1)) + (1 - b) g / (1 - b**n).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+MOMENTUM = 0.95  # of matrices (ELF)
+NS_STEPS = 5  # Newton-Schulz steps (ELF)
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steep at zero; singular values end between about 0.7 and 1.2 (ELF, Jordan et al.)
+NS_EPS = 1e-8  # assumed: a zero gradient stays zero
+ADAM_EPS = 1e-8  # ELF
+
+MATRIX_SLOTS = frozenset({"step", "momentum"})
+ADAM_SLOTS = frozenset({"step", "exp_avg", "exp_avg_sq"})
+
+
+class Muon(Optimizer):
+    """Groups with `matrix: True` hold two-dimensional parameters (out, in) and follow Muon, the others Nesterov-Adam."""
+
+    def __init__(self, param_groups: list[dict[str, Any]], betas: tuple[float, float] = (0.9, 0.999)) -> None:
+        self.betas = betas
+        super().__init__(param_groups, {"lr": 1e-3, "weight_decay": 0.0, "matrix": False})
+        if any(p.ndim != 2 for group in self.param_groups if group["matrix"] for p in group["params"]):
+            raise ValueError("Muon moves matrices: a group with matrix=True has a parameter that is none")
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            gradients = [p.grad for p in parameters]
+            steps = [self._advance(p, group["matrix"]) for p in parameters]
+            if group["weight_decay"]:
+                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            update = self._matrix_update if group["matrix"] else self._adam_update
+            torch._foreach_add_(parameters, update(parameters, gradients, steps), alpha=-group["lr"])
+
+    def slots(self, parameter: Tensor) -> frozenset[str]:
+        """Names of the state that a parameter has once it was updated."""
+        matrix = any(p is parameter for group in self.param_groups if group["matrix"] for p in group["params"])
+        return MATRIX_SLOTS if matrix else ADAM_SLOTS
+
+    def _advance(self, parameter: Tensor, matrix: bool) -> int:
+        """The number of this parameter's update, counted from 1. The counter is on the CPU, so reading it never waits."""
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for slot in (MATRIX_SLOTS if matrix else ADAM_SLOTS) - {"step"}:
+                state[slot] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["step"] += 1
+        return int(state["step"])
+
+    def _matrix_update(self, parameters: list[Tensor], gradients: list[Tensor], steps: list[int]) -> list[Tensor]:
+        ahead = nesterov([self.state[p]["momentum"] for p in parameters], gradients, MOMENTUM, steps)
+        update = list(ahead)
+        places: dict[torch.Size, list[int]] = {}
+        for i, x in enumerate(ahead):
+            places.setdefault(x.shape, []).append(i)
+        for same in places.values():  # layers of one shape go through the iteration as one batch
+            for i, x in zip(same, orthogonalize(torch.stack([ahead[i] for i in same])), strict=True):
+                update[i] = x
+        return update
+
+    def _adam_update(self, parameters: list[Tensor], gradients: list[Tensor], steps: list[int]) -> list[Tensor]:
+        beta1, beta2 = self.betas
+        squares = [self.state[p]["exp_avg_sq"] for p in parameters]
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
+        scale = torch._foreach_div(squares, [1 - beta2**n for n in steps])
+        torch._foreach_sqrt_(scale)
+        torch._foreach_add_(scale, ADAM_EPS)
+        update = nesterov([self.state[p]["exp_avg"] for p in parameters], gradients, beta1, steps)
+        torch._foreach_div_(update, scale)
+        return update
+
+
+def nesterov(momenta: list[Tensor], gradients: list[Tensor], beta: float, steps: list[int]) -> list[Tensor]:
+    """Take the gradients of updates number `steps` into the momenta, and look one update ahead with bias correction."""
+    torch._foreach_lerp_(momenta, gradients, 1 - beta)
+    ahead = list(torch._foreach_mul(momenta, [beta / (1 - beta ** (n + 1)) for n in steps]))
+    torch._foreach_add_(ahead, torch._foreach_mul(gradients, [(1 - beta) / (1 - beta**n) for n in steps]))
+    return ahead
+
+
+def orthogonalize(x: Tensor) -> Tensor:
+    """Matrices (..., out, in) near their polar factor U V^T, times sqrt(max(1, out / in)).
+
+    The factor gives outputs of a wide layer the same size of change as those of a square one (ELF).
+    """
+    rows, columns = x.shape[-2:]
+    return newton_schulz(x) * max(1.0, rows / columns) ** 0.5
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    """Each step maps every singular value s to a s + b s**3 + c s**5, in fp32 (ELF)."""
+    a, b, c = NS_COEFFICIENTS
+    x = x.float()
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x  # the Gram matrix of the shorter side is the smaller one
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + NS_EPS)
+    for _ in range(NS_STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x

@@ -1,0 +1,610 @@
+"""Duo: the bound against its plain sum and against entropy, the posterior against Bayes' rule, curriculum and sampler."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from jpeg_dlm.config import from_dict, override, to_dict, validate
+from jpeg_dlm.errors import CheckpointError, UsageError
+from jpeg_dlm.methods.base import FREE, Batch
+from jpeg_dlm.methods.discrete import LogLinear
+from jpeg_dlm.methods.duo import (
+    CURRICULUM_ALPHAS,
+    Duo,
+    DuoSampler,
+    Noised,
+    draw_posterior,
+    log_terms,
+    nelbo_integrand,
+    nucleus,
+    prior_divergence,
+)
+from jpeg_dlm.methods.gaussian_argmax import survival
+from jpeg_dlm.methods.registry import build_method, for_method
+from jpeg_dlm.presets import PRESETS, preset
+from jpeg_dlm.rng import RowNoise
+
+B, L, VOCAB = 4, 6, 20
+TINY = {
+    "data.vocab_size": VOCAB, "data.token_len": L, "model.hidden": 16, "model.depth": 1, "model.heads": 2,
+    "model.cond_dim": 8, "model.freq_dim": 8, "train.precision": "fp32", "train.steps": 100, "sampler.steps": 5,
+}  # fmt: skip
+
+
+def tiny(**options):
+    config = for_method(preset("smoke"), "duo")
+    return validate(override(config, TINY | {k.replace("__", "."): v for k, v in options.items()}))
+
+
+def build(perturbed=0.3, **options) -> Duo:
+    """A tiny model; perturbed, because a fresh head is zero and every token as likely."""
+    method = build_method(tiny(**options))
+    assert isinstance(method, Duo)
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in method.parameters():
+            p.add_(perturbed * torch.randn(p.shape, generator=g))
+    return method.train()
+
+
+def tokens(rows=B):
+    return torch.randint(0, VOCAB, (rows, L), generator=torch.Generator().manual_seed(7))
+
+
+def noise(rows=B, step=0, seed=0):
+    return RowNoise(seed, range(rows), step)
+
+
+def double(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# ---------------------------------------------------------------- the bound
+
+
+def naive_nelbo(x_theta, x0, x_t, alpha, dalpha):
+    """The sum over all ids as the paper writes it, one position at a time."""
+    ids = len(x_theta)
+    clean = torch.zeros(ids, dtype=x_theta.dtype)
+    clean[x0] = 1
+    bar, bar_theta = ids * alpha * clean + 1 - alpha, ids * alpha * x_theta + 1 - alpha
+    ratio, ratio_theta = bar / bar[x_t], bar_theta / bar_theta[x_t]
+    inside = ids / bar[x_t] - ids / bar_theta[x_t] - (ratio * (ratio / ratio_theta).log()).sum()
+    return dalpha / (ids * alpha) * inside
+
+
+def cheap_nelbo(logits_NK, x0_N, x_t_N, alpha, dalpha):
+    ids = logits_NK.shape[-1]
+    odds_N = torch.full((len(x0_N),), ids * alpha / (1 - alpha), dtype=logits_NK.dtype)
+    logs = log_terms(logits_NK, odds_N, x0_N, x_t_N).double()
+    return nelbo_integrand(logs, x0_N == x_t_N, double(alpha), double(dalpha), ids)
+
+
+def positions(ids, n=12, scale=3.0):
+    g = torch.Generator().manual_seed(ids)
+    x0 = torch.randint(0, ids, (n,), generator=g)
+    x_t = torch.where(torch.arange(n) % 2 == 0, x0, torch.randint(0, ids, (n,), generator=g))
+    return scale * torch.randn(n, ids, generator=g, dtype=torch.float64), x0, x_t
+
+
+ALPHAS = [0.999, 0.9, 0.4, 0.01, 0.001]
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize(("ids", "dtype", "tolerance"), [(7, torch.float64, 1e-9), (5000, torch.float32, 2e-5)])
+def test_the_cheap_form_is_the_plain_sum(alpha, ids, dtype, tolerance):
+    logits, x0, x_t = positions(ids)
+    wanted = torch.stack([naive_nelbo(p, i, j, alpha, -0.7) for p, i, j in zip(logits.softmax(-1), x0, x_t, strict=True)])
+    got = cheap_nelbo(logits.to(dtype), x0, x_t, alpha, -0.7)
+    assert torch.allclose(got, wanted, rtol=tolerance, atol=tolerance * 1e-2)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_the_bound_is_zero_for_the_truth_and_positive_else(alpha):
+    logits, x0, x_t = positions(7, n=40)
+    sure = torch.full_like(logits, -1e4).scatter(-1, x0[:, None], 0.0)
+    assert cheap_nelbo(sure, x0, x_t, alpha, -1.0).abs().max() < 1e-9
+    assert (cheap_nelbo(logits, x0, x_t, alpha, -1.0) > 0).all()
+    assert cheap_nelbo(sure.float(), x0, x_t, alpha, -1.0).abs().max() < 1e-3  # single precision, weight up to 1000
+
+
+def source(ids=6):
+    """A distribution of independent tokens."""
+    p = torch.arange(1, ids + 1, dtype=torch.float64) ** 1.5
+    return p / p.sum()
+
+
+def forward_matrix(alpha, ids):
+    """q(column | row) of the uniform-state process."""
+    return alpha * torch.eye(ids, dtype=torch.float64) + (1 - alpha) / ids
+
+
+def expected_nelbo(pi, alpha_T, dalpha_T):
+    """Mean integrand over x0 and x_t at each time. The best x_theta is the source: a token's own x_t is left out of it."""
+    ids = len(pi)
+    times, x0, x_t = (x.flatten() for x in torch.meshgrid(*map(torch.arange, (len(alpha_T), ids, ids)), indexing="ij"))
+    alpha = alpha_T[times]
+    logs = log_terms(pi.log().expand(len(times), -1), ids * alpha / (1 - alpha), x0, x_t)
+    weight = pi[x0] * (alpha * (x0 == x_t) + (1 - alpha) / ids)
+    nats = nelbo_integrand(logs, x0 == x_t, alpha, dalpha_T[times], ids)
+    return (weight * nats).view(len(alpha_T), -1).sum(1)
+
+
+def times_and_weights(n=1000):
+    """Midpoint rule after t = v**3, which tames the logarithm at t = 0."""
+    v = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    return v**3, 3 * v**2 / n
+
+
+def entropy(p):
+    return -(p * p.log()).sum().item()
+
+
+def prior_gap(p_x1):
+    """KL of a distribution of x_1 from the uniform prior, which no denoiser can avoid."""
+    return math.log(p_x1.numel()) - entropy(p_x1)
+
+
+def test_the_bound_of_independent_tokens_is_their_entropy():
+    pi, schedule, (t, weight) = source(), LogLinear(), times_and_weights()
+    integral = (weight * expected_nelbo(pi, schedule.alpha(t), schedule.dalpha(t))).sum().item()
+    wanted = entropy(pi) + prior_gap(pi @ forward_matrix(schedule.eps, len(pi)))
+    assert integral + prior_divergence(schedule.eps, len(pi)) == pytest.approx(wanted, abs=3e-6)
+
+
+def test_the_bound_does_not_depend_on_the_schedule():
+    """Between the same two alphas the Gaussian schedule gives what a linear one does."""
+    pi, low, high, (t, weight) = source(), -3.0, 1.0, times_and_weights()
+    alpha, slope = survival(low + t * (high - low), len(pi))
+    gaussian = (weight * expected_nelbo(pi, alpha, (high - low) * slope)).sum().item()
+    first, last = survival(double(low, high), len(pi))[0]
+    linear = (weight * expected_nelbo(pi, first + t * (last - first), (last - first).expand(len(t)))).sum().item()
+    assert gaussian == pytest.approx(linear, abs=1e-5) and linear > 0.3
+
+
+def test_prior_divergence_is_a_sum_over_ids():
+    q = forward_matrix(1e-3, 50)[3]
+    assert prior_divergence(1e-3, 50) == pytest.approx((q * (50 * q).log()).sum().item(), rel=1e-9)
+    assert 0.002 < prior_divergence(1e-3, 50258) < 0.004
+
+
+# ---------------------------------------------------------------- losses
+
+
+@torch.no_grad()
+def slow_loss(method, seen, x0, x_t, alpha_B, dalpha_B):
+    """Mean over positions of the plain sum, from the network's own logits."""
+    logits = method.backbone(seen, -torch.log(alpha_B).float())
+    rows = [
+        naive_nelbo(logits[b, i].double().softmax(-1), x0[b, i], x_t[b, i], alpha_B[b], dalpha_B[b])
+        for b in range(len(x0))
+        for i in range(x0.shape[1])
+    ]
+    return torch.stack(rows).mean().item()
+
+
+def test_the_plain_loss():
+    method = build(objective__curriculum="none")
+    t = 0.999 * noise().stratified("time").double() + 1e-3
+    noised = method.noised(tokens(), t, noise())
+    assert torch.equal(noised.x_t_BL, noised.seen) and torch.allclose(noised.alpha_B, 1 - 0.999 * t)
+    wanted = slow_loss(method, noised.x_t_BL, tokens(), noised.x_t_BL, 1 - 0.999 * t, torch.full_like(t, -0.999))
+    assert method.losses(Batch(tokens()), noise())["nelbo"].item() == pytest.approx(wanted, rel=1e-4)
+
+
+def test_the_loss_of_the_curriculum():
+    method = build(objective__gamma_min=-3.0, objective__gamma_max=-0.5, objective__tau=0.1, model__extra_ids=3)
+    gamma = -3 + 2.5 * (0.999 * noise().stratified("time").double() + 1e-3)
+    w = noise().normal("latent", L, VOCAB + 3) * torch.sigmoid(gamma).sqrt()[:, None, None]
+    for b in range(B):
+        for i in range(L):
+            w[b, i, tokens()[b, i]] += torch.sigmoid(-gamma[b]).sqrt()
+    alpha, slope = survival(gamma, VOCAB + 3)
+    wanted = slow_loss(method, (w / 0.1).softmax(-1).float(), tokens(), w.argmax(-1), alpha, 2.5 * slope)
+    assert method.losses(Batch(tokens()), noise())["nelbo"].item() == pytest.approx(wanted, rel=1e-4)
+
+
+def test_the_curriculum_is_the_first_half_of_training_and_never_evaluation():
+    method = build()
+    assert [method.in_curriculum(step) for step in (0, 49, 50, 99)] == [True, True, False, False]
+    assert [build(objective__curriculum_steps=7).in_curriculum(step) for step in (6, 7)] == [True, False]
+    assert not build(objective__curriculum="none").in_curriculum(0)
+    assert not method.eval().in_curriculum(0)
+
+
+def test_the_step_alone_switches_the_loss():
+    """The same weights and noise: before the switch the two objectives differ, after it and in evaluation they do not."""
+    method, plain = build(), build(objective__curriculum="none")
+    pairs = [[m.losses(Batch(tokens()), noise(step=step))["nelbo"] for m in (method, plain)] for step in (49, 50)]
+    assert not torch.equal(*pairs[0]) and torch.equal(*pairs[1])
+    assert torch.equal(*(m.eval().losses(Batch(tokens()), noise())["nelbo"] for m in (method, plain)))
+
+
+@pytest.mark.parametrize("vocab", [20, 512, 4096])
+def test_the_curriculum_spans_the_papers_alphas_for_any_vocabulary(vocab):
+    method = build(data__vocab_size=vocab)
+    assert survival(double(*method.gammas), vocab)[0].tolist() == pytest.approx(list(CURRICULUM_ALPHAS), abs=1e-9)
+    for name, ids in (("lm1b", 30_522), ("owt1024", 50_258)):
+        o = for_method(preset(name), "duo").objective
+        spanned = survival(double(o.gamma_min, o.gamma_max), ids)[0].tolist()
+        assert spanned == pytest.approx(list(CURRICULUM_ALPHAS), abs=4e-3)
+
+
+@pytest.mark.parametrize("forward", ["noised", "gaussian_noised"])
+def test_how_often_a_token_stays(forward):
+    """x_t is x0 with alpha and else any id, extra ones too."""
+    method = build(model__extra_ids=2)
+    rows, ids = 3000, VOCAB + 2
+    x0 = torch.full((rows, L), 5)
+    noised = getattr(method, forward)(x0, torch.full((rows,), 0.4, dtype=torch.float64), noise(rows))
+    found = torch.bincount(noised.x_t_BL.flatten(), minlength=ids)
+    wanted = rows * L * forward_matrix(noised.alpha_B[0].item(), ids)[5]
+    assert ((found - wanted) ** 2 / wanted).sum() < ids - 1 + 5 * math.sqrt(2 * (ids - 1))
+
+
+def test_padding_does_not_count_and_sums_are_sums():
+    method = build(objective__curriculum="none")
+    mask = torch.arange(L) < torch.tensor([6, 3, 5, 1])[:, None]
+    t = 0.999 * noise().stratified("time").double() + 1e-3
+    nats = method.nelbo(tokens(), method.noised(tokens(), t, noise())).detach()
+    got = method.losses(Batch(tokens(), mask), noise())["nelbo"]
+    assert got.item() == pytest.approx((nats[mask].sum() / mask.sum()).item(), rel=1e-6)
+    summed = build(objective__curriculum="none", objective__reduction="sequence_sum")
+    assert summed.losses(Batch(tokens()), noise())["nelbo"].item() == pytest.approx(nats.sum().item() / B, rel=1e-6)
+
+
+@pytest.mark.parametrize("step", [0, 60])
+def test_chunks_change_neither_loss_nor_gradient(step):
+    whole, chunked = build(), build(objective__ce_chunk=5)
+    for method in (whole, chunked):
+        method.total_loss(method.losses(Batch(tokens()), noise(step=step))).backward()
+    for a, b in zip(whole.parameters(), chunked.parameters(), strict=True):
+        assert a.grad is not None and a.grad.any() and torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("step", [0, 60])
+def test_every_parameter_of_a_fresh_model_has_a_gradient(step):
+    method = build(perturbed=0)
+    method.total_loss(method.losses(Batch(tokens()), noise(step=step))).backward()
+    assert all(p.grad is not None for p in method.parameters())
+    assert [g.name for g in method.parameter_groups()] == ["flow"]
+    assert method.parameter_groups()[0].parameters.keys() == dict(method.named_parameters()).keys()
+
+
+def test_losses_depend_on_rows_and_step_not_on_global_randomness():
+    method = build()
+    torch.manual_seed(1)
+    first = method.losses(Batch(tokens()), noise())["nelbo"]
+    torch.manual_seed(2)
+    assert torch.equal(first, method.losses(Batch(tokens()), noise())["nelbo"])
+    assert not torch.equal(first, method.losses(Batch(tokens()), noise(step=1))["nelbo"])
+
+
+def test_training_learns_that_tokens_repeat():
+    """Rows of one token each: their entropy is log(VOCAB) a row, a sixth of what tokens on their own would cost."""
+    method = build(perturbed=0, model__hidden=32)
+    optimizer = torch.optim.AdamW(method.parameters(), lr=1e-2)
+    g = torch.Generator().manual_seed(0)
+    data = [Batch(torch.randint(0, VOCAB, (32, 1), generator=g).repeat(1, L)) for _ in range(100)]
+    for step, batch in enumerate(data):
+        optimizer.zero_grad()
+        method.total_loss(method.losses(batch, noise(32, step))).backward()
+        optimizer.step()
+    method.eval()
+    bound = sum(method.losses(batch, noise(32, step))["nelbo"].item() for step, batch in enumerate(data[:10])) / 10
+    assert 0.9 * math.log(VOCAB) / L < bound < 0.45 * math.log(VOCAB)
+
+
+# ---------------------------------------------------------------- with a perfect denoiser
+
+
+class Oracle(nn.Module):
+    """The network that knows rows of two tokens: each token's distribution given the other one's noisy state."""
+
+    def __init__(self, joint_KK):
+        super().__init__()
+        self.joint_KK = joint_KK
+
+    def vocab_embed(self, x):
+        return nn.functional.one_hot(x, len(self.joint_KK)).double()
+
+    def condition(self, sigma_B):
+        return torch.exp(-sigma_B.double())
+
+    def states(self, e_B2K, alpha_B):
+        alpha = alpha_B[:, None, None]
+        first, second = (alpha * e_B2K + (1 - alpha) / len(self.joint_KK)).unbind(1)  # how probable x_t is for each x0
+        return torch.stack([second @ self.joint_KK.T, first @ self.joint_KK], 1).clamp_min(1e-30).log()
+
+    def head(self, h):
+        return h
+
+
+def joint(ids=4):
+    """Two tokens that depend on each other."""
+    p = torch.rand(ids, ids, generator=torch.Generator().manual_seed(1), dtype=torch.float64) ** 4 + 0.02
+    return p / p.sum()
+
+
+def knowing(joint_KK, extra=0) -> Duo:
+    method = build(data__vocab_size=max(8, len(joint_KK) - extra), data__token_len=2)
+    config = method.config
+    model, data = replace(config.model, extra_ids=extra), replace(config.data, vocab_size=len(joint_KK) - extra)
+    method.config, method.ids = replace(config, model=model, data=data), len(joint_KK)
+    method.backbone = Oracle(joint_KK)
+    return method.eval()
+
+
+def test_the_bound_of_dependent_tokens_is_their_joint_entropy():
+    """The whole loss through the method, summed over every (x0, x_t) of two tokens and integrated over time."""
+    p, schedule, (t, weight) = joint(), LogLinear(), times_and_weights(300)
+    method = knowing(p)
+    states = torch.cartesian_prod(*[torch.arange(4)] * 4)
+    x0, x_t = states[:, :2], states[:, 2:]
+    integral = 0.0
+    for alpha, w in zip(schedule.alpha(t), weight, strict=True):
+        alpha_B = alpha.expand(len(states))
+        nats = method.nelbo(x0, Noised(x_t, x_t, alpha_B, torch.full_like(alpha_B, schedule.eps - 1))).sum(1)
+        q = forward_matrix(alpha, 4)
+        integral += (w * p[x0[:, 0], x0[:, 1]] * q[x0[:, 0], x_t[:, 0]] * q[x0[:, 1], x_t[:, 1]] * nats).sum().item()
+    q_1 = forward_matrix(schedule.eps, 4)
+    wanted = entropy(p) + prior_gap(q_1.T @ p @ q_1)
+    assert integral + 2 * prior_divergence(schedule.eps, 4) == pytest.approx(wanted, abs=1e-4)
+    assert entropy(p.sum(0)) + entropy(p.sum(1)) > wanted + 0.1  # more than the tokens on their own could tell
+
+
+def test_likelihood_of_dependent_tokens():
+    p, rows = joint(), 4000
+    x0 = torch.multinomial(p.flatten().float(), rows, replacement=True, generator=torch.Generator().manual_seed(0))
+    found = knowing(p).likelihood(Batch(torch.stack([x0 // 4, x0 % 4], 1)), noise(rows))
+    error = found.nats_B.std().item() / math.sqrt(rows)
+    assert error < 0.05 * entropy(p) and abs(found.nats_B.mean().item() - entropy(p)) < 4 * error
+    assert (found.tokens_B == 2).all()
+
+
+def test_likelihood_leaves_padding_out():
+    method = build().eval()
+    mask = torch.arange(L) < torch.tensor([6, 3, 5, 1])[:, None]
+    t = noise().stratified("time").double()
+    with torch.no_grad():
+        nats = method.nelbo(tokens(), method.noised(tokens(), t, noise())) + prior_divergence(1e-3, VOCAB)
+    found = method.likelihood(Batch(tokens(), mask), noise())
+    assert torch.allclose(found.nats_B, (nats * mask).sum(1)) and found.tokens_B.tolist() == [6, 3, 5, 1]
+
+
+def chi_square(found, wanted):
+    return ((found - wanted) ** 2 / wanted).sum().item()
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_independent_tokens_are_sampled_exactly_in_any_number_of_steps(steps):
+    """Two extra ids, which the source never has, are there on the way and not at the end."""
+    pi = torch.cat([source(8), double(0.0, 0.0)])
+    method, rows = knowing(torch.outer(pi, pi), extra=2), 6000
+    x = method.sample(DuoSampler(steps=steps), noise(rows))
+    found = torch.bincount(x.flatten(), minlength=8)
+    assert len(found) == 8
+    assert chi_square(found, 2 * rows * pi[:8]) < 7 + 4 * math.sqrt(14)
+
+
+def test_many_steps_sample_dependent_tokens():
+    """In one step the two tokens would not know of each other; in 32 they have their joint distribution."""
+    p, rows = joint(), 1500
+    off = {}
+    for steps in (1, 32):
+        x = knowing(p).sample(DuoSampler(steps=steps), noise(rows))
+        off[steps] = chi_square(torch.bincount(x[:, 0] * 4 + x[:, 1], minlength=16), rows * p.flatten())
+    assert off[32] < 15 + 4 * math.sqrt(30) and off[1] > 100
+
+
+# ---------------------------------------------------------------- the posterior
+
+
+def bayes_posterior(x_theta, x_t, alpha_t, alpha_s):
+    """q(x_s | x_t) with x0 ~ x_theta, by going through all (x0, x_s)."""
+    ids = len(x_theta)
+    to_s, s_to_t = forward_matrix(alpha_s, ids), forward_matrix(alpha_t / alpha_s, ids)
+    joint = double(*[sum(x_theta[x0] * to_s[x0, x_s] for x0 in range(ids)) * s_to_t[x_s, x_t] for x_s in range(ids)])
+    return joint / joint.sum()
+
+
+def closed_posterior(x_theta, x_t, alpha_t, alpha_s):
+    """The formula of the paper."""
+    ids, alpha_ts = len(x_theta), alpha_t / alpha_s
+    onehot = torch.eye(ids, dtype=torch.float64)[x_t]
+    top = ids * alpha_t * x_theta * onehot + (alpha_ts - alpha_t) * onehot + (alpha_s - alpha_t) * x_theta
+    return (top + (1 - alpha_ts) * (1 - alpha_s) / ids) / (ids * alpha_t * x_theta[x_t] + 1 - alpha_t)
+
+
+def swept(logits_K, x_t, alpha_t, alpha_s, draws=20_000):
+    """The distribution that `draw_posterior` has, by going evenly through all u."""
+    u = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
+    x_s = draw_posterior(logits_K.expand(draws, -1), torch.full((draws,), x_t), alpha_t, alpha_s, u)
+    return torch.bincount(x_s, minlength=len(logits_K)).double() / draws
+
+
+@pytest.mark.parametrize(("alpha_t", "alpha_s"), [(0.3, 0.45), (0.001, 0.01), (0.9, 0.99), (0.5, 1.0)])
+@pytest.mark.parametrize("x_t", [0, 3])
+def test_the_posterior_is_bayes_rule(alpha_t, alpha_s, x_t):
+    logits = torch.randn(5, generator=torch.Generator().manual_seed(x_t), dtype=torch.float64)
+    wanted = bayes_posterior(logits.softmax(-1), x_t, alpha_t, alpha_s)
+    closed = closed_posterior(logits.softmax(-1), x_t, alpha_t, alpha_s)
+    assert closed.sum().item() == pytest.approx(1, abs=1e-12) and torch.allclose(closed, wanted, atol=1e-12)
+    assert torch.allclose(swept(logits, x_t, alpha_t, alpha_s), wanted, atol=2e-4)
+
+
+def test_at_the_end_the_posterior_is_of_clean_tokens():
+    """alpha_s = 1: x_theta weighed by how probable each clean token makes x_t."""
+    logits = torch.randn(5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weighed = logits.softmax(-1) * forward_matrix(0.2, 5)[:, 2]
+    assert torch.allclose(swept(logits, 2, 0.2, 1.0), weighed / weighed.sum(), atol=2e-4)
+    assert torch.allclose(swept(logits, 2, 0.0, 1.0), logits.softmax(-1), atol=2e-4)  # x_t tells nothing
+
+
+@pytest.mark.parametrize("x_t", [1, 4])
+def test_struck_ids_are_renormalized_away(x_t):
+    logits = torch.randn(5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    wanted = bayes_posterior(logits.softmax(-1), x_t, 0.3, 1.0)[:3]
+    logits[3:] = -torch.inf
+    got = swept(logits, x_t, 0.3, 1.0)
+    assert torch.allclose(got[:3], wanted / wanted.sum(), atol=2e-4) and not got[3:].any()
+
+
+def test_the_largest_number_never_draws_a_struck_id():
+    """Right below 1 rounding could step over the last token that is left."""
+    logits = torch.randn(400, 50, generator=torch.Generator().manual_seed(0))
+    logits[:, 40:] = -torch.inf
+    u = torch.full((400,), math.nextafter(1, 0), dtype=torch.float64)
+    x_t = torch.arange(400) % 50
+    assert draw_posterior(logits, x_t, 0.999, 1.0, u).max() < 40
+
+
+def test_nucleus_is_the_smallest_set_with_the_mass():
+    p = double(0.1, 0.4, 0.05, 0.3, 0.15)
+    kept = {top_p: nucleus(p.log(), top_p).isfinite().nonzero().flatten().tolist() for top_p in (0.3, 0.5, 0.75, 0.9, 1.0)}
+    assert kept == {0.3: [1], 0.5: [1, 3], 0.75: [1, 3, 4], 0.9: [0, 1, 3, 4], 1.0: [0, 1, 2, 3, 4]}
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def distinct(rows):
+    return len({tuple(row) for row in rows.tolist()})
+
+
+SAMPLERS = [{}, {"final": "greedy"}, {"top_p": 0.8}, {"steps": 1}]
+
+
+@pytest.mark.parametrize("options", SAMPLERS)
+def test_a_sample_is_the_same_in_any_batch(options):
+    method = build(model__extra_ids=2).eval()
+    sampler = replace(method.config.sampler, **options)
+    together = method.sample(sampler, RowNoise(1, range(6)))
+    assert together.shape == (6, L) and distinct(together) > 3
+    assert torch.equal(torch.cat([method.sample(sampler, RowNoise(1, [i])) for i in range(6)]), together)
+    assert torch.equal(method.sample(sampler, RowNoise(1, [4, 2])), together[[4, 2]])
+    assert not torch.equal(method.sample(sampler, RowNoise(2, range(6))), together)
+
+
+@pytest.mark.parametrize("options", SAMPLERS)
+def test_extra_ids_are_never_written(options):
+    """Even by a network that prefers them; on the way they are there, as for Duo's own."""
+    method = build(model__extra_ids=2).eval()
+    with torch.no_grad():
+        method.backbone.output_layer.linear.bias[VOCAB:] += 6
+    seen = []
+    handle = method.backbone.vocab_embed.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    x = method.sample(replace(method.config.sampler, **options), RowNoise(1, range(40)))
+    handle.remove()
+    assert max(int(s.max()) for s in seen) >= VOCAB and 0 <= x.min() and x.max() < VOCAB
+
+
+def test_the_greedy_tail_takes_the_most_probable_token():
+    method = build(model__extra_ids=1).eval()
+    seen = []
+    handle = method.backbone.output_layer.linear.register_forward_hook(lambda m, args, out: seen.append(out.clone()))
+    x = method.sample(DuoSampler(steps=3, final="greedy"), noise())
+    handle.remove()
+    assert torch.equal(x, seen[-1][:, :VOCAB].argmax(-1).view(B, L))
+
+
+def test_given_tokens_are_kept_at_every_step():
+    method = build().eval()
+    given = torch.full((3, L), FREE)
+    given[:, 0], given[1, 4] = 7, 0
+    seen = []
+    handle = method.backbone.vocab_embed.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    x = method.sample(method.config.sampler, noise(3), given_BL=given)
+    handle.remove()
+    for state in (*seen, x):
+        assert torch.equal(state[given != FREE], given[given != FREE])
+    assert distinct(x[:, 1:4]) > 1
+
+
+def test_one_evaluation_a_step_and_one_at_the_end_each_at_its_noise_level():
+    method = build().eval()
+    sigmas = []
+    handle = method.backbone.sigma_map.register_forward_pre_hook(lambda m, args: sigmas.append(args[0][0].item()))
+    sampler = DuoSampler(steps=4)
+    method.sample(sampler, noise(2))
+    handle.remove()
+    wanted = [-math.log(1 - 0.999 * (1 + k / 4 * (1e-5 - 1))) for k in range(5)]
+    assert sigmas == pytest.approx(wanted, rel=1e-4) and len(sigmas) == sampler.evaluations(L)
+
+
+def test_watching_shows_every_step_and_changes_nothing():
+    method = build(model__extra_ids=50).eval()
+    seen = []
+    sampler = method.config.sampler
+    watched = method.sample(sampler, noise(3), lambda k, n, t, decode: seen.append((k, n, t, decode)))
+    shown = [decode() for *_, decode in seen]
+    assert torch.equal(watched, method.sample(sampler, noise(3))) and torch.equal(shown[-1], watched)
+    assert [(k, n) for k, n, *_ in seen] == [(k, 5) for k in range(6)]
+    assert seen[0][2] == 0 and seen[-1][2] == 1 and not torch.equal(shown[0], shown[2])
+    assert all(x.shape == (3, L) and x.max() < VOCAB for x in shown)
+
+
+def test_labels():
+    assert DuoSampler().label() == "128 steps"
+    assert DuoSampler(steps=8, final="greedy", top_p=0.9).label() == "8 steps, greedy tail, top-p 0.9"
+
+
+# ---------------------------------------------------------------- options and files
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_a_config_that_survives_json(name):
+    config = validate(for_method(preset(name), "duo"))
+    assert config.method == "duo" and config.preset == name
+    assert from_dict(to_dict(config)) == config
+    assert config.data.token_len == preset(name).data.token_len
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "count", "steps"), [("lm1b", 30_522, 139_292_986, 128), ("owt1024", 50_258, 169_627_218, 1024)]
+)
+def test_sizes_of_the_paper(name, ids, count, steps):
+    config = for_method(preset(name), "duo")
+    with torch.device("meta"):
+        method = Duo(config)
+    assert method.ids == ids and sum(p.numel() for p in method.parameters()) == count
+    assert config.sampler.steps == steps and config.train.steps == 1_000_000
+
+
+@pytest.mark.parametrize(("name", "tokenizer", "extra"), [("lm1b", "bert-base-uncased", 0), ("owt1024", "gpt2", 1)])
+def test_a_published_number_of_ids_names_its_tokenizer(name, tokenizer, extra):
+    wanted = for_method(preset(name), "duo")
+    with torch.device("meta"):
+        tensors = Duo(wanted).export_state()
+    found = Duo.config_of(tensors, for_method(preset("smoke"), "duo"))
+    assert (found.data.tokenizer, found.data.vocab_size) == (tokenizer, wanted.data.vocab_size)
+    assert found.model.extra_ids == extra and found.model.heads == 12 and found.model.depth == 12
+
+
+def test_sizes_are_read_from_a_checkpoint():
+    config = tiny(model__extra_ids=3, model__hidden=128, model__depth=2, model__heads=2)
+    tensors = Duo(config).export_state()
+    base = tiny()
+    found = Duo.config_of(tensors, base).model
+    assert (found.extra_ids, found.hidden, found.depth, found.heads, found.cond_dim, found.freq_dim) == (3, 128, 2, 2, 8, 8)
+    method = Duo(Duo.config_of(tensors, base))
+    method.import_state(tensors, "file")
+    assert all(torch.equal(t, tensors[name]) for name, t in method.state_dict().items())
+    for vocab in (VOCAB + 4, 3000):
+        with pytest.raises(CheckpointError, match="23 ids where the tokenizer"):
+            Duo.config_of(tensors, tiny(data__vocab_size=vocab))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("model.extra_ids", -1), ("objective.tau", 0), ("objective.gamma_min", 1.0),
+        ("objective.curriculum_steps", -1), ("sampler.steps", 0), ("sampler.top_p", 0), ("sampler.top_p", 1.5),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_work_are_refused(option, value):
+    with pytest.raises(UsageError):
+        validate(override(tiny(), {option: value}))

@@ -1,0 +1,110 @@
+"""Micro models of every method, and one to know everything of: its tokens are independent, so it has closed forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MICRO, made_up_text
+from torch import Tensor, nn
+
+from jpeg_dlm.config import Checks, Config, opt, override
+from jpeg_dlm.methods.base import FREE, Batch, Likelihood, Method, ParameterGroup
+from jpeg_dlm.methods.discrete import draw_tokens
+from jpeg_dlm.methods.registry import METHODS, build_method, for_method
+from jpeg_dlm.model_folder import ModelParts, write_model
+from jpeg_dlm.presets import preset
+from jpeg_dlm.text.tokenizer import train_bpe
+
+
+@pytest.fixture(scope="session")
+def micro_folders(tmp_path_factory: pytest.TempPathFactory, corpus_file: Path) -> Callable[..., Path]:
+    """`make(method, **changes)`: a model folder with random weights, of any method."""
+    folder = tmp_path_factory.mktemp("micro")
+    train_bpe([made_up_text()], 300).save(folder / "tokenizer.json")
+
+    def make(method: str, **changes: object) -> Path:
+        values = MICRO | {"encoder.kind": "random", "data.source": str(corpus_file)}
+        config = for_method(override(preset("smoke"), values), method)
+        config = override(config, {name.replace("__", "."): value for name, value in changes.items()})
+        parts = ModelParts(build_method(config).eval(), config, folder, folder / "tokenizer.json", None)
+        out = folder / "-".join([method, *(f"{name.split('__')[1]}-{value}" for name, value in changes.items())])
+        return out if out.exists() else write_model(parts, out)
+
+    return make
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two methods below, by name."""
+    monkeypatch.setitem(METHODS, "unigram", ("stand_in", "Unigram"))
+    monkeypatch.setitem(METHODS, "noisy", ("stand_in", "NoisyUnigram"))
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    def checks(self, config: Config) -> Checks:
+        return []
+
+
+@dataclass(frozen=True)
+class UnigramSampler(NoOptions):
+    temperature: float = opt(1.0, "divides the logits")
+
+    def label(self) -> str:
+        return f"temperature {self.temperature:g}"
+
+    def evaluations(self, token_len: int) -> int:
+        return 1
+
+
+class Unigram(Method):
+    title = "Unigram"
+    groups = {"model": NoOptions, "objective": NoOptions, "sampler": UnigramSampler}
+    exact_likelihood = True
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config, self.loss_weights = config, {"ce": 1.0}
+        self.scores = nn.Parameter(torch.randn(config.data.vocab_size))
+
+    @classmethod
+    def from_config(cls, config, encoder=None):
+        return cls(config)
+
+    @classmethod
+    def adapt(cls, base, name):
+        return replace(base, method=name, model=NoOptions(), objective=NoOptions(), sampler=UnigramSampler())
+
+    def nll(self, tokens: Tensor) -> Tensor:
+        return -self.scores.log_softmax(-1)[tokens]
+
+    def losses(self, batch, noise):
+        return {"ce": self.nll(batch.tokens_BL).mean()}
+
+    def likelihood(self, batch: Batch, noise) -> Likelihood:
+        mask = torch.ones_like(batch.tokens_BL) if batch.mask_BL is None else batch.mask_BL
+        return Likelihood((self.nll(batch.tokens_BL) * mask).sum(1), mask.sum(1))
+
+    @torch.no_grad()
+    def sample(self, sampler, noise, watch=None, given_BL=None):
+        p = (self.scores / sampler.temperature).softmax(-1).expand(len(noise.rows), self.config.data.token_len, -1)
+        tokens = draw_tokens(p, noise.uniform("sample", self.config.data.token_len))
+        return tokens if given_BL is None else torch.where(given_BL == FREE, tokens, given_BL)
+
+    def parameter_groups(self):
+        return [ParameterGroup("flow", dict(self.named_parameters()))]
+
+
+class NoisyUnigram(Unigram):
+    """Its likelihood is right only on average over times in [0, 1)."""
+
+    title = "Noisy"
+    exact_likelihood = False
+
+    def likelihood(self, batch, noise):
+        exact = super().likelihood(batch, noise)
+        return Likelihood(2 * noise.stratified("time") * exact.nats_B, exact.tokens_B)
