@@ -20,6 +20,11 @@ METHODS = {
     "mdlm": ("jpeg_dlm.methods.mdlm", "Mdlm"),
     "sedd": ("jpeg_dlm.methods.sedd", "Sedd"),
     "duo": ("jpeg_dlm.methods.duo", "Duo"),
+    "elf": ("jpeg_dlm.methods.elf", "Elf"),
+    "langflow": ("jpeg_dlm.methods.langflow", "LangFlow"),
+    "flm": ("jpeg_dlm.methods.flm", "Flm"),
+    "cosmos": ("jpeg_dlm.methods.cosmos", "Cosmos"),
+    "cosmos-codec": ("jpeg_dlm.methods.cosmos_codec", "CosmosCodec"),
     "encoder": ("jpeg_dlm.methods.encoder_pretraining", "EncoderPretraining"),
 }
 

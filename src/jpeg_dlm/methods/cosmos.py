@@ -1,0 +1,173 @@
+"""COSMOS: diffusion in the latent space of a codec that was trained before it and stays as it is (2506.21170).
+
+This is stage two; stage one is `methods.cosmos_codec`. Time runs from data (t = 0) to noise (t = 1).
+Shapes: B batch, L tokens, N latents, D latent width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jpeg_dlm.collectives import all_mean
+from jpeg_dlm.config import Config
+from jpeg_dlm.errors import UsageError
+from jpeg_dlm.flow.path import per_row
+from jpeg_dlm.flow.vp import TanSchedule
+from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, Watch, copy_tensors, masked_mean, refuse_given
+from jpeg_dlm.methods.cosmos_codec import Codec, CosmosCodec, features
+from jpeg_dlm.methods.cosmos_config import GROUPS, CosmosModel, CosmosObjective, CosmosSampler, codec_stage, cosmos_preset
+from jpeg_dlm.nn.unet_transformer import UNetTransformer
+from jpeg_dlm.rng import RowNoise
+
+VARIANCE_FLOOR = 1e-4  # keeps a dead coordinate from being blown up by standardization (COSMOS)
+
+
+class Cosmos(Method):
+    """The diffusion model with its frozen codec. `encoder` may be None for a model that only samples."""
+
+    title = "COSMOS"
+    groups = GROUPS
+    uses_encoder = True
+    latent_mean: Tensor
+    latent_scale: Tensor
+
+    def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
+        super().__init__()
+        m: CosmosModel = config.model
+        self.config, self.encoder = config, encoder
+        self.codec = Codec(config).requires_grad_(False)
+        self.network = UNetTransformer(m.latent_dim, m.hidden, m.depth, m.heads, m.mlp_ratio)
+        self.schedule = TanSchedule(config.objective.schedule_d)
+        self.register_buffer("latent_mean", torch.zeros(m.latent_len, m.latent_dim))
+        self.register_buffer("latent_scale", torch.ones(m.latent_len, m.latent_dim))
+        self.loss_weights = {"x0": 1.0}
+
+    @classmethod
+    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> Cosmos:
+        return cls(config, encoder)
+
+    @classmethod
+    def adapt(cls, base: Config, name: str) -> Config:
+        return cosmos_preset(base)
+
+    def train(self, mode: bool = True) -> Self:
+        """The frozen codec never drops anything."""
+        super().train(mode)
+        self.codec.eval()
+        return self
+
+    # ------------------------------------------------------------ after stage one
+
+    @classmethod
+    def first_stage(cls, config: Config) -> Config:
+        return codec_stage(config)
+
+    def start_from(self, stage: Method, batches: Iterable[Batch]) -> None:
+        if not isinstance(stage, CosmosCodec):
+            raise UsageError(f"COSMOS begins with the codec of its own first stage, not with {stage.title}.")
+        copy_tensors(self.codec.state_dict(), stage.codec.state_dict(), "the first stage")
+        self.measure(batches)
+
+    @torch.no_grad()
+    def measure(self, batches: Iterable[Batch]) -> None:
+        """Mean and deviation of every coordinate of the latents over `batches`, the same rows on every process."""
+        count, total, squares = 0, torch.zeros(()), torch.zeros(())
+        for batch in batches:
+            z_BND = self.latents(batch).double().cpu()
+            count, total, squares = count + len(z_BND), total + z_BND.sum(0), squares + z_BND.square().sum(0)
+        if count < 2:
+            raise UsageError("Latent statistics need at least two rows: give more text.")
+        mean = total / count
+        scale = (squares / count - mean.square()).clamp_min(VARIANCE_FLOOR).rsqrt()
+        for buffer, value in ((self.latent_mean, mean), (self.latent_scale, scale)):
+            buffer.copy_(all_mean(value.to(buffer)))  # equal already but for the rounding of unequal devices
+
+    # ------------------------------------------------------------ training
+
+    def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
+        o: CosmosObjective = self.config.objective
+        z_0 = self.encode(batch)
+        t = o.t_min + (1 - o.t_min) * noise.uniform("time")
+        alpha, sigma = self.schedule.alpha_sigma(per_row(t, z_0))
+        z_t = alpha * z_0 + sigma * noise.normal("latent", *z_0.shape[1:])
+        s = None
+        if torch.rand((), generator=noise.shared("self_condition")) < o.sc_prob:
+            with torch.no_grad():
+                s = self.predict(z_t, t)
+        return {"x0": F.mse_loss(self.predict(z_t, t, s), z_0)}
+
+    def predict(self, z_t: Tensor, t: Tensor, s: Tensor | None = None) -> Tensor:
+        """The clean standardized latents behind z_t at times t (B), given an earlier prediction s (None: zeros)."""
+        return self.network(z_t, t, s)
+
+    # ------------------------------------------------------------ sampling
+
+    @torch.no_grad()
+    def sample(
+        self, sampler: CosmosSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
+    ) -> Tensor:
+        refuse_given(given_BL, self.title)
+        tokens = self.tokens(self.sample_latents(sampler, noise, watch), sampler)
+        if watch:
+            watch(sampler.steps, sampler.steps, sampler.t_end, lambda: tokens)
+        return tokens
+
+    @torch.no_grad()
+    def sample_latents(self, sampler: CosmosSampler, noise: RowNoise, watch: Watch | None = None) -> Tensor:
+        """Euler steps of the reverse SDE, each self-conditioned on the prediction before; the last adds no noise."""
+        draw, shape = noise.streams("sample"), self.latent_mean.shape
+        times = torch.linspace(1, sampler.t_end, sampler.steps + 1, dtype=torch.float64).tolist()
+        mean, std, x0 = torch.zeros(()), 1.0, None  # before the first step there is noise alone
+        for step, (t, after) in enumerate(pairwise(times)):
+            z = mean + std * draw.normal(*shape)
+            x0 = self.predict(z, torch.full((len(z),), t, device=z.device), x0)
+            mean, std = self.schedule.reverse_step(z, x0, t, after - t)
+            if watch:
+                watch(step, sampler.steps, t, lambda x0=x0: self.tokens(x0, sampler))
+        return x0 if x0 is not None and sampler.result == "x0" else mean
+
+    def tokens(self, z_standardized: Tensor, sampler: CosmosSampler) -> Tensor:
+        """Greedy tokens; a row ends at its first end token where the data has rows that end."""
+        tokens = self.greedy(z_standardized)
+        return end_rows(tokens, sampler.eos_id, sampler.pad_id) if self.config.data.packing == "padded" else tokens
+
+    # ------------------------------------------------------------ the codec
+
+    def latents(self, batch: Batch) -> Tensor:
+        """Clean text to latents on the codec's own scale."""
+        return self.codec.compressor(features(self.encoder, batch), batch.mask_BL)
+
+    def standardize(self, z: Tensor) -> Tensor:
+        return (z.float() - self.latent_mean) * self.latent_scale
+
+    def unstandardize(self, z: Tensor) -> Tensor:
+        return z / self.latent_scale + self.latent_mean
+
+    @torch.no_grad()
+    def encode(self, batch: Batch) -> Tensor:
+        """Clean text to standardized latents (B, N, D)."""
+        return self.standardize(self.latents(batch))
+
+    def greedy(self, z_standardized: Tensor) -> Tensor:
+        """Standardized latents to the most probable tokens."""
+        return self.codec.greedy(self.unstandardize(z_standardized))
+
+    @torch.no_grad()
+    def reconstruction(self, batch: Batch) -> Tensor:
+        """Share of real tokens that come back from their own latents."""
+        return masked_mean((self.greedy(self.encode(batch)) == batch.tokens_BL).float(), batch.mask_BL)
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        return [ParameterGroup("flow", {f"network.{name}": p for name, p in self.network.named_parameters()})]
+
+
+def end_rows(tokens_BL: Tensor, eos_id: int, pad_id: int) -> Tensor:
+    """Rows with everything after their first end token replaced by padding."""
+    ends_BL = (tokens_BL == eos_id).long()
+    return tokens_BL.masked_fill(ends_BL.cumsum(1) > ends_BL, pad_id)

@@ -1,0 +1,120 @@
+"""Stage one of COSMOS: an autoencoder of frozen text features whose latents are made robust by augmentations.
+
+Compressor, decompressor and token projection are those of JPEG-DLM (paper); what differs is how they are trained.
+Shapes: B batch, L tokens, N latents, D latent width, F feature width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jpeg_dlm.config import Config
+from jpeg_dlm.errors import UsageError
+from jpeg_dlm.flow.path import per_row
+from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, Watch, masked_mean
+from jpeg_dlm.methods.cosmos_config import GROUPS, CosmosModel, CosmosObjective, CosmosSampler, codec_stage, cosmos_preset
+from jpeg_dlm.nn.perceiver import Compressor, Decompressor
+from jpeg_dlm.nn.token_loss import token_nll
+from jpeg_dlm.rng import RowNoise
+
+
+class Codec(nn.Module):
+    """Features to latents, latents to features, features to logits."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        m: CosmosModel = config.model
+        sizes = (
+            config.data.token_len, m.latent_len, config.encoder.feature_dim, m.latent_dim, m.bottleneck_dim,
+            m.codec_layers, m.codec_heads, m.codec_mlp_ratio, m.dropout, m.position_scale,
+        )  # fmt: skip
+        self.compressor = Compressor(*sizes)
+        self.decompressor = Decompressor(*sizes)
+        self.unembed_proj = nn.Linear(config.encoder.feature_dim, m.proj_dim)
+        self.lm_head = nn.Linear(m.proj_dim, config.data.vocab_size)
+
+    def project(self, h: Tensor) -> Tensor:
+        """Features to logits through two linears and a GELU."""
+        return self.lm_head(F.gelu(self.unembed_proj(h)))
+
+    def greedy(self, z_BND: Tensor) -> Tensor:
+        """The most probable tokens of latents on their own scale."""
+        return self.project(self.decompressor(z_BND)).argmax(-1)
+
+
+def features(encoder: nn.Module | None, batch: Batch) -> Tensor:
+    """h = E(x) from the cache or the frozen encoder."""
+    if batch.features_BLF is not None:
+        return batch.features_BLF
+    if encoder is None:
+        raise ValueError("this model was loaded without its text encoder")
+    with torch.no_grad():
+        return encoder(batch.tokens_BL, batch.mask_BL)
+
+
+class CosmosCodec(Method):
+    """The codec with its training; it writes no text."""
+
+    title = "COSMOS codec"
+    groups = GROUPS
+    uses_encoder = True
+
+    def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
+        super().__init__()
+        self.config, self.encoder = config, encoder
+        self.codec = Codec(config)
+        self.loss_weights = {"ce": 1.0, "feat": 1.0}  # (COSMOS)
+
+    @classmethod
+    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> CosmosCodec:
+        return cls(config, encoder)
+
+    @classmethod
+    def adapt(cls, base: Config, name: str) -> Config:
+        return codec_stage(cosmos_preset(base))
+
+    def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
+        o: CosmosObjective = self.config.objective
+        h_BLF = features(self.encoder, batch)
+        z_BND = self.codec.compressor(*self.corrupt(h_BLF, batch.mask_BL, noise))
+        z_BND = z_BND * (noise.uniform("latent-mask", *z_BND.shape[1:]) >= o.latent_mask_prob)
+        hhat_BLF = self.codec.decompressor(z_BND)
+        nll_BL = token_nll(self.codec.project, hhat_BLF, batch.tokens_BL, o.ce_chunk)
+        return {
+            "ce": masked_mean(nll_BL, batch.mask_BL),
+            "feat": masked_mean(((hhat_BLF - h_BLF) ** 2).mean(-1), batch.mask_BL),
+        }
+
+    def corrupt(self, h_BLF: Tensor, mask_BL: Tensor | None, noise: RowNoise) -> tuple[Tensor, Tensor]:
+        """Features and mask as the compressor sees them.
+
+        The first rows of the global batch have tokens hidden, the next ones noisy features. A hidden token is one that is
+        not attended to: COSMOS means to zero its features too, but its code overwrites that.
+        """
+        o: CosmosObjective = self.config.objective
+        total = noise.total or len(noise.rows)
+        place_B = torch.tensor([row % total for row in noise.rows], device=h_BLF.device)
+        masked_B = place_B < o.mask_share * total
+        noisy_B = ~masked_B & (place_B < (o.mask_share + o.noise_share) * total)
+        hidden_BL = masked_B[:, None] & (noise.uniform("token-mask", h_BLF.shape[1]) < o.mask_prob)
+        delta = o.noise_scale
+        noisy_BLF = delta * h_BLF + (1 - delta**2) ** 0.5 * noise.normal("feature", *h_BLF.shape[1:])
+        seen_BL = ~hidden_BL if mask_BL is None else mask_BL & ~hidden_BL
+        return torch.where(per_row(noisy_B, h_BLF), noisy_BLF, h_BLF), seen_BL
+
+    @torch.no_grad()
+    def reconstruction(self, batch: Batch) -> Tensor:
+        """Share of real tokens that come back from their own latents, without augmentation."""
+        z_BND = self.codec.compressor(features(self.encoder, batch), batch.mask_BL)
+        return masked_mean((self.codec.greedy(z_BND) == batch.tokens_BL).float(), batch.mask_BL)
+
+    def sample(
+        self, sampler: CosmosSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
+    ) -> Tensor:
+        raise UsageError("The codec of COSMOS does not generate text: train --method cosmos, which begins with it.")
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        trainable = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        return [ParameterGroup("codec", trainable)]

@@ -1,0 +1,392 @@
+"""ELF (embedded language flows): flow matching on full-length features of a frozen encoder, one latent for each token.
+
+The network is JPEG-DLM's DiT, which was made from it, with one head for the clean features x and a factored unembedding
+to tokens. Each row of a batch trains one of two modes: denoise (x from the noisy z_t) or decode (tokens from features of
+which every token is corrupted by its own amount). Sources: (ELF) is its paper and code, (paper) JPEG-DLM's comparison.
+Shapes: B batch, L tokens, F feature width, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jpeg_dlm.config import Checks, Config, TrainConfig, head_checks, opt
+from jpeg_dlm.errors import CheckpointError
+from jpeg_dlm.flow.grids import make_grid
+from jpeg_dlm.flow.path import guidance_scale, guided_target, logit_normal, per_row
+from jpeg_dlm.methods.base import FROZEN, Batch, Method, ParameterGroup, Watch, copy_tensors, masked_mean, refuse_given
+from jpeg_dlm.nn.dit import Head, LatentTransformer
+from jpeg_dlm.nn.precision import fp32_island
+from jpeg_dlm.nn.token_loss import token_nll
+from jpeg_dlm.rng import RowNoise
+
+PAPER_PRESETS = ("lm1b", "owt1024", "owt128")
+
+
+@dataclass(frozen=True)
+class ElfModel:
+    """Sizes of the network; the latents are the encoder's features, so encoder.feature_dim is their width."""
+
+    bottleneck_dim: int = opt(128, "bottleneck of the input projection (ELF)")
+    proj_dim: int = opt(512, "inner width of the unembedding (ELF)")
+    hidden: int = opt(768, "H, width (ELF-B; M 1056, L 1280)")
+    depth: int = opt(12, "layers (ELF-B; M 24, L 32)")
+    heads: int = opt(12, "attention heads (ELF-B; M and L 16)")
+    mlp_ratio: float = opt(4.0, "SwiGLU ratio before the two-thirds rule (ELF)")
+    freq_dim: int = opt(256, "sinusoid width of time and guidance-scale embeddings (ELF)")
+    time_tokens: int = opt(4, "prefix tokens carrying t (ELF)")
+    sc_tokens: int = opt(4, "prefix tokens carrying the guidance scale w (ELF)")
+    mode_tokens: int = opt(4, "prefix tokens telling denoise from decode (ELF)")
+    eos_id: int = opt(1, "end token of padded rows, behind which samples are padding (T5, and tokenizers trained here)")
+    pad_id: int = opt(0, "padding token (T5, and tokenizers trained here)")
+
+    def checks(self, config: Config) -> Checks:
+        m = self
+        return [
+            *head_checks(m.hidden, m.heads),
+            (m.freq_dim >= 2 and m.freq_dim % 2 == 0, "model.freq_dim must be even"),
+            (min(m.hidden, m.depth, m.bottleneck_dim, m.proj_dim) >= 1 and m.mlp_ratio > 0, "model sizes must be positive"),
+            (min(m.time_tokens, m.sc_tokens, m.mode_tokens) >= 1, "each kind of prefix token is needed at least once"),
+        ]
+
+
+@dataclass(frozen=True)
+class ElfObjective:
+    """The two modes of a row, their noise, and self-conditioning."""
+
+    noise_scale: float = opt(2.0, "deviation of the noise at t = 0 (ELF: 2 on OpenWebText, else 1)")
+    time_mean: float = opt(-1.5, "mean of logit(t) (ELF)")
+    time_std: float = opt(0.8, "deviation of logit(t) (ELF)")
+    v_floor: float = opt(0.05, "smallest 1 - t in a velocity (ELF)")
+    decode_prob: float = opt(0.2, "share of rows in decode mode (ELF)")
+    decode_noise_scale: float = opt(5.0, "deviation of the decode mode's noise (ELF: 5 on OpenWebText, else 1)")
+    decode_mean: float = opt(0.8, "mean of logit(lambda), the share of clean features a decoded token keeps (ELF)")
+    decode_std: float = opt(0.8, "deviation of logit(lambda), drawn for each token (ELF)")
+    sc_prob: float = opt(0.5, "probability of self-conditioning, per row in denoise mode (ELF)")
+    w_min: float = opt(0.5, "smallest guidance scale in training (ELF)")
+    w_max: float = opt(5.0, "largest guidance scale in training (ELF)")
+    ce_chunk: int = opt(0, "token positions whose logits exist at once, recomputed in backward; 0 keeps all (assumed)")
+
+    def checks(self, config: Config) -> Checks:
+        o = self
+        return [
+            (o.noise_scale > 0 and o.decode_noise_scale >= 0, "objective.noise_scale must be positive"),
+            (o.time_std > 0 and o.decode_std >= 0, "objective.time_std must be positive and objective.decode_std not negative"),
+            (0 < o.v_floor <= 1, "objective.v_floor must lie in (0, 1]"),
+            (0 < o.decode_prob < 1, "objective.decode_prob must lie between 0 and 1: rows of both modes are needed"),
+            (0 <= o.sc_prob <= 1, "objective.sc_prob must lie between 0 and 1"),
+            (0 < o.w_min <= o.w_max, "objective.w_min must be positive and at most objective.w_max"),
+        ]
+
+
+@dataclass(frozen=True)
+class ElfSampler:
+    """How noise becomes features and these become tokens."""
+
+    steps: int = opt(32, "K, solver steps (paper: 32, OWT-128 64)")
+    solver: Literal["ode", "sde"] = opt("ode", "'sde' steps back by fresh noise before each step but the last (paper: ode)")
+    gamma: float = opt(1.5, "how far 'sde' steps back, in steps (ELF: 1.5 at 32 steps, 1 at 64, 2 at 8 and 16)")
+    w: float = opt(3.0, "self-conditioning guidance scale (ELF)")
+    grid: Literal["random", "quantile", "uniform"] = opt("random", "how the K+1 times are placed (ELF: random)")
+    grid_mean: float = opt(-1.5, "mean of logit(t) of the grid (ELF)")
+    grid_std: float = opt(0.8, "deviation of logit(t) of the grid (ELF)")
+
+    def checks(self, config: Config) -> Checks:
+        return [
+            (self.steps >= 1, "sampler.steps must be at least 1"),
+            (self.gamma >= 0, "sampler.gamma must not be negative"),
+            (self.w > 0 and self.grid_std > 0, "sampler.w and sampler.grid_std must be positive"),
+        ]
+
+    def label(self) -> str:
+        """As tables name it."""
+        return f"{self.steps} {self.solver.upper()} steps"
+
+    def evaluations(self, token_len: int) -> int:
+        """Network evaluations of one sample: K and the decode evaluation."""
+        return self.steps + 1
+
+
+# ---------------------------------------------------------------- one step of the sampler
+
+
+def euler_step(z: Tensor, x: Tensor, t: float, u: float, floor: float) -> Tensor:
+    """From t to u along v = (x - z) / max(1 - t, floor)."""
+    return z + (u - t) * (x - z) / max(1 - t, floor)
+
+
+def step_back(z: Tensor, t: float, u: float, gamma: float, noise: Tensor) -> tuple[Tensor, float]:
+    """(z_b, t_b): a = 1 - gamma (u - t) of z and of t is kept, and the rest of z is fresh noise.
+
+    Two independent noises add up to less than the path has at t_b, so z_b is a little cleaner than t_b says (ELF).
+    """
+    a = min(1.0, max(0.0, 1 - gamma * (u - t)))
+    return a * z + (1 - a) * noise, a * t
+
+
+def pad_after_end(tokens_BL: Tensor, eos_id: int, pad_id: int) -> Tensor:
+    """Everything behind the first end token becomes padding."""
+    is_end = (tokens_BL == eos_id).long()
+    behind = is_end.cumsum(1) - is_end > 0
+    return tokens_BL.masked_fill(behind, pad_id)
+
+
+# ---------------------------------------------------------------- the system
+
+
+class ElfNetwork(LatentTransformer):
+    """f(z, t; s, w): clean features, and hidden states that `logits` turns into tokens."""
+
+    def __init__(self, config: Config) -> None:
+        m, width = config.model, config.encoder.feature_dim
+        super().__init__(
+            config.data.token_len, width, m.bottleneck_dim, m.hidden, m.depth, m.heads, m.mlp_ratio,
+            m.freq_dim, m.time_tokens, m.sc_tokens, m.mode_tokens, dropout=0.0,
+        )  # fmt: skip
+        self.denoise_head = Head(m.hidden, width)
+        self.proj = nn.Linear(m.hidden, m.proj_dim)
+        self.unembed = nn.Linear(m.proj_dim, config.data.vocab_size)
+        self.initialize()
+
+    def forward(self, z_BLF: Tensor, t_B: Tensor, s_BLF: Tensor | None, w_B: Tensor, decode_B: Tensor) -> tuple[Tensor, Tensor]:
+        """(x_hat, hidden states); rows where `decode_B` is true are in decode mode."""
+        hidden_BLH = self.states(z_BLF, t_B, s_BLF, w_B, decode_B)
+        with fp32_island(hidden_BLH):
+            return self.denoise_head(hidden_BLH), hidden_BLH
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The factored unembedding: two linears and a GELU (tanh, unlike JPEG-DLM's)."""
+        return self.unembed(F.gelu(self.proj(hidden), approximate="tanh"))
+
+
+class Elf(Method):
+    """The whole system. `encoder` is frozen and may be None for a model that only samples."""
+
+    title = "ELF"
+    groups = {"model": ElfModel, "objective": ElfObjective, "sampler": ElfSampler}
+    uses_encoder = True
+
+    def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = encoder
+        self.dit = ElfNetwork(config)
+        self.loss_weights = {"flow": 1.0, "ce": 1.0}
+
+    @classmethod
+    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> Elf:
+        return cls(config, encoder)
+
+    @classmethod
+    def adapt(cls, base: Config, name: str) -> Config:
+        """The preset's encoder, tokens and DiT; ELF's recipe at the paper's sizes, the preset's own budget at small ones."""
+        m = base.model
+        model = ElfModel(
+            m.bottleneck_dim, m.proj_dim, m.hidden, m.depth, m.heads, m.mlp_ratio,
+            m.freq_dim, m.time_tokens, m.sc_tokens, m.mode_tokens,
+        )  # fmt: skip
+        sampler = ElfSampler(base.sampler.steps, gamma=gamma_for(base.sampler.steps))
+        objective = ElfObjective(ce_chunk=base.objective.ce_chunk)
+        if base.preset in PAPER_PRESETS:
+            train = paper_training(base)
+        else:  # both make better texts of the smoke preset than AdamW at its rate and noise of scale 2 (measured)
+            train = replace(base.train, optimizer="muon", lr=1e-2, weight_decay=0.0)
+            objective = replace(objective, noise_scale=1.0)
+        return replace(base, method=name, model=model, objective=objective, sampler=sampler, train=train)
+
+    # ------------------------------------------------------------ training
+
+    def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
+        """`flow` and `ce`, each summed over the rows of its mode and divided by the tokens of all rows (ELF)."""
+        o = self.config.objective
+        x = self.features(batch)
+        decode = noise.uniform("mode") < o.decode_prob
+        t = logit_normal(noise.normal("time"), o.time_mean, o.time_std)
+        z = self.corrupted(x, t, decode, noise)
+        w = guidance_scale(noise.uniform("scale"), o.w_min, o.w_max)
+        s, target = self.self_condition(x, z, t, w, ~decode & (noise.uniform("self_condition") < o.sc_prob))
+
+        xhat, hidden = self.dit(z, torch.where(decode, 1.0, t), s, w, decode)
+
+        # The error of the velocity: x_hat and target are both a z away from it, over the same 1 - t.
+        error = ((xhat - target) ** 2).mean(-1) / ((1 - t).clamp_min(o.v_floor) ** 2)[:, None]
+        # Where no row decodes the unembedding sees none, but is still part of the graph, so its gradient exists.
+        rows = decode.nonzero().squeeze(1)
+        nll = torch.zeros_like(error)
+        nll[rows] = token_nll(self.dit.logits, hidden[rows], batch.tokens_BL[rows], o.ce_chunk)
+        return {
+            "flow": masked_mean(error * ~decode[:, None], batch.mask_BL),
+            "ce": masked_mean(nll, batch.mask_BL),
+        }
+
+    def features(self, batch: Batch) -> Tensor:
+        """x = E(tokens), standardized, from the cache or the frozen encoder."""
+        if batch.features_BLF is not None:
+            return batch.features_BLF
+        if self.encoder is None:
+            raise ValueError("this model was loaded without its text encoder")
+        with torch.no_grad():
+            return self.encoder(batch.tokens_BL, batch.mask_BL)
+
+    def corrupted(self, x: Tensor, t: Tensor, decode: Tensor, noise: RowNoise) -> Tensor:
+        """The network's input: one time for a row that denoises, a share lambda for each token of one that decodes."""
+        o = self.config.objective
+        share = logit_normal(noise.normal("decode_share", x.shape[1]), o.decode_mean, o.decode_std)
+        clean = torch.where(decode[:, None], share, t[:, None])[..., None]
+        scale = torch.where(decode, o.decode_noise_scale, o.noise_scale)
+        return clean * x + (1 - clean) * per_row(scale, x) * noise.normal("latent", *x.shape[1:])
+
+    @torch.no_grad()
+    def self_condition(self, x: Tensor, z: Tensor, t: Tensor, w: Tensor, chosen_B: Tensor) -> tuple[Tensor, Tensor]:
+        """(s, target): for the chosen rows the first prediction and the guided target, else zeros and x."""
+        s, target = torch.zeros_like(x), x.clone()
+        rows = chosen_B.nonzero().squeeze(1)
+        if len(rows):
+            denoise = torch.zeros_like(rows, dtype=torch.bool)
+            first, _ = self.dit(z[rows], t[rows], None, w[rows], denoise)
+            second, _ = self.dit(z[rows], t[rows], first, w[rows], denoise)
+            s[rows], target[rows] = first, guided_target(x[rows], second, first, w[rows])
+        return s, target
+
+    # ------------------------------------------------------------ sampling
+
+    @torch.no_grad()
+    def sample(
+        self, sampler: ElfSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
+    ) -> Tensor:
+        refuse_given(given_BL, self.title)
+        o, shape = self.config.objective, (self.config.data.token_len, self.config.encoder.feature_dim)
+        z = o.noise_scale * noise.normal("sample", *shape)
+        # One grid for all rows of a seed; the authors draw one for each batch, so that a text depends on its batch.
+        grid = make_grid(sampler.grid, sampler.steps, sampler.grid_mean, sampler.grid_std, noise.shared("grid"))
+        w = torch.full((len(z),), sampler.w, device=z.device)
+        streams = noise.streams("sde")
+        s: Tensor | None = None
+        for k, (t, u) in enumerate(pairwise(grid.tolist())):
+            if sampler.solver == "sde" and k < sampler.steps - 1:
+                z, t = step_back(z, t, u, sampler.gamma, o.noise_scale * streams.normal(*shape))
+            s = x = self.predict(z, t, s, w)
+            if watch:
+                watch(k, sampler.steps, t, lambda x=x: self.tokens(x, w))
+            z = euler_step(z, x, t, u, o.v_floor)
+        tokens = self.tokens(z, w)
+        if watch:
+            watch(sampler.steps, sampler.steps, 1.0, lambda: tokens)
+        return tokens
+
+    def predict(self, z: Tensor, t: float, s: Tensor | None, w: Tensor) -> Tensor:
+        """Clean features from the state at time t."""
+        return self.dit(z, torch.full_like(w, t), s, w, torch.zeros_like(w, dtype=torch.bool))[0]
+
+    def tokens(self, z: Tensor, w: Tensor) -> Tensor:
+        """One decode evaluation at t = 1 without self-conditioning, then greedy tokens.
+
+        In padded data a text ends at its end token and what follows is padding (ELF); elsewhere the end token only parts
+        documents, and text goes on behind it.
+        """
+        tokens = self.greedy(z, w)
+        if self.config.data.packing != "padded":
+            return tokens
+        return pad_after_end(tokens, self.config.model.eos_id, self.config.model.pad_id)
+
+    def greedy(self, z: Tensor, w: Tensor) -> Tensor:
+        """The most probable token at every position."""
+        _, hidden = self.dit(z, torch.ones_like(w), None, w, torch.ones_like(w, dtype=torch.bool))
+        return self.dit.logits(hidden).argmax(-1)
+
+    @torch.no_grad()
+    def reconstruction(self, batch: Batch, w: float = 1.0) -> Tensor:
+        """Share of real tokens that come back from their own clean features."""
+        x = self.features(batch)
+        same = self.greedy(x, torch.full((len(x),), w, device=x.device)) == batch.tokens_BL
+        return masked_mean(same.float(), batch.mask_BL)
+
+    # ------------------------------------------------------------ files and optimization
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        return [ParameterGroup("flow", {n: p for n, p in self.named_parameters() if not n.startswith(FROZEN)})]
+
+    def export_state(self) -> dict[str, Tensor]:
+        """The published layout: flat names, and the unembedding's matrices as (in, out)."""
+        return {
+            published_name(name): t.mT if name in ("dit.proj.weight", "dit.unembed.weight") else t
+            for name, t in self.state_dict().items()
+            if not name.startswith(FROZEN)
+        }
+
+    def import_state(self, tensors: Mapping[str, Tensor], origin: str) -> None:
+        copy_tensors(self.export_state(), tensors, origin)  # the transposed ones are views, so they are filled too
+
+    @classmethod
+    def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
+        """The sizes of a published checkpoint (`ema_params1` of the torch files), read from its tensors.
+
+        Positions are rotary and leave no trace, and neither does the MLP ratio beyond rounding: the number of tokens and
+        the ratio are the preset's.
+        """
+
+        def shape(name: str, dims: int = 2) -> tuple[int, ...]:
+            if name not in tensors or tensors[name].ndim != dims:
+                raise CheckpointError(f"The file is not in ELF's layout: it lacks the tensor '{name}' with {dims} axes.")
+            return tuple(tensors[name].shape)
+
+        hidden, proj_dim = shape("proj_kernel")
+        bottleneck_dim, feature_dim = shape("text_proj.proj1.weight")
+        model = replace(
+            base.model,
+            bottleneck_dim=bottleneck_dim,
+            proj_dim=proj_dim,
+            hidden=hidden,
+            depth=len({name.split(".")[1] for name in tensors if name.startswith("blocks.")}),
+            heads=hidden // shape("blocks.0.attn.q_norm.weight", 1)[0],
+            freq_dim=shape("t_embedder.mlp_0.weight")[1],
+            time_tokens=shape("t_emb_tokens", 3)[1],
+            sc_tokens=shape("self_cond_cfg_tokens", 3)[1],
+            mode_tokens=shape("mode_tokens", 3)[1],
+        )
+        data = replace(base.data, vocab_size=shape("unembed_kernel")[1])
+        return replace(base, data=data, model=model, encoder=replace(base.encoder, feature_dim=feature_dim))
+
+
+PUBLISHED = {
+    "in_proj.": "text_proj.", "sc_embedder.": "self_cond_cfg_embedder.", "sc_tokens": "self_cond_cfg_tokens",
+    "denoise_head.": "final_layer.", "proj.weight": "proj_kernel", "proj.bias": "proj_bias",
+    "unembed.weight": "unembed_kernel", "unembed.bias": "unembed_bias",
+}  # fmt: skip
+
+
+def published_name(name: str) -> str:
+    """The name in ELF's checkpoints of a tensor of ours."""
+    name = name.removeprefix("dit.")
+    for ours, theirs in PUBLISHED.items():
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    return name
+
+
+# ---------------------------------------------------------------- conditions of a preset
+
+
+def gamma_for(steps: int) -> float:
+    """ELF's choice of gamma by number of steps; between its points the nearest below."""
+    return 2.0 if steps < 32 else 1.5 if steps < 64 else 1.0
+
+
+def paper_training(base: Config) -> TrainConfig:
+    """ELF's recipe: 512 rows a step, 5 epochs, Muon at 1e-3 * 512/256, constant after warm-up, no decay.
+
+    The warm-up is half an epoch on OpenWebText, which is 95,000 / 5 / 2 steps, and 5000 steps elsewhere (ELF). The epochs
+    are assumed for LM1B and OWT-128, for which ELF has published nothing.
+    """
+    batch, accumulation = (16, 4) if base.preset == "owt1024" else (64, 1)  # on 8 devices
+    return replace(
+        base.train, epochs=5, batch=batch, accumulation=accumulation, devices=8, optimizer="muon", lr=2e-3, weight_decay=0.0,
+        warmup=9500 if base.preset == "owt1024" else 5000, schedule="constant", ema=0.9999, ema_warmup=False,
+    )  # fmt: skip

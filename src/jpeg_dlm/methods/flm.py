@@ -1,0 +1,235 @@
+"""FLM: flow matching on one-hot tokens; and FMLM, its flow map that leaps over many steps at once.
+
+A row's state is a vector of the vocabulary's size per token on the linear path z_t = (1 - t) eps + t onehot(x). Times are
+drawn, fed and stepped through as tau, the share of tokens that can be read from the state (see `decoding_error`). The network
+predicts p = E[onehot(x) | z_t] as a distribution over tokens, so that the velocity is (p - z_t) / (1 - t).
+
+A flow map X_{s,t} takes a state at s to the one at t in a single evaluation of a denoiser D_{s,t} of two times,
+
+    X_{s,t}(z) = (1 - t) / (1 - s) z + (t - s) / (1 - s) D_{s,t}(z)
+
+where D_{s,s} = p. X_{s,t} = X_{u,t} X_{s,u} for s < u < t fixes D_{s,t} by D over shorter intervals, which is what it learns.
+Sources are named as (FLM) for the authors' code. Shapes: B batch, L tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jpeg_dlm.config import Checks, Config, opt
+from jpeg_dlm.flow.path import per_row
+from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, Watch, masked_mean, refuse_given
+from jpeg_dlm.methods.continuous import adapted, published_config
+from jpeg_dlm.methods.decoding_error import TimeMap
+from jpeg_dlm.methods.discrete import NetworkConfig, sampler_steps
+from jpeg_dlm.nn.ddit import DDiT, NoiseLevel, zero_linear
+from jpeg_dlm.nn.precision import fp32_island
+from jpeg_dlm.nn.token_loss import token_nll
+from jpeg_dlm.rng import RowNoise
+
+SOFTCAP = 50.0  # attention scores are squashed to (-50, 50) (FLM)
+TIME_FLOOR = 1e-5  # added to 1 - t (FLM)
+
+
+@dataclass(frozen=True)
+class FlmObjective:
+    """Cross-entropy at random times; with `flow_map` also over random intervals."""
+
+    flow_map: bool = opt(False, "learn the two-time denoiser of FMLM, which samples in few steps")
+    diagonal: float = opt(0.5, "share of rows whose interval is a single time, where the flow map is FLM (FLM)")
+    whole: float = opt(1 / 32, "share of the other rows whose interval is all of [0, 1] (FLM)")
+    ce_chunk: int = opt(0, "token positions whose logits exist at once, recomputed in backward; 0 or a flow map keeps all")
+
+    def checks(self, config: Config) -> Checks:
+        return [
+            (0 < self.diagonal <= 1, "objective.diagonal must lie in (0, 1]: nothing else learns from text"),
+            (0 <= self.whole <= 1, "objective.whole must lie between 0 and 1"),
+        ]
+
+
+@dataclass(frozen=True)
+class FlmSampler:
+    """Steps of equal size in tau."""
+
+    steps: int = opt(128, "network evaluations (paper: 128 on LM1B, 1024 on OWT; a flow map needs 1 to 32)")
+    step: Literal["euler", "map"] = opt("euler", "along the velocity, or by the flow map (objective.flow_map)")
+
+    def checks(self, config: Config) -> Checks:
+        learned = getattr(config.objective, "flow_map", False)
+        return [
+            (self.steps >= 1, "sampler.steps must be at least 1"),
+            (self.step == "euler" or learned, "sampler.step 'map' needs a model trained with objective.flow_map"),
+        ]
+
+    def label(self) -> str:
+        return f"{self.steps} steps" if self.step == "euler" else f"{self.steps} map steps"
+
+    def evaluations(self, token_len: int) -> int:
+        return self.steps
+
+
+# ---------------------------------------------------------------- flow maps
+
+
+def leap(z: Tensor, d: Tensor, s: Tensor, t: Tensor) -> Tensor:
+    """X_{s,t}(z) where D_{s,t}(z) = d: a mixture of the two; times (B)."""
+    return torch.lerp(z, d, per_row(((t - s) / (1 - s + TIME_FLOOR)).to(z.dtype), z))
+
+
+def split_share(s: Tensor, u: Tensor, t: Tensor) -> Tensor:
+    """lambda of D_{s,t} = lambda D_{s,u} + (1 - lambda) D_{u,t}: (1 - t)(u - s) / ((1 - u)(t - s))."""
+    tiny = torch.finfo(s.dtype).tiny  # an interval that float64 cannot split is that of D_{u,t}
+    return (1 - t) * (u - s) / ((1 - u) * (t - s)).clamp_min(tiny)
+
+
+class TwoTimeDDiT(DDiT):
+    """The shared transformer conditioned on two times; the second starts without effect."""
+
+    def __init__(self, vocab: int, **sizes: Any) -> None:
+        super().__init__(vocab, **sizes)
+        self.sigma_map_prime = NoiseLevel(sizes["freq_dim"], sizes["cond_dim"])
+        # assumed: zero, so that an FLM read as a flow map is still that FLM
+        self.sigma_map_prime.mlp[2] = zero_linear(sizes["cond_dim"], sizes["cond_dim"])
+
+    def condition(self, sigma_B: Tensor, prime_B: Tensor | None = None) -> Tensor:
+        prime_B = sigma_B if prime_B is None else prime_B
+        with fp32_island(sigma_B):
+            return F.silu(self.sigma_map(sigma_B) + self.sigma_map_prime(prime_B))
+
+
+# ---------------------------------------------------------------- the method
+
+
+class Flm(Method):
+    """The whole system."""
+
+    title = "FLM"
+    groups = {"model": NetworkConfig, "objective": FlmObjective, "sampler": FlmSampler}
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        kind = TwoTimeDDiT if config.objective.flow_map else DDiT
+        self.backbone = kind(config.data.vocab_size, softcap=SOFTCAP, **config.model.arguments())
+        self.times = TimeMap(config.data.vocab_size)
+        self.loss_weights = {"ce": 1.0, "ce_map": 1.0} if config.objective.flow_map else {"ce": 1.0}
+
+    @classmethod
+    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> Flm:
+        return cls(config)
+
+    @classmethod
+    def adapt(cls, base: Config, name: str) -> Config:
+        config = adapted(base, name, FlmObjective(ce_chunk=base.objective.ce_chunk), FlmSampler(sampler_steps(base)))
+        if base.preset != "smoke":
+            return config
+        # Twice the preset's rate learns more in a short run (measured), perhaps by silencing the noise of other tokens sooner.
+        return replace(config, train=replace(config.train, lr=2 * config.train.lr))
+
+    @classmethod
+    def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
+        flow_map = any(".sigma_map_prime." in name for name in tensors)
+        return published_config(tensors, replace(base, objective=replace(base.objective, flow_map=flow_map)))
+
+    # ------------------------------------------------------------ training
+
+    def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
+        tau_B = noise.stratified("time").float()
+        if self.config.objective.flow_map:
+            return self.map_losses(batch, tau_B, noise)
+        states = self.states(self.noisy(batch.tokens_BL, self.times(tau_B), noise), tau_B)
+        nll_BL = token_nll(self.backbone.head, states, batch.tokens_BL, self.config.objective.ce_chunk)
+        return {"ce": masked_mean(nll_BL, batch.mask_BL)}
+
+    def noisy(self, tokens_BL: Tensor, t_B: Tensor, noise: RowNoise) -> Tensor:
+        """z_t (B, L, V), made in the noise's own memory: it is the largest tensor of a step."""
+        z = noise.normal("state", tokens_BL.shape[1], self.config.data.vocab_size)
+        t = per_row(t_B.to(z.dtype), z)
+        return z.mul_(1 - t).scatter_add_(-1, tokens_BL[..., None], t.expand(*tokens_BL.shape, 1))
+
+    def map_losses(self, batch: Batch, tau_B: Tensor, noise: RowNoise) -> dict[str, Tensor]:
+        """The cross-entropy with the token on the diagonal, elsewhere with the target made of two shorter leaps.
+
+        Each is a sum over its own rows and a mean over all, so that together they are the mean of the batch.
+        """
+        tau_s, tau_t = self.intervals(tau_B, noise)
+        z = self.noisy(batch.tokens_BL, self.times(tau_s), noise)
+        log_p = self.backbone.head(self.states(z, tau_s, tau_t)).float().log_softmax(-1)
+        off = (tau_t > tau_s).nonzero().squeeze(1)
+        nll_BL = -log_p.gather(-1, batch.tokens_BL[..., None]).squeeze(-1)
+        map_BL = torch.zeros_like(nll_BL)
+        if len(off):
+            target = self.map_target(z[off], tau_s[off], tau_t[off])
+            map_BL = map_BL.index_copy(0, off, -(target * log_p[off]).sum(-1))
+        on = (tau_t == tau_s)[:, None]
+        return {"ce": masked_mean(nll_BL * on, batch.mask_BL), "ce_map": masked_mean(map_BL, batch.mask_BL)}
+
+    def intervals(self, tau_B: Tensor, noise: RowNoise) -> tuple[Tensor, Tensor]:
+        """(tau_s, tau_t): a single time, or a uniform length and then a uniform place, or all of [0, 1] (FLM)."""
+        o: FlmObjective = self.config.objective
+        length = noise.uniform("length")
+        length = torch.where(noise.uniform("whole") < o.whole, torch.ones_like(length), length)
+        length = torch.where(noise.uniform("diagonal") < o.diagonal, torch.zeros_like(length), length)
+        tau_s = tau_B * (1 - length)
+        return tau_s, (tau_s + length).clamp_max(1)
+
+    @torch.no_grad()
+    def map_target(self, z: Tensor, tau_s: Tensor, tau_t: Tensor) -> Tensor:
+        """lambda D_{s,u} + (1 - lambda) D_{u,t}, with u halfway in tau and the network as it is now (FLM)."""
+        tau_u = (tau_s + tau_t) / 2
+        s, u, t = self.times(tau_s), self.times(tau_u), self.times(tau_t)
+        d_su = self.denoise(z, tau_s, tau_u)
+        d_ut = self.denoise(leap(z, d_su, s, u), tau_u, tau_t)
+        return torch.lerp(d_ut, d_su, per_row(split_share(s, u, t).to(z.dtype), z))
+
+    # ------------------------------------------------------------ the denoiser
+
+    def states(self, z_BLV: Tensor, tau_B: Tensor, end_B: Tensor | None = None) -> Tensor:
+        """What the head multiplies (B, L, H), for D over [tau, end]; without an end, or without a flow map, p at tau."""
+        with fp32_island(z_BLV):
+            x_BLH = self.backbone.vocab_embed(z_BLV)
+        if isinstance(self.backbone, TwoTimeDDiT):
+            return self.backbone.states(x_BLH, self.backbone.condition(tau_B, end_B))
+        return self.backbone.states(x_BLH, self.backbone.condition(tau_B))
+
+    def denoise(self, z_BLV: Tensor, tau_B: Tensor, end_B: Tensor | None = None) -> Tensor:
+        """D (B, L, V), a distribution per token."""
+        return self.backbone.head(self.states(z_BLV, tau_B, end_B)).float().softmax(-1)
+
+    # ------------------------------------------------------------ sampling
+
+    @torch.no_grad()
+    def sample(
+        self, sampler: FlmSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
+    ) -> Tensor:
+        refuse_given(given_BL, self.title)
+        z = noise.normal("sample", self.config.data.token_len, self.config.data.vocab_size)
+        return self.integrate(z, sampler, watch)
+
+    @torch.no_grad()
+    def integrate(self, z: Tensor, sampler: FlmSampler, watch: Watch | None = None) -> Tensor:
+        """From the noise z to tokens. A step along the velocity is a leap too: the one of a denoiser of a single time."""
+        steps = sampler.steps
+        taus = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device=z.device)
+        t = self.times(taus)
+        p = z
+        for k in range(steps):
+            tau, end = (taus[i].expand(len(z)).to(z.dtype) for i in (k, k + 1))
+            p = self.denoise(z, tau, end if sampler.step == "map" else None)
+            if watch:
+                watch(k, steps, taus[k].item(), lambda p=p: p.argmax(-1))
+            if k + 1 < steps:  # the last step would return p
+                z = leap(z, p, t[k].expand(len(z)), t[k + 1].expand(len(z)))
+        tokens = p.argmax(-1)
+        if watch:
+            watch(steps, steps, 1.0, lambda: tokens)
+        return tokens
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        return [ParameterGroup("flow", dict(self.named_parameters()))]

@@ -1,0 +1,303 @@
+"""LangFlow: diffusion of normalized token embeddings whose denoiser is a classifier over tokens.
+
+Symbols: E embeddings, gamma the logarithm of the noise-to-signal ratio, alpha^2 = sigmoid(-gamma), sigma^2 = sigmoid(gamma),
+z = alpha E[x] + sigma eps, x_hat = softmax(logits) E. The network, its sampler and the shape of the proposal are those of the
+published inference code (released); how it was trained is known from third parties only and marked (third party).
+Shapes: B batch, L tokens, H width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jpeg_dlm.config import Checks, Config, opt
+from jpeg_dlm.flow.path import per_row
+from jpeg_dlm.methods.base import (
+    Batch,
+    Method,
+    ParameterGroup,
+    Watch,
+    masked_mean,
+    refuse_given,
+    rounded_up_share,
+)
+from jpeg_dlm.methods.continuous import adapted, published_config
+from jpeg_dlm.methods.discrete import NetworkConfig, paper_data, sampler_steps
+from jpeg_dlm.nn.ddit import DDiT
+from jpeg_dlm.nn.precision import fp32_island
+from jpeg_dlm.nn.token_loss import token_nll
+from jpeg_dlm.rng import RowNoise
+
+GUMBEL_LOC, GUMBEL_SCALE, GUMBEL_ENTROPY = 4.723, 0.852, 7.02  # where the proposal starts (released)
+RELEASED_WIDTH, RELEASED_VOCAB = 768, 50_257  # of the model these three belong to
+CUTOFF = 1e-5  # probability of either end of the proposal, which is cut off (released)
+MIN_SCALE = 0.05  # assumed: keeps the proposal a distribution if a step overshoots
+
+
+@dataclass(frozen=True)
+class LangFlowObjective:
+    """How times are proposed, and what the loss adds to the cross-entropy."""
+
+    gumbel_loc: float = opt(GUMBEL_LOC, "mode of the proposal of gamma at the start (released); it is learned")
+    gumbel_scale: float = opt(GUMBEL_SCALE, "scale of the proposal at the start (released); it is learned")
+    gumbel_entropy: float = opt(GUMBEL_ENTROPY, "loss of pure noise, in nats, at the start (released); it is learned")
+    proposal_weight: float = opt(1.0, "weight of the proposal's own loss (third party)")
+    sc_prob: float = opt(0.25, "probability of self-conditioning (third party), per example (assumed)")
+    skip_ramp: int = opt(0, "steps in which the skip logits fade in; 0 is min(5000, half) of the run (third party: 5000)")
+    ce_chunk: int = opt(0, "token positions whose logits exist at once, recomputed in backward; 0 keeps all")
+
+    def checks(self, config: Config) -> Checks:
+        return [
+            (self.gumbel_scale >= MIN_SCALE, f"objective.gumbel_scale must be at least {MIN_SCALE}"),
+            (self.gumbel_entropy > 0, "objective.gumbel_entropy must be positive"),
+            (self.proposal_weight > 0, "objective.proposal_weight must be positive: the proposal has no other gradient"),
+            (0 <= self.sc_prob <= 1, "objective.sc_prob must lie between 0 and 1"),
+            (self.skip_ramp >= 0, "objective.skip_ramp must not be negative"),
+        ]
+
+
+@dataclass(frozen=True)
+class LangFlowSampler:
+    """Deterministic steps along the proposal's quantiles."""
+
+    steps: int = opt(128, "network evaluations (paper: 128 on LM1B, 1024 on OWT)")
+
+    def checks(self, config: Config) -> Checks:
+        return [(self.steps >= 1, "sampler.steps must be at least 1")]
+
+    def label(self) -> str:
+        return f"{self.steps} steps"
+
+    def evaluations(self, token_len: int) -> int:
+        return self.steps
+
+
+# ---------------------------------------------------------------- the process
+
+
+def alpha_sigma(gamma: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales of signal and noise, whose squares sum to 1."""
+    return torch.sigmoid(-gamma).sqrt(), torch.sigmoid(gamma).sqrt()
+
+
+def skip_scale(gamma: Tensor) -> Tensor:
+    """alpha / sigma^2, without overflow.
+
+    All embeddings have one norm, so log p(z | token) = alpha / sigma^2 * z E^T up to a constant of the position: added to the
+    logits, it is the exact posterior of the noise, and the network learns only what the context says.
+    """
+    return ((F.softplus(-gamma) - gamma) / 2).exp()
+
+
+def ddim_step(z: Tensor, x_hat: Tensor, gamma: float, next_gamma: float) -> Tensor:
+    """alpha_s x_hat + sigma_s eps_hat with eps_hat = (z - alpha x_hat) / sigma, in float64 (released).
+
+    In this form z is rescaled to the next signal scale and mixed with the prediction: nothing cancels where the noise ends.
+    """
+    t, s = torch.tensor([gamma, next_gamma], dtype=torch.float64, device=z.device)
+    end = torch.sigmoid(-s).sqrt() * x_hat.double()
+    rescaled = z.double() * ((F.softplus(t) - F.softplus(s)) / 2).exp()
+    return end.lerp(rescaled, ((s - t) / 2).exp()).to(z.dtype)
+
+
+class GumbelProposal(nn.Module):
+    """The distribution of gamma in training and sampling; the three numbers are parameters under their published names.
+
+    Its distribution function times `entropy` is a model of the loss at gamma. Where that model holds, gamma is proposed in
+    proportion to how fast the loss rises, so that each step of the sampler removes the same share of the uncertainty.
+    """
+
+    def __init__(self, loc: float, scale: float, entropy: float) -> None:
+        super().__init__()
+        self.loc = nn.Parameter(torch.tensor(loc))
+        self.scale = nn.Parameter(torch.tensor(scale))
+        self.entropy = nn.Parameter(torch.tensor(entropy))
+
+    @torch.no_grad()
+    def quantile(self, q: Tensor) -> Tensor:
+        """gamma (float64) below which the share q of the distribution lies, without its outermost ends."""
+        q = q.double().clamp(CUTOFF, math.exp(-CUTOFF))
+        return self.loc.double() - self.scale.double() * (-q.log()).log()
+
+    def predicted_loss(self, gamma: Tensor) -> Tensor:
+        """entropy * exp(-exp(-(gamma - loc) / scale))."""
+        return self.entropy * (-(-(gamma - self.loc) / self.scale).exp()).exp()
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Back into what is a distribution, after an optimizer step."""
+        self.scale.clamp_(min=MIN_SCALE)
+        self.entropy.clamp_(min=0.0)
+
+
+class SelfConditionedDDiT(DDiT):
+    """The shared transformer on embeddings of which it may already have a first guess."""
+
+    def __init__(self, vocab: int, hidden: int, **sizes: Any) -> None:
+        super().__init__(vocab, hidden, **sizes)
+        self.self_cond_proj = nn.Linear(2 * hidden, hidden, bias=False)
+        nn.init.zeros_(self.self_cond_proj.weight)
+
+    def embeddings(self) -> Tensor:
+        """E (V, H): rows of length sqrt(H), in fp32."""
+        rows = self.vocab_embed.embedding.float()
+        return F.normalize(rows, dim=-1) * math.sqrt(rows.shape[1])
+
+    def conditioned(self, z_BLH: Tensor, x_BLH: Tensor) -> Tensor:
+        """What enters the blocks: z, and a linear map of z and the guess, zeros where there is none."""
+        with fp32_island(z_BLH):
+            return z_BLH + self.self_cond_proj(torch.cat([z_BLH, x_BLH], dim=-1))
+
+
+# ---------------------------------------------------------------- the method
+
+
+class LangFlow(Method):
+    """The whole system."""
+
+    title = "LangFlow"
+    groups = {"model": NetworkConfig, "objective": LangFlowObjective, "sampler": LangFlowSampler}
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        o: LangFlowObjective = config.objective
+        self.config = config
+        self.backbone = SelfConditionedDDiT(config.data.vocab_size, **config.model.arguments())
+        self.proposal = GumbelProposal(o.gumbel_loc, o.gumbel_scale, o.gumbel_entropy)
+        self.loss_weights = {"ce": 1.0, "proposal": o.proposal_weight}
+
+    @classmethod
+    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> LangFlow:
+        return cls(config)
+
+    @classmethod
+    def adapt(cls, base: Config, name: str) -> Config:
+        vocab = math.log(paper_data(base)[0].vocab_size) / math.log(RELEASED_VOCAB)
+        # Tokens become readable where alpha / sigma * sqrt(H), the lead of the right one over noise, passes the largest of V
+        # normal numbers, about sqrt(2 log V): so gamma moves by log H - log log V. Pure noise costs a share of log V.
+        # (assumed; the released numbers at the released sizes. The smoke preset starts at 3.2 and learns 3.3, measured.)
+        objective = LangFlowObjective(
+            gumbel_loc=GUMBEL_LOC + math.log(base.model.hidden / RELEASED_WIDTH) - math.log(vocab),
+            gumbel_entropy=GUMBEL_ENTROPY * vocab,
+            ce_chunk=base.objective.ce_chunk,
+        )
+        return adapted(base, name, objective, LangFlowSampler(sampler_steps(base)))
+
+    @classmethod
+    def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
+        return published_config(tensors, base)
+
+    # ------------------------------------------------------------ training
+
+    def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
+        E = self.backbone.embeddings()
+        gamma_B = self.proposal.quantile(noise.stratified("time")).float()
+        clean_BLH = F.embedding(batch.tokens_BL, E)
+        alpha, sigma = alpha_sigma(per_row(gamma_B, clean_BLH))
+        z_BLH = alpha * clean_BLH + sigma * noise.normal("state", *clean_BLH.shape[1:])
+        skip = self.skip_weight(noise.step)
+        x_BLH = self.self_condition(z_BLH, gamma_B, E, skip, noise)
+        states = self.states(z_BLH, gamma_B, x_BLH, skip)
+        nll_BL = token_nll(lambda s: self.logits(s, E), states, batch.tokens_BL, self.config.objective.ce_chunk)
+        return {
+            "ce": masked_mean(nll_BL, batch.mask_BL),
+            "proposal": self.proposal_loss(row_means(nll_BL.detach(), batch.mask_BL), gamma_B),
+        }
+
+    def proposal_loss(self, nll_B: Tensor, gamma_B: Tensor) -> Tensor:
+        """How far the proposal's model of the loss is from the loss; neither gamma nor the loss gets a gradient."""
+        return ((nll_B - self.proposal.predicted_loss(gamma_B)) ** 2).mean()
+
+    @torch.no_grad()
+    def self_condition(self, z_BLH: Tensor, gamma_B: Tensor, E: Tensor, skip: float, noise: RowNoise) -> Tensor:
+        """A first guess for some of the rows, zeros for the others."""
+        x_BLH = torch.zeros_like(z_BLH)
+        chosen = (noise.uniform("self_condition") < self.config.objective.sc_prob).nonzero().squeeze(1)
+        if len(chosen):
+            states = self.states(z_BLH[chosen], gamma_B[chosen], x_BLH[chosen], skip)
+            x_BLH[chosen] = self.guess(states, E)[0]
+        return x_BLH
+
+    def skip_weight(self, step: int) -> float:
+        """Of the skip logits: rising from 0 in training, 1 elsewhere.
+
+        A smoke run with a ramp of a tenth of its steps instead of half writes word salad (measured), perhaps because the
+        network learns to use context only while it has to read the embeddings itself (assumed).
+        """
+        if not self.training:
+            return 1.0
+        ramp = self.config.objective.skip_ramp or rounded_up_share(self.config.train.steps, 0.5, most=5000)
+        return min(1.0, step / ramp)
+
+    def after_step(self, step: int, total: int) -> None:
+        self.proposal.project()
+
+    # ------------------------------------------------------------ the denoiser
+
+    def states(self, z_BLH: Tensor, gamma_B: Tensor, x_BLH: Tensor, skip: float = 1.0) -> Tensor:
+        """(B, L, 2 H): what the head multiplies, beside what E multiplies for the skip logits."""
+        h_BLH = self.backbone.states(self.backbone.conditioned(z_BLH, x_BLH), self.backbone.condition(gamma_B))
+        return torch.cat([h_BLH, skip * per_row(skip_scale(gamma_B), z_BLH) * z_BLH], dim=-1)
+
+    def logits(self, states: Tensor, E: Tensor) -> Tensor:
+        """(..., V) of states (..., 2 H)."""
+        h, scaled_z = states.chunk(2, dim=-1)
+        with fp32_island(states):
+            skip = scaled_z @ E.T  # hundreds at little noise, where bf16 would round away whole nats
+        return self.backbone.head(h).float() + skip
+
+    def guess(self, states_BLS: Tensor, E: Tensor) -> tuple[Tensor, Tensor]:
+        """(x_hat (B, L, H), most probable tokens (B, L)), a chunk of positions at a time."""
+        rows = states_BLS.flatten(0, 1)
+        means, tokens = [], []
+        for part in rows.split(self.config.objective.ce_chunk or len(rows)):
+            logits = self.logits(part, E)
+            tokens.append(logits.argmax(-1))
+            with fp32_island(logits):
+                means.append(logits.softmax(-1) @ E)
+        shape = states_BLS.shape[:2]
+        return torch.cat(means).view(*shape, -1), torch.cat(tokens).view(shape)
+
+    # ------------------------------------------------------------ sampling
+
+    @torch.no_grad()
+    def sample(
+        self, sampler: LangFlowSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
+    ) -> Tensor:
+        refuse_given(given_BL, self.title)
+        z = noise.normal("sample", self.config.data.token_len, self.config.model.hidden)
+        return self.integrate(z, sampler.steps, watch)
+
+    @torch.no_grad()
+    def integrate(self, z: Tensor, steps: int, watch: Watch | None = None) -> Tensor:
+        """From the noise z to tokens; each evaluation is conditioned on the one before."""
+        E = self.backbone.embeddings()
+        q = torch.linspace(1 - CUTOFF, CUTOFF, steps, dtype=torch.float64)
+        gammas = self.proposal.quantile(q.to(z.device)).tolist()
+        x, tokens = torch.zeros_like(z), torch.empty(0)
+        for k, gamma in enumerate(gammas):
+            x, tokens = self.guess(self.states(z, z.new_full((len(z),), gamma), x), E)
+            if watch:
+                watch(k, steps, 1 - q[k].item(), lambda tokens=tokens: tokens)
+            if k + 1 < steps:
+                z = ddim_step(z, x, gamma, gammas[k + 1])
+        if watch:
+            watch(steps, steps, 1.0, lambda: tokens)
+        return tokens
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        return [ParameterGroup("flow", dict(self.named_parameters()))]
+
+
+def row_means(x_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
+    """Mean over each row's real tokens."""
+    if mask_BL is None:
+        return x_BL.mean(1)
+    return (x_BL * mask_BL).sum(1) / mask_BL.sum(1).clamp_min(1)
