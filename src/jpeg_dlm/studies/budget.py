@@ -1,0 +1,85 @@
+"""An equal budget for unequal methods: the same steps, the same tokens seen, or the same time on this machine."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from jpeg_dlm.config import Config
+from jpeg_dlm.encoders import FrozenEncoder
+from jpeg_dlm.errors import UsageError
+from jpeg_dlm.methods.registry import build_method, method_class
+from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.training.data import BatchStream
+from jpeg_dlm.training.dist import Ranks
+from jpeg_dlm.training.loop import Trainer
+
+_UNITS: dict[str, tuple[Literal["steps", "tokens", "seconds"], float]] = {
+    "steps": ("steps", 1), "tokens": ("tokens", 1), "s": ("seconds", 1), "min": ("seconds", 60), "h": ("seconds", 3600),
+}  # fmt: skip
+_FACTORS = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9}
+
+WARMUP_STEPS, TIMED_STEPS = 3, 10  # of a speed measurement; the median of ten steps is good to a few percent (measured)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What every method may spend; `text` is how it was asked for."""
+
+    kind: Literal["steps", "tokens", "seconds"]
+    amount: float
+    text: str
+
+
+def parse_budget(text: str) -> Budget:
+    """'2000steps', '5Mtokens' or '10min', with or without a space or dash before the unit."""
+    match = re.fullmatch(r"([0-9.]+)\s*([kMB]?)[\s-]*(steps|tokens|s|min|h)", text.strip())
+    try:
+        if match is None:
+            raise ValueError
+        number = float(match[1]) * _FACTORS[match[2]]
+    except ValueError as error:
+        raise UsageError(f"A budget is a number and a unit such as 2000steps, 5Mtokens or 10min, not '{text}'.") from error
+    kind, factor = _UNITS[match[3]]
+    if number * factor <= 0:
+        raise UsageError("A budget must be positive.")
+    return Budget(kind, number * factor, text)
+
+
+def spend(config: Config, budget: Budget | None, seconds_per_step: Callable[[Config], float]) -> Config:
+    """`config` with as many steps as the budget buys; a method with two stages spends half of it on each."""
+    stage = method_class(config.method).first_stage(config)
+    share = 1.0 if stage is None else 0.5
+
+    def steps(of: Config) -> int:
+        if budget is None:
+            return max(1, round(share * config.train.steps))
+        rows = of.train.batch * of.train.accumulation
+        cost = {"steps": lambda: 1.0, "tokens": lambda: rows * of.data.token_len, "seconds": lambda: seconds_per_step(of)}
+        return max(1, round(share * budget.amount / cost[budget.kind]()))
+
+    if stage is not None:
+        config = replace(config, objective=replace(config.objective, codec_steps=steps(stage)))
+    total = steps(config)
+    every = max(1, total // 4)
+    return replace(config, train=replace(config.train, steps=total, eval_every=every, save_every=every))
+
+
+def measure_step(config: Config, blocks: Blocks, encoder: FrozenEncoder | None, ranks: Ranks) -> float:
+    """Median seconds of an optimizer step of a fresh model; nothing of it is kept."""
+    method = build_method(config, encoder).to(ranks.device)
+    stream = BatchStream(blocks, config.train, ranks.device, ranks.rank, ranks.world)
+    spent = []
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = Trainer(config, method, stream, Path(scratch), ranks)
+        for _ in range(WARMUP_STEPS + TIMED_STEPS):
+            began = time.perf_counter()
+            trainer.train_step()  # ends with numbers on the CPU, so a GPU has finished too
+            spent.append(time.perf_counter() - began)
+    return statistics.median(spent[WARMUP_STEPS:])

@@ -1,0 +1,126 @@
+"""Table 1: every system on the same text with an equal budget, scored alike and timed in turns.
+
+A method that fails is a row that says so; the others are not lost. Everything finished is found again, so the same command
+goes on after a stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from jpeg_dlm import __version__
+from jpeg_dlm.api import Model, load
+from jpeg_dlm.config import Config, override, to_dict, validate
+from jpeg_dlm.encoders.base import tensors_sha256
+from jpeg_dlm.errors import JpegDlmError, UsageError
+from jpeg_dlm.evaluation.evaluate import Evaluation, Request
+from jpeg_dlm.evaluation.scoring import Scorer
+from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.evaluation.throughput import Subject, measure
+from jpeg_dlm.files import write_atomic
+from jpeg_dlm.methods.registry import METHODS, STAGES, for_method, method_class
+from jpeg_dlm.studies.budget import Budget
+from jpeg_dlm.studies.workshop import Stopped, Workshop, training_seconds
+
+# The paper's order; COSMOS is in its Figure 4 instead of Table 1.
+ORDER = ("ar", "mdlm", "sedd", "duo", "flm", "langflow", "elf", "cosmos", "jpeg-dlm")
+UNCACHED, CACHED = "AR", "AR, KV cache"  # the first is what the paper's speeds are relative to
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared under which conditions."""
+
+    base: Config  # a preset of JPEG-DLM; every method derives its own config from it
+    methods: tuple[str, ...]
+    budget: Budget | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # options that every method gets
+    batch: int = 16  # texts at once, when timed
+    repeats: int = 5
+
+
+def method_names(text: str) -> tuple[str, ...]:
+    """'all', or names separated by commas, in the paper's order."""
+    names = list(ORDER) if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in METHODS or name in STAGES:
+            raise UsageError(f"Unknown method '{name}': choose of {', '.join(ORDER)}, or all.")
+    return tuple([name for name in ORDER if name in names] + [name for name in names if name not in ORDER])
+
+
+def compare(asked: Comparison, workshop: Workshop, scorer: Callable[[], Scorer], request: Request) -> dict[str, Any]:
+    """Train, write, score and time; everything `compare.json` holds."""
+    rows = {name: {"method": name, "title": method_class(name).title} for name in asked.methods}
+    models: dict[str, Model] = {}
+    for name, row in rows.items():
+        with recorded(row, workshop):
+            models[name] = _trained(asked, workshop, name, row)
+    evaluation = Evaluation(scorer(), request, workshop.parts, workshop.console)
+    for name, model in models.items():
+        with recorded(rows[name], workshop):
+            heldout = workshop.blocks(Path(rows[name]["data"]), "heldout")
+            [rows[name]["entry"]] = evaluation.run([ModelSource(model, model.method.title, 64, heldout)])["entries"]
+    return evaluation.conditions | {
+        "version": __version__, "preset": asked.base.preset, "budget": asdict(asked.budget) if asked.budget else None,
+        "rows": list(rows.values()), "speed": _timed(asked, workshop, models),
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def recorded(row: dict[str, Any], workshop: Workshop) -> Iterator[None]:
+    """An error within becomes the row's `error`, with its traceback in a file; being asked to stop passes through."""
+    try:
+        yield
+    except Stopped:
+        raise
+    except Exception as error:  # whatever a method does wrong must not cost the others
+        sentence = str(error) if isinstance(error, JpegDlmError) else f"{type(error).__name__}: {error}"
+        row["error"] = sentence
+        workshop.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(workshop.folder / f"error-{row['method']}.txt", traceback.format_exc())
+        workshop.console.warn(f"{row['title']} failed and is left out: {sentence}")
+
+
+def _trained(asked: Comparison, workshop: Workshop, name: str, row: dict[str, Any]) -> Model:
+    """The trained model of a method; what is known of its training goes into `row`."""
+    config = validate(override(for_method(asked.base, name), asked.overrides))
+    config = workshop.budgeted(workshop.conditions(config), asked.budget)
+    run = workshop.train(name, config)
+    model = load(run, str(workshop.ranks.device))
+    train = config.train
+    steps = train.steps + getattr(config.objective, "codec_steps", 0)
+    row |= {
+        "run": run.name, "data": config.data.source, "parameters": parameter_count(model), "steps": steps,
+        "tokens_seen": steps * train.batch * train.accumulation * workshop.ranks.world * config.data.token_len,
+        "training_seconds": training_seconds(run),
+    }  # fmt: skip
+    return model
+
+
+def parameter_count(model: Model) -> int:
+    """Numbers that sampling needs and training has found; the frozen text encoder and target networks are not among them."""
+    exported = model.method.export_state().keys()
+    return sum(p.numel() for name, p in model.method.named_parameters() if name in exported)
+
+
+def _timed(asked: Comparison, workshop: Workshop, models: Mapping[str, Model]) -> dict[str, Any] | None:
+    """All models in turns; AR twice, because speeds are relative to the one without KV cache."""
+    subjects = []
+    for name, model in models.items():
+        samplers = {model.method.title: model.config.sampler}
+        if name == "ar":
+            samplers = {title: replace(model.config.sampler, kv_cache=title == CACHED) for title in (UNCACHED, CACHED)}
+        for title, sampler in samplers.items():
+            subjects.append(Subject(title, model.method, sampler, model.config.data.token_len, model.config.preset, "trained"))
+    if not subjects:
+        return None
+    depends = {
+        "kind": "speed", "batch": asked.batch, "repeats": asked.repeats, "device": str(workshop.ranks.device),
+        "samplers": [[s.name, to_dict(s.sampler), tensors_sha256(s.method.export_state())] for s in subjects],
+    }  # fmt: skip
+    return workshop.parts.get_or_make("speed", depends, lambda: measure(subjects, asked.batch, asked.repeats))

@@ -1,0 +1,99 @@
+"""The comparison as a table beside the paper's, and as a picture of quality against speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jpeg_dlm.evaluation.paper import paper_tables
+from jpeg_dlm.evaluation.pictures import INK, LINE_COLORS, dress, new_figure, save_png
+from jpeg_dlm.evaluation.report import markdown_table, plus_minus
+
+OURS = ("system", "parameters", "tokens seen", "training", "Gen-PPL", "entropy (nats)", "MAUVE", "speed")
+PAPER = ("Gen-PPL", "entropy", "MAUVE", "speed")
+
+
+def compare_table(result: Mapping[str, Any], paper_set: str = "lm1b") -> str:
+    """Markdown: our columns, then the paper's for the same system, which are of another scorer, text and size."""
+    speeds = {row["name"]: row["ratio"] for row in (result["speed"] or {"rows": []})["rows"]}
+    paper = {row["method"]: row for row in paper_tables()["main"][paper_set]}
+    rows = [_own(row, speeds) + _papers(paper.get(row["title"])) for row in result["rows"]]
+    if "AR, KV cache" in speeds:
+        at = next(i for i, row in enumerate(result["rows"]) if row["method"] == "ar") + 1
+        cached = f"{paper['AR']['speed_kv_cache']:g}" if "AR" in paper else ""
+        rows.insert(at, ["AR, KV cache", *[""] * 6, f"{speeds['AR, KV cache']:.2f}", "", "", "", cached])
+    entry = next((row["entry"] for row in result["rows"] if "entry" in row), None)
+    for name in ("real", "shuffled") if entry else ():
+        figures = entry["figures"][name] if entry else {}
+        rows.append([f"*{name} text*", "", "", "", f"{figures['gen_ppl']:.1f}", f"{figures['entropy']:.3f}", *[""] * 6])
+    heading = [*OURS, *(f"paper, {paper_set}: {name}" for name in PAPER)]
+    return "\n".join([_conditions(result), "", markdown_table(heading, rows), "", *_failures(result["rows"])])
+
+
+def _conditions(result: Mapping[str, Any]) -> str:
+    budget = result["budget"]["text"] if result["budget"] else "the preset's steps"
+    entry = next((row["entry"] for row in result["rows"] if "entry" in row), None)
+    runs = f", {len(entry['runs'])} x {entry['runs'][0]['figures']['texts']} texts" if entry else ""
+    speed = f" Speed at batch {result['speed']['batch']}, fp32, relative to AR without KV cache." if result["speed"] else ""
+    return (
+        f"Preset {result['preset']}, equal budget of {budget} per system; Gen-PPL and MAUVE by {result['scorer']}{runs}; "
+        f"± is the deviation over seeds.{speed} The paper's columns are of gpt2-large, 1,024 texts and models of 105 to 179 M."
+    )
+
+
+def _own(row: Mapping[str, Any], speeds: Mapping[str, float]) -> list[str]:
+    if "entry" not in row:
+        return [row["title"], "failed", *[""] * 6]
+    m = row["entry"]["measures"]
+    return [
+        row["title"] + (" (degenerate?)" if row["entry"]["degenerate"] else ""),
+        f"{row['parameters'] / 1e6:.2f} M",
+        f"{row['tokens_seen'] / 1e6:.2f} M",
+        f"{row['training_seconds'] / 60:.1f} min",
+        plus_minus(m["gen_ppl"], 1),
+        plus_minus(m["entropy"], 3),
+        plus_minus(m.get("mauve"), 3),
+        f"{speeds[row['title']]:.2f}" if row["title"] in speeds else "",
+    ]
+
+
+def _papers(row: Mapping[str, Any] | None) -> list[str]:
+    return [f"{row[key]:g}" if row else "" for key in ("gen_ppl", "entropy", "mauve", "speed")]
+
+
+def _failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [f"{row['title']} failed: {row['error']}" for row in rows if "error" in row]
+
+
+def draw_comparison(result: Mapping[str, Any], path: Path) -> Path | None:
+    """Gen-PPL and entropy against throughput; the dashed line is real text. None if nothing can be drawn."""
+    speeds = {row["name"]: row["texts_per_second"] for row in (result["speed"] or {"rows": []})["rows"]}
+    shown = [row for row in result["rows"] if "entry" in row and row["title"] in speeds]
+    if not shown:
+        return None
+    names = {"gen_ppl": f"Gen-PPL ({result['scorer']})", "entropy": "entropy (nats)", "mauve": "MAUVE"}
+    names = {key: text for key, text in names.items() if all(key in row["entry"]["measures"] for row in shown)}
+    figure, panels = new_figure(len(names), "quality against speed, equal training budget")
+    for axes, (key, text) in zip(panels, names.items(), strict=True):
+        for i, row in enumerate(shown):
+            measure = row["entry"]["measures"][key]
+            color = LINE_COLORS[i % len(LINE_COLORS)]
+            axes.errorbar(speeds[row["title"]], measure["mean"], measure["sd"] or 0.0, fmt="o", ms=6, capsize=3, color=color)
+            axes.annotate(
+                row["title"],
+                (speeds[row["title"]], measure["mean"]),
+                (5, 5),
+                textcoords="offset points",
+                fontsize=7.5,
+                color=INK,
+            )
+        real = shown[0]["entry"]["figures"]["real"]
+        if key in real:
+            axes.axhline(real[key], color=INK, ls="--", lw=1.0)
+        dress(axes, text, text, "texts per second")
+        axes.set_xscale("log")
+        axes.margins(x=0.25, y=0.15)
+        if key == "gen_ppl":
+            axes.set_yscale("log")
+    return save_png(figure, path)
