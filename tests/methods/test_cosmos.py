@@ -14,7 +14,7 @@ from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.flow.vp import TanSchedule
 from jpeg_dlm.methods.base import FREE, Batch
 from jpeg_dlm.methods.cosmos import VARIANCE_FLOOR, Cosmos, end_rows
-from jpeg_dlm.methods.cosmos_codec import CosmosCodec, features
+from jpeg_dlm.methods.cosmos_codec import CosmosCodec
 from jpeg_dlm.methods.cosmos_config import CosmosSampler
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.nn.ddit import rotary_table
@@ -148,7 +148,7 @@ def test_the_codec_loss_is_the_slow_plain_one(padded):
     mask = torch.arange(L).expand(B, L) < torch.tensor([[8], [5], [3], [7]]) if padded else None
     data, draw = batch(mask_BL=mask), noise()
     found = method.losses(data, draw)
-    h = features(method.encoder, data)
+    h = method.features(data)
     coins, eps = draw.uniform("token-mask", L), draw.normal("feature", L, 16)
     keep = draw.uniform("latent-mask", N, D)
     ce, feat, count = torch.zeros(()), torch.zeros(()), 0
@@ -243,7 +243,7 @@ def test_the_diffusion_loss_is_the_slow_plain_one(sc_prob):
     method = build(objective__sc_prob=sc_prob)
     data, draw = batch(), noise()
     found = method.losses(data, draw)
-    raw = method.codec.compressor(features(method.encoder, data))
+    raw = method.codec.compressor(method.features(data))
     z = (raw - method.latent_mean) * method.latent_scale
     t, eps = 1e-5 + (1 - 1e-5) * draw.uniform("time"), draw.normal("latent", N, D)
     total = torch.zeros(())

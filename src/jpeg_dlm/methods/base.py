@@ -96,6 +96,16 @@ class Method(nn.Module, ABC):
     def parameter_groups(self) -> list[ParameterGroup]:
         """All trainable parameters, by group."""
 
+    def features(self, batch: Batch) -> Tensor:
+        """h = E(x) from the cache or the frozen encoder, for methods that use one."""
+        if batch.features_BLF is not None:
+            return batch.features_BLF
+        encoder = getattr(self, "encoder", None)
+        if encoder is None:
+            raise ValueError("this model was loaded without its text encoder")
+        with torch.no_grad():
+            return encoder(batch.tokens_BL, batch.mask_BL)
+
     def reconstruction(self, batch: Batch) -> Tensor | None:
         """Share of tokens that survive the method's own encoding and decoding; None if it has none."""
         return None

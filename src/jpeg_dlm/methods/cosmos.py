@@ -20,7 +20,7 @@ from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.path import per_row
 from jpeg_dlm.flow.vp import TanSchedule
 from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, Watch, copy_tensors, masked_mean, refuse_given
-from jpeg_dlm.methods.cosmos_codec import Codec, CosmosCodec, features
+from jpeg_dlm.methods.cosmos_codec import Codec, CosmosCodec
 from jpeg_dlm.methods.cosmos_config import GROUPS, CosmosModel, CosmosObjective, CosmosSampler, codec_stage, cosmos_preset
 from jpeg_dlm.nn.unet_transformer import UNetTransformer
 from jpeg_dlm.rng import RowNoise
@@ -141,7 +141,7 @@ class Cosmos(Method):
 
     def latents(self, batch: Batch) -> Tensor:
         """Clean text to latents on the codec's own scale."""
-        return self.codec.compressor(features(self.encoder, batch), batch.mask_BL)
+        return self.codec.compressor(self.features(batch), batch.mask_BL)
 
     def standardize(self, z: Tensor) -> Tensor:
         return (z.float() - self.latent_mean) * self.latent_scale

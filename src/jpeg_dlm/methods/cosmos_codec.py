@@ -44,16 +44,6 @@ class Codec(nn.Module):
         return self.project(self.decompressor(z_BND)).argmax(-1)
 
 
-def features(encoder: nn.Module | None, batch: Batch) -> Tensor:
-    """h = E(x) from the cache or the frozen encoder."""
-    if batch.features_BLF is not None:
-        return batch.features_BLF
-    if encoder is None:
-        raise ValueError("this model was loaded without its text encoder")
-    with torch.no_grad():
-        return encoder(batch.tokens_BL, batch.mask_BL)
-
-
 class CosmosCodec(Method):
     """The codec with its training; it writes no text."""
 
@@ -77,7 +67,7 @@ class CosmosCodec(Method):
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         o: CosmosObjective = self.config.objective
-        h_BLF = features(self.encoder, batch)
+        h_BLF = self.features(batch)
         z_BND = self.codec.compressor(*self.corrupt(h_BLF, batch.mask_BL, noise))
         z_BND = z_BND * (noise.uniform("latent-mask", *z_BND.shape[1:]) >= o.latent_mask_prob)
         hhat_BLF = self.codec.decompressor(z_BND)
@@ -107,7 +97,7 @@ class CosmosCodec(Method):
     @torch.no_grad()
     def reconstruction(self, batch: Batch) -> Tensor:
         """Share of real tokens that come back from their own latents, without augmentation."""
-        z_BND = self.codec.compressor(features(self.encoder, batch), batch.mask_BL)
+        z_BND = self.codec.compressor(self.features(batch), batch.mask_BL)
         return masked_mean((self.codec.greedy(z_BND) == batch.tokens_BL).float(), batch.mask_BL)
 
     def sample(

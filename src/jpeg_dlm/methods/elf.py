@@ -226,15 +226,6 @@ class Elf(Method):
             "ce": masked_mean(nll, batch.mask_BL),
         }
 
-    def features(self, batch: Batch) -> Tensor:
-        """x = E(tokens), standardized, from the cache or the frozen encoder."""
-        if batch.features_BLF is not None:
-            return batch.features_BLF
-        if self.encoder is None:
-            raise ValueError("this model was loaded without its text encoder")
-        with torch.no_grad():
-            return self.encoder(batch.tokens_BL, batch.mask_BL)
-
     def corrupted(self, x: Tensor, t: Tensor, decode: Tensor, noise: RowNoise) -> Tensor:
         """The network's input: one time for a row that denoises, a share lambda for each token of one that decodes."""
         o = self.config.objective

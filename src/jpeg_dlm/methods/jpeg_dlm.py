@@ -130,15 +130,6 @@ class JpegDlm(Method):
             **self.regularizers(z_raw if o.reg_space == "raw" else z_c, noise),
         }
 
-    def features(self, batch: Batch) -> Tensor:
-        """h = E(x) from the cache or the frozen encoder."""
-        if batch.features_BLF is not None:
-            return batch.features_BLF
-        if self.encoder is None:
-            raise ValueError("this model was loaded without its text encoder")
-        with torch.no_grad():
-            return self.encoder(batch.tokens_BL, batch.mask_BL)
-
     @torch.no_grad()
     def target_latents(self, h: Tensor, mask: Tensor | None, step: int | None = None) -> Tensor:
         """Standardized clean latents of the target compressor; in training the first steps also move the statistics."""
