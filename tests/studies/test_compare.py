@@ -10,6 +10,7 @@ from jpeg_dlm.config import override
 from jpeg_dlm.evaluation.evaluate import Request
 from jpeg_dlm.evaluation.protocols import protocol
 from jpeg_dlm.evaluation.scoring import build_scorer
+from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.studies import workshop as workshop_module
 from jpeg_dlm.studies.budget import parse_budget
@@ -37,6 +38,8 @@ def test_two_systems(corpus_file, byte_gpt2, tmp_path, monkeypatch):
     result = run(asked(corpus_file, "jpeg-dlm,ar"), tmp_path, byte_gpt2)
     ar, jpeg = result["rows"]  # in the paper's order
     assert (ar["title"], jpeg["title"]) == ("AR", "JPEG-DLM")
+    config = for_method(asked(corpus_file, "ar").base, "ar")
+    assert ar["parameters"] == sum(p.numel() for p in build_method(config).parameters()) and jpeg["parameters"] > 5_000
     assert ar["tokens_seen"] == jpeg["tokens_seen"] == 6 * 8 * 12 and min(ar["training_seconds"], jpeg["training_seconds"]) > 0
     assert ar["entry"]["figures"]["real"] == jpeg["entry"]["figures"]["real"]  # held against the very same text
     assert [row["name"] for row in result["speed"]["rows"]] == ["AR", "AR, KV cache", "JPEG-DLM"]
@@ -75,8 +78,6 @@ def test_a_stop_is_no_failure(corpus_file, byte_gpt2, tmp_path, monkeypatch):
 
 
 def test_equal_time_is_measured_once(corpus_file, tmp_path):
-    from jpeg_dlm.methods.registry import for_method
-
     shop = Workshop(tmp_path, Ranks(), Console(quiet=True))
     config = shop.conditions(for_method(asked(corpus_file, "ar").base, "ar"))
     first = shop.budgeted(config, parse_budget("2s"))

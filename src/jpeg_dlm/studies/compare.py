@@ -104,8 +104,8 @@ def _trained(asked: Comparison, workshop: Workshop, name: str, row: dict[str, An
 
 def parameter_count(model: Model) -> int:
     """Numbers that sampling needs and training has found; the frozen text encoder and target networks are not among them."""
-    exported = model.method.export_state().keys()
-    return sum(p.numel() for name, p in model.method.named_parameters() if name in exported)
+    parameters = {p.data_ptr() for p in model.method.parameters()}
+    return sum(t.numel() for t in model.method.export_state().values() if t.data_ptr() in parameters)  # names may differ
 
 
 def _timed(asked: Comparison, workshop: Workshop, models: Mapping[str, Model]) -> dict[str, Any] | None:

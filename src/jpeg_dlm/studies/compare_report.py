@@ -9,6 +9,7 @@ from typing import Any
 from jpeg_dlm.evaluation.paper import paper_tables
 from jpeg_dlm.evaluation.pictures import INK, LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.evaluation.report import markdown_table, plus_minus
+from jpeg_dlm.studies.compare import CACHED, UNCACHED
 
 OURS = ("system", "parameters", "tokens seen", "training", "Gen-PPL", "entropy (nats)", "MAUVE", "speed")
 PAPER = ("Gen-PPL", "entropy", "MAUVE", "speed")
@@ -19,10 +20,10 @@ def compare_table(result: Mapping[str, Any], paper_set: str = "lm1b") -> str:
     speeds = {row["name"]: row["ratio"] for row in (result["speed"] or {"rows": []})["rows"]}
     paper = {row["method"]: row for row in paper_tables()["main"][paper_set]}
     rows = [_own(row, speeds) + _papers(paper.get(row["title"])) for row in result["rows"]]
-    if "AR, KV cache" in speeds:
+    if CACHED in speeds:
         at = next(i for i, row in enumerate(result["rows"]) if row["method"] == "ar") + 1
         cached = f"{paper['AR']['speed_kv_cache']:g}" if "AR" in paper else ""
-        rows.insert(at, ["AR, KV cache", *[""] * 6, f"{speeds['AR, KV cache']:.2f}", "", "", "", cached])
+        rows.insert(at, [CACHED, *[""] * 6, f"{speeds[CACHED]:.2f}", "", "", "", cached])
     entry = next((row["entry"] for row in result["rows"] if "entry" in row), None)
     for name in ("real", "shuffled") if entry else ():
         figures = entry["figures"][name] if entry else {}
@@ -35,7 +36,11 @@ def _conditions(result: Mapping[str, Any]) -> str:
     budget = result["budget"]["text"] if result["budget"] else "the preset's steps"
     entry = next((row["entry"] for row in result["rows"] if "entry" in row), None)
     runs = f", {len(entry['runs'])} x {entry['runs'][0]['figures']['texts']} texts" if entry else ""
-    speed = f" Speed at batch {result['speed']['batch']}, fp32, relative to AR without KV cache." if result["speed"] else ""
+    speed = ""
+    if result["speed"]:
+        first = result["speed"]["rows"][0]["name"]
+        unit = "AR without KV cache" if first == UNCACHED else first
+        speed = f" Speed at batch {result['speed']['batch']}, fp32, relative to {unit}."
     return (
         f"Preset {result['preset']}, equal budget of {budget} per system; Gen-PPL and MAUVE by {result['scorer']}{runs}; "
         f"± is the deviation over seeds.{speed} The paper's columns are of gpt2-large, 1,024 texts and models of 105 to 179 M."

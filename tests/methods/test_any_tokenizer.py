@@ -1,0 +1,61 @@
+"""The systems on token ids with tokenizers of the field: BERT's framed rows, and GPT-2's single special token."""
+
+import pytest
+from conftest import made_up_text
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from jpeg_dlm.api import load
+from jpeg_dlm.cli.main import main
+from jpeg_dlm.text.blocks import Blocks
+
+
+def bert(path):
+    """Word pieces with BERT's special tokens."""
+    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    backend.train_from_iterator([made_up_text()], trainers.WordPieceTrainer(vocab_size=120, special_tokens=specials))
+    backend.save(str(path))
+
+
+def gpt2(path):
+    """Byte pairs with GPT-2's only special token."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    backend.train_from_iterator([made_up_text()], trainer)
+    backend.save(str(path))
+
+
+SMALL = ["--model.hidden", "16", "--model.depth", "1", "--model.heads", "2", "--train.batch", "4", "--train.eval-every", "0"]
+
+
+@pytest.mark.parametrize("method", ["ar", "mdlm", "sedd", "duo"])
+@pytest.mark.parametrize("make", [bert, gpt2])
+def test_train_and_write(make, method, corpus_file, tmp_path):
+    make(tmp_path / "tokenizer.json")
+    framed = make is bert
+    words = ["train", "--preset", "smoke", "--method", method, "--data", str(corpus_file), "--out", str(tmp_path / "run")]
+    words += [*SMALL, "--quiet", "--train.steps", "2", "--data.tokenizer", str(tmp_path / "tokenizer.json")]
+    special = []
+    if framed:
+        words += ["--data.frame", "true"]
+        special = ["--model.start-id", "2"] if method == "ar" else []
+        special += ["--model.mask-id", "4"] if method != "duo" else []  # its own mask, no extra row
+    assert main([*words, *special]) == 0
+    blocks = Blocks(tmp_path / "run" / "data", "train")
+    rows = blocks.rows(list(range(len(blocks))))
+    if framed:  # lines are parted by [CLS] too, as in the data of MDLM and Duo
+        assert (rows[:, 0] == 2).all() and (rows[:, -1] == 3).all() and (rows[:, 1:-1] == 2).any()
+    model = load(tmp_path / "run", "cpu")
+    own_mask = framed and method != "duo"
+    assert model.method.backbone.vocab_embed.embedding.shape[0] == blocks.vocab_size + (method != "duo" and not own_mask)
+    tokens = model.sample(3)
+    assert tokens.shape == (3, 16) and int(tokens.max()) < blocks.vocab_size
+    assert not own_mask or 4 not in tokens
+    prompted = model.generate(2, prompt="The farmer")
+    assert all(text.lower().startswith("the farmer") for text in prompted)
