@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.evaluate import Evaluation, Request
@@ -37,7 +38,7 @@ def ppl(fake, tmp_path, found: Protocol, texts=TEXTS, ids=None) -> tuple[float, 
 
 
 def test_names():
-    assert set(PROTOCOLS) == {"default", "lm1b", "owt1024", "owt128", "mdlm", "duo", "sedd"}
+    assert set(PROTOCOLS) == {"default", "lm1b", "owt1024", "owt128", "mdlm", "duo", "bd3lms", "sedd"}
     assert all(name == p.name for name, p in PROTOCOLS.items())
     assert (protocol("lm1b").bos, protocol("lm1b").mauve_tokens) == (False, 96)
     assert (protocol("owt1024").bos, protocol("owt1024").mauve_tokens, protocol("owt128").mauve_tokens) == (True, 768, 96)
@@ -64,6 +65,25 @@ def test_aggregate(fake, tmp_path):
     assert math.exp(found) == pytest.approx((math.exp(2.5) + math.exp(4)) / 2)
     corpus, _ = ppl(fake, tmp_path, replace(PROTOCOLS["sedd"], aggregate="corpus"))
     assert corpus == pytest.approx(3)
+
+
+def test_windows_of_a_long_text(fake, tmp_path, monkeypatch):
+    """Each word costs what it says plus ten for every word before it in its window, so the figure tells the windows."""
+    monkeypatch.setattr(type(fake), "context", 4)
+    monkeypatch.setattr(
+        type(fake), "token_nll", lambda self, tokens, mask: tokens[:, 1:] + 10.0 * torch.arange(1, tokens.shape[1])
+    )
+    rule = replace(PROTOCOLS["bd3lms"], max_tokens=1024, stride=2)
+    texts = ["w1 w2 w3 w4 w5 w6 w7", "w1 w1"]
+    # Windows 1234, 3456, 567: the first three costs with 1 to 3 words before, then 5 and 6 with 2 and 3, then 7 with 2.
+    nats = (2 + 10) + (3 + 20) + (4 + 30) + (5 + 20) + (6 + 30) + (7 + 20)
+    assert ppl(fake, tmp_path, rule, texts) == (pytest.approx((nats + 11) / 7), 7)
+    assert entry(fake, tmp_path, rule, texts)["figures"]["generated"]["truncated"] == 0
+    cut = (2 + 10) + (3 + 20) + (4 + 30)  # without a stride only the first window counts
+    assert ppl(fake, tmp_path, replace(rule, stride=0), texts) == (pytest.approx((cut + 11) / 4), 4)
+    assert entry(fake, tmp_path, replace(rule, stride=0), texts)["figures"]["generated"]["truncated"] == 1
+    with pytest.raises(UsageError, match="stride"):
+        fake.nll(texts, stride=4)
 
 
 def test_ends_of_text(fake, tmp_path):

@@ -217,10 +217,10 @@ class Evaluation:
         raw = texts.ids[:kept] if ids and frame.ids and texts.ids else None
         with self.console.progress(f"Scoring {title}", "texts") as progress:
             scores = self.scorer.nll(
-                texts.texts[:kept], limit, self.protocol.bos, progress, self.protocol.scored, raw
+                texts.texts[:kept], limit, self.protocol.bos, progress, self.protocol.scored, raw, self.protocol.stride
             )  # fmt: skip
         own = texts.ids[:kept] if frame.own_entropy and texts.ids else None
-        window = min(limit, self.scorer.context) - self.protocol.bos
+        window = (limit if self.protocol.stride else min(limit, self.scorer.context)) - self.protocol.bos
         truncated = sum(length > window for length in self.lengths(Texts(texts.texts[:kept])))
         return asdict(figures(scores, self.protocol.aggregate, own, truncated, len(texts.texts) - kept))
 

@@ -27,6 +27,7 @@ class Protocol:
     aggregate: Literal["corpus", "sequence"] = choice("corpus", "exp(all nll / all tokens), or mean over texts of their own")
     entropy: Literal["scorer", "model"] = choice("scorer", "unigram entropy over the scorer's or the model's own token ids")
     max_tokens: int = choice(1024, "tokens of a text that count at most; 0 is the model's own length")
+    stride: int = choice(0, "a text longer than the scorer's window is read in windows so far apart; 0 cuts it to one window")
     batch_rule: int = choice(0, "texts beyond the last full batch of this size are dropped; 0 keeps all")
     mauve_tokens: int = choice(0, "both sides are cut to so many tokens for MAUVE; 0 is 75% of the shorter median length")
     n: int = choice(256, "texts per seed unless -n is given")
@@ -48,6 +49,7 @@ PROTOCOLS: dict[str, Protocol] = {
         Protocol("owt128", bos=True, mauve_tokens=96, **_PAPER),  # assumed: scored as the other OpenWebText set-up
         Protocol("mdlm", **_MDLM),
         Protocol("duo", **_MDLM),
+        Protocol("bd3lms", text="specials", scored="non_eos", max_tokens=0, stride=512, **_PAPER),
         Protocol("sedd", text="ids", aggregate="sequence", **_PAPER),
     )
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -95,8 +96,12 @@ class Scorer:
         progress: Progress | None = None,
         scored: Scored = "all",
         ids: Sequence[Sequence[int]] | None = None,
+        stride: int = 0,
     ) -> list[TextScore]:
         """One score per text, in order. Blank texts, and one-token texts without `bos`, are marked as skipped.
+
+        With `stride` texts longer than the scorer's window are not cut to it but read in windows that far apart, each
+        token counted in the first window that holds it (bd3lms).
 
         `ids` are scored instead of the texts where a model writes the scorer's own tokens. `scored` "eos" is the rule of
         MDLM's and Duo's code: rows are padded with the end token to the longest, and of the ends in a row only the first
@@ -108,7 +113,9 @@ class Scorer:
             raise UsageError(f"{self.name} has no beginning token: score without it.")
         if scored != "all" and self.eos_id is None:
             raise UsageError(f"{self.name} has no end token: choose a protocol that scores all tokens.")
-        limit = min(max_tokens, self.context)
+        limit = max_tokens if stride else min(max_tokens, self.context)
+        if not 0 <= stride < self.context:
+            raise UsageError(f"The stride must be below the {self.context} tokens of {self.name}'s window.")
         if ids is None:
             ids = [self.encode(text, limit - bos) if text.strip() else [] for text in texts]
         ids = [list(row[: limit - bos]) for row in ids]
@@ -118,16 +125,23 @@ class Scorer:
             longest = max(map(len, rows), default=0)
             rows = [[*row, self.eos_id] if row and len(row) < longest else row for row in rows]
         counted = [_counted(row, scored, self.eos_id) for row in rows]
-        scores = [TextScore(0.0, 0, tuple(row)) for row in ids]
-        done = sum(len(row) < 2 for row in rows)
-        for batch in _batches_by_length(rows):
-            sums = self._sums([rows[i] for i in batch], [counted[i] for i in batch])
-            for i, total in zip(batch, sums, strict=True):
-                scores[i] = TextScore(total, sum(counted[i]), tuple(ids[i]))
+        windows = [(i, w) for i, row in enumerate(rows) for w in _windows(len(row), self.context, stride or self.context)]
+        pieces = [rows[i][w.start : w.stop] for i, w in windows]
+        totals, done = [0.0] * len(rows), sum(len(row) < 2 for row in rows)
+        for batch in _batches_by_length(pieces):
+            chosen = [windows[k] for k in batch]
+            sums = self._sums(
+                [pieces[k] for k in batch], [[j >= w.new and c for j, c in w.places(counted[i])] for i, w in chosen]
+            )
+            for (i, _), total in zip(chosen, sums, strict=True):
+                totals[i] += total
             done += len(batch)
             if progress is not None:
-                progress(done, len(rows))
-        return scores
+                progress(min(done, len(rows)), len(rows))
+        return [
+            TextScore(total, sum(kept) if len(row) > 1 else 0, tuple(own))
+            for total, kept, row, own in zip(totals, counted, rows, ids, strict=True)
+        ]
 
     @torch.no_grad()
     def features(self, texts: Sequence[str], max_tokens: int, progress: Progress | None = None) -> Tensor:
@@ -163,6 +177,30 @@ class Scorer:
         counted_BL = torch.tensor([one + [False] * (length - len(one)) for one in counted], device=self.device)
         # Not a product with the mask: what is not counted may be infinite.
         return torch.where(counted_BL, nll.double(), 0.0).sum(1).tolist()
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Tokens `start` to `stop` of a row; those from `new` on were in no window before."""
+
+    start: int
+    stop: int
+    new: int
+
+    def places(self, counted: list[bool]) -> Iterator[tuple[int, bool]]:
+        """(place in the row, whether it counts) of every token after the window's first."""
+        return ((j, counted[j - 1]) for j in range(self.start + 1, self.stop))
+
+
+def _windows(length: int, context: int, stride: int) -> Iterator[_Window]:
+    """Windows of at most `context` tokens, `stride` apart, that hold every token of a row."""
+    new = 0
+    for start in range(0, max(1, length), stride):
+        stop = min(start + context, length)
+        yield _Window(start, stop, new)
+        new = stop
+        if stop == length:
+            return
 
 
 def _counted(row: Sequence[Any], scored: Scored, eos_id: int | None) -> list[bool]:
