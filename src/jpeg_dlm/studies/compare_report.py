@@ -12,6 +12,7 @@ from jpeg_dlm.evaluation.report import markdown_table, plus_minus
 from jpeg_dlm.studies.compare import CACHED, UNCACHED
 
 OURS = ("system", "parameters", "tokens seen", "training", "Gen-PPL", "entropy (nats)", "MAUVE", "speed")
+MARKERS = "os^DvPX*<>"  # beside the colors, which are fewer than the systems
 PAPER = ("Gen-PPL", "entropy", "MAUVE", "speed")
 
 
@@ -83,22 +84,17 @@ def draw_comparison(result: Mapping[str, Any], path: Path) -> Path | None:
     for axes, (key, text) in zip(panels, names.items(), strict=True):
         for i, row in enumerate(shown):
             measure = row["entry"]["measures"][key]
-            color = LINE_COLORS[i % len(LINE_COLORS)]
-            axes.errorbar(speeds[row["title"]], measure["mean"], measure["sd"] or 0.0, fmt="o", ms=6, capsize=3, color=color)
-            axes.annotate(
-                row["title"],
-                (speeds[row["title"]], measure["mean"]),
-                (5, 5),
-                textcoords="offset points",
-                fontsize=7.5,
-                color=INK,
-            )
+            axes.errorbar(
+                speeds[row["title"]], measure["mean"], measure["sd"] or 0.0, fmt=MARKERS[i % len(MARKERS)], ms=7, capsize=3,
+                color=LINE_COLORS[i % len(LINE_COLORS)], label=row["title"],
+            )  # fmt: skip
         real = shown[0]["entry"]["figures"]["real"]
         if key in real:
-            axes.axhline(real[key], color=INK, ls="--", lw=1.0)
+            axes.axhline(real[key], color=INK, ls="--", lw=1.0, label="real text")
         dress(axes, text, text, "texts per second")
         axes.set_xscale("log")
         axes.margins(x=0.25, y=0.15)
         if key == "gen_ppl":
             axes.set_yscale("log")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
     return save_png(figure, path)
