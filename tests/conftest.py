@@ -55,3 +55,14 @@ def micro_flags(**changes: object) -> list[str]:
     """MICRO as command-line options."""
     values = MICRO | {name.replace("__", "."): value for name, value in changes.items()}
     return list(itertools.chain.from_iterable((f"--{name.replace('_', '-')}", str(value)) for name, value in values.items()))
+
+
+def perturb(method, scale: float = 0.3):
+    """Add fixed noise to every weight: a fresh head is zero, so every token as likely, and stops gradients behind it."""
+    import torch
+
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in method.parameters():
+            p.add_(scale * torch.randn(p.shape, generator=g))
+    return method

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from jpeg_dlm.methods.decoding_error import TABLE_POINTS, TimeMap, gauss_hermite, readable_share
+from jpeg_dlm.methods.decoding_error import TABLE_POINTS, TimeMap, readable_share
 
 
 def dense_alpha(gamma: float, vocab: int) -> float:
@@ -16,17 +16,11 @@ def dense_alpha(gamma: float, vocab: int) -> float:
     return vocab / (vocab - 1) * (q - 1 / vocab)
 
 
-def test_quadrature_is_exact_for_polynomials():
-    y, w = gauss_hermite(6)
-    moments = [1, 0, 1, 0, 3, 0, 15, 0, 105, 0, 945, 0]  # of the standard normal
-    assert [(w * y**k).sum().item() for k in range(12)] == pytest.approx(moments, abs=1e-9)
-
-
-@pytest.mark.parametrize("vocab, tolerance", [(2, 1e-9), (40, 1e-8), (512, 1e-5), (30_522, 1e-4), (50_257, 1e-4)])
-def test_alpha_is_its_definition(vocab, tolerance):
+@pytest.mark.parametrize("vocab", [2, 40, 512, 30_522, 50_257])
+def test_alpha_is_its_definition(vocab):
     gamma = torch.linspace(0, 0.98, 50, dtype=torch.float64)
     wanted = [dense_alpha(g, vocab) for g in gamma.tolist()]
-    assert readable_share(gamma, vocab).tolist() == pytest.approx(wanted, abs=tolerance)
+    assert readable_share(gamma, vocab).tolist() == pytest.approx(wanted, abs=1e-10)
 
 
 def test_two_tokens_have_a_closed_form():

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import perturb
 from torch import nn
 
 from jpeg_dlm.config import from_dict, override, to_dict, validate
@@ -43,11 +44,7 @@ def build(perturbed=0.3, **options) -> Duo:
     """A tiny model; perturbed, because a fresh head is zero and every token as likely."""
     method = build_method(tiny(**options))
     assert isinstance(method, Duo)
-    g = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in method.parameters():
-            p.add_(perturbed * torch.randn(p.shape, generator=g))
-    return method.train()
+    return perturb(method, perturbed).train()
 
 
 def tokens(rows=B):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import perturb
 
 from jpeg_dlm.config import from_dict, override, to_dict, validate
 from jpeg_dlm.errors import UsageError
@@ -31,11 +32,7 @@ def build(perturbed=0.1, **options) -> Flm:
     """A tiny model; perturbed, because fresh heads are zero and stop every gradient that would pass through them."""
     method = build_method(tiny(**options))
     assert isinstance(method, Flm)
-    g = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in method.parameters():
-            p.add_(perturbed * torch.randn(p.shape, generator=g))
-    return method.train()
+    return perturb(method, perturbed).train()
 
 
 def tokens(rows=B):

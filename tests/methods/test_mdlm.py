@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import perturb
 
 from jpeg_dlm.config import from_dict, override, to_dict, validate
 from jpeg_dlm.methods.base import Batch
@@ -22,11 +23,7 @@ def build(**options) -> Mdlm:
     config = override(for_method(preset("smoke"), "mdlm"), MICRO | {k.replace("__", "."): v for k, v in options.items()})
     method = build_method(config)
     assert isinstance(method, Mdlm)
-    g = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in method.parameters():
-            p.add_(0.3 * torch.randn(p.shape, generator=g))
-    return method.eval()
+    return perturb(method).eval()
 
 
 def tokens(rows=6):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from conftest import perturb
 
 from jpeg_dlm.config import from_dict, override, to_dict, validate
 from jpeg_dlm.methods.absorbing import step_distribution
@@ -24,11 +25,7 @@ MICRO = {
 def build(name="sedd", **options):
     config = override(for_method(preset("smoke"), name), MICRO | {k.replace("__", "."): v for k, v in options.items()})
     method = build_method(config)
-    g = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in method.parameters():
-            p.add_(0.3 * torch.randn(p.shape, generator=g))
-    return method.eval()
+    return perturb(method).eval()
 
 
 def tokens(rows=6):

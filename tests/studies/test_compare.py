@@ -7,6 +7,7 @@ from conftest import MICRO
 
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config import override
+from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.evaluate import Request
 from jpeg_dlm.evaluation.protocols import protocol
 from jpeg_dlm.evaluation.scoring import build_scorer
@@ -82,6 +83,11 @@ def test_equal_time_is_measured_once(corpus_file, tmp_path):
     config = shop.conditions(for_method(asked(corpus_file, "ar").base, "ar"))
     first = shop.budgeted(config, parse_budget("2s"))
     assert first.train.steps >= 1 and first == shop.budgeted(config, parse_budget("2s"))  # measured anew it would differ
+
+
+def test_one_cause_for_all_is_told_once_and_before_scoring(tmp_path):
+    with pytest.raises(UsageError, match="No system could be trained: No text at"):
+        compare(asked(tmp_path / "nothing", "ar,mdlm"), Workshop(tmp_path, Ranks(), Console(quiet=True)), pytest.fail, None)
 
 
 def test_names():

@@ -24,6 +24,7 @@ from jpeg_dlm.methods.discrete import (
     ddit_sizes,
     ddit_training,
     draw_tokens,
+    nucleus,
     paper_data,
     reduce_loss,
 )
@@ -238,16 +239,8 @@ def next_token_probabilities(logits_BV: Tensor, sampler: ArSampler) -> Tensor:
     logits_BV = logits_BV.double()
     if sampler.temperature == 0:
         return F.one_hot(logits_BV.argmax(-1), logits_BV.shape[-1]).double()
-    p_BV = (logits_BV / sampler.temperature).softmax(-1)
-    if not sampler.top_k and sampler.top_p == 1:
-        return p_BV
-    ranked_BV, order_BV = p_BV.sort(dim=-1, descending=True, stable=True)
+    logits_BV = logits_BV / sampler.temperature
     if sampler.top_k:
-        ranked_BV[:, sampler.top_k :] = 0
-        ranked_BV /= ranked_BV.sum(-1, keepdim=True)
-    if sampler.top_p < 1:
-        # Kept while those before have not reached p, so the token that crosses it is in (Holtzman et al.).
-        before_BV = F.pad(ranked_BV.cumsum(-1)[:, :-1], (1, 0))
-        ranked_BV[before_BV >= sampler.top_p] = 0
-        ranked_BV /= ranked_BV.sum(-1, keepdim=True)
-    return torch.zeros_like(p_BV).scatter(-1, order_BV, ranked_BV)
+        order_BV = logits_BV.argsort(dim=-1, descending=True, stable=True)
+        logits_BV = logits_BV.scatter(-1, order_BV[:, sampler.top_k :], -torch.inf)
+    return nucleus(logits_BV, sampler.top_p).softmax(-1)

@@ -17,28 +17,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-QUADRATURE_POINTS = 100  # (FLM); the error of alpha is below 1e-4 up to 50,257 tokens and far smaller for few (measured)
+from jpeg_dlm.methods.gaussian_argmax import argmax_probability
+
 TABLE_POINTS = 10_000  # (FLM)
 
 
-def gauss_hermite(points: int) -> tuple[Tensor, Tensor]:
-    """Nodes and weights (float64) with sum w f(y) = E[f(y)] for standard normal y and polynomials f below degree 2 `points`.
+def readable_share(gamma: Tensor, vocab: int) -> Tensor:
+    """tau = alpha(gamma) in float64, for gamma (n) in [0, 1]: the share of readable tokens beyond what chance gives.
 
-    They are the eigenvalues of the Jacobi matrix of the Hermite polynomials and the squared first entries of its
-    eigenvectors (Golub and Welsch).
+    The integral is Duo's, whose rule is exact to 1e-12; FLM's 100 Gauss-Hermite points are within 1e-4 of it (measured).
     """
-    off = torch.arange(1, points, dtype=torch.float64, device="cpu").sqrt()
-    nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
-    return nodes, vectors[0] ** 2
-
-
-def readable_share(gamma: Tensor, vocab: int, points: int = QUADRATURE_POINTS) -> Tensor:
-    """tau = alpha(gamma) in float64, for gamma (n) in [0, 1]: the share of readable tokens beyond what chance gives."""
-    nodes, weights = gauss_hermite(points)
     lead = gamma.double() / (1 - gamma.double())  # of the right coordinate, in deviations of the noise
-    q = ((vocab - 1) * torch.special.log_ndtr(nodes + lead[:, None])).exp() @ weights
-    tau = vocab / (vocab - 1) * (q - 1 / vocab)
-    return tau.clamp(0, 1).where(gamma > 0, 0.0)  # quadrature leaves about 1e-7 at gamma = 0
+    q, _ = argmax_probability(lead, vocab)
+    return ((vocab * q - 1) / (vocab - 1)).clamp(0, 1).where(gamma > 0, 0.0)  # not the 1e-13 that the rule leaves
 
 
 class TimeMap(nn.Module):

@@ -200,6 +200,15 @@ def draw_tokens(p: Tensor, u: Tensor) -> Tensor:
     return torch.searchsorted(total, place, right=True).squeeze(-1).clamp_max(p.shape[-1] - 1)
 
 
+def nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """Logits with all but the fewest tokens of mass top_p struck; the one that crosses top_p stays (Holtzman et al.)."""
+    if top_p >= 1:
+        return logits
+    p, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    struck = p.cumsum(-1) - p >= top_p
+    return logits.masked_fill(torch.zeros_like(struck).scatter_(-1, order, struck), -torch.inf)
+
+
 def in_parts(f: Callable[..., Tensor], size: int, *inputs: Tensor) -> Tensor:
     """f over `size` rows at a time (0: all), each part computed again in backward, so that its logits need not be kept."""
     if size <= 0 or len(inputs[0]) <= size:

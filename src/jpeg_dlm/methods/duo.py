@@ -34,6 +34,7 @@ from jpeg_dlm.methods.discrete import (
     ddit_training,
     draw_tokens,
     in_parts,
+    nucleus,
     paper_data,
     reduce_loss,
     sampler_steps,
@@ -346,15 +347,6 @@ def draw_posterior(logits_NK: Tensor, x_N: Tensor, alpha_t: float, alpha_s: floa
     rest = ((v_N[chosen_N] - anything) / predicted).clamp(0, BELOW_ONE)
     x_s_N[chosen_N] = draw_tokens(logits_NK[chosen_N].double().softmax(-1), rest)
     return x_s_N
-
-
-def nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Logits with all but the smallest set of tokens of mass top_p struck; the token that crosses top_p stays."""
-    if top_p >= 1:
-        return logits
-    p, order = logits.softmax(-1).sort(-1, descending=True)
-    struck = p.cumsum(-1) - p >= top_p
-    return logits.masked_fill(torch.zeros_like(struck).scatter_(-1, order, struck), -torch.inf)
 
 
 def keep_given(x_BL: Tensor, given_BL: Tensor | None) -> Tensor:

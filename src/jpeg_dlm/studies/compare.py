@@ -60,6 +60,8 @@ def compare(asked: Comparison, workshop: Workshop, scorer: Callable[[], Scorer],
     for name, row in rows.items():
         with recorded(row, workshop):
             models[name] = _trained(asked, workshop, name, row)
+    if not models:  # one cause, most likely: told before a scorer is fetched
+        raise UsageError(f"No system could be trained: {next(iter(rows.values()))['error']}")
     evaluation = Evaluation(scorer(), request, workshop.parts, workshop.console)
     for name, model in models.items():
         with recorded(rows[name], workshop):
@@ -108,7 +110,7 @@ def parameter_count(model: Model) -> int:
     return sum(t.numel() for t in model.method.export_state().values() if t.data_ptr() in parameters)  # names may differ
 
 
-def _timed(asked: Comparison, workshop: Workshop, models: Mapping[str, Model]) -> dict[str, Any] | None:
+def _timed(asked: Comparison, workshop: Workshop, models: Mapping[str, Model]) -> dict[str, Any]:
     """All models in turns; AR twice, because speeds are relative to the one without KV cache."""
     subjects = []
     for name, model in models.items():
@@ -117,8 +119,6 @@ def _timed(asked: Comparison, workshop: Workshop, models: Mapping[str, Model]) -
             samplers = {title: replace(model.config.sampler, kv_cache=title == CACHED) for title in (UNCACHED, CACHED)}
         for title, sampler in samplers.items():
             subjects.append(Subject(title, model.method, sampler, model.config.data.token_len, model.config.preset, "trained"))
-    if not subjects:
-        return None
     depends = {
         "kind": "speed", "batch": asked.batch, "repeats": asked.repeats, "device": str(workshop.ranks.device),
         "samplers": [[s.name, to_dict(s.sampler), tensors_sha256(s.method.export_state())] for s in subjects],

@@ -18,7 +18,7 @@ PAPER = ("Gen-PPL", "entropy", "MAUVE", "speed")
 
 def compare_table(result: Mapping[str, Any], paper_set: str = "lm1b") -> str:
     """Markdown: our columns, then the paper's for the same system, which are of another scorer, text and size."""
-    speeds = {row["name"]: row["ratio"] for row in (result["speed"] or {"rows": []})["rows"]}
+    speeds = {row["name"]: row["ratio"] for row in result["speed"]["rows"]}
     paper = {row["method"]: row for row in paper_tables()["main"][paper_set]}
     rows = [_own(row, speeds) + _papers(paper.get(row["title"])) for row in result["rows"]]
     if CACHED in speeds:
@@ -37,11 +37,9 @@ def _conditions(result: Mapping[str, Any]) -> str:
     budget = result["budget"]["text"] if result["budget"] else "the preset's steps"
     entry = next((row["entry"] for row in result["rows"] if "entry" in row), None)
     runs = f", {len(entry['runs'])} x {entry['runs'][0]['figures']['texts']} texts" if entry else ""
-    speed = ""
-    if result["speed"]:
-        first = result["speed"]["rows"][0]["name"]
-        unit = "AR without KV cache" if first == UNCACHED else first
-        speed = f" Speed at batch {result['speed']['batch']}, fp32, relative to {unit}."
+    first = result["speed"]["rows"][0]["name"]
+    unit = "AR without KV cache" if first == UNCACHED else first
+    speed = f" Speed at batch {result['speed']['batch']}, fp32, relative to {unit}."
     return (
         f"Preset {result['preset']}, equal budget of {budget} per system; Gen-PPL and MAUVE by {result['scorer']}{runs}; "
         f"± is the deviation over seeds.{speed} The paper's columns are of gpt2-large, 1,024 texts and models of 105 to 179 M."
@@ -74,7 +72,7 @@ def _failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def draw_comparison(result: Mapping[str, Any], path: Path) -> Path | None:
     """Gen-PPL and entropy against throughput; the dashed line is real text. None if nothing can be drawn."""
-    speeds = {row["name"]: row["texts_per_second"] for row in (result["speed"] or {"rows": []})["rows"]}
+    speeds = {row["name"]: row["texts_per_second"] for row in result["speed"]["rows"]}
     shown = [row for row in result["rows"] if "entry" in row and row["title"] in speeds]
     if not shown:
         return None
