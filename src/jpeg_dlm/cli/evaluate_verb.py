@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jpeg_dlm.cli.options import parse_overrides
-from jpeg_dlm.config import to_dict
-from jpeg_dlm.errors import DataError, UsageError
+from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
 
 if TYPE_CHECKING:
@@ -191,12 +189,11 @@ def _chain(
 ) -> Iterator[Source]:
     yield from files
     from jpeg_dlm.api import load
+    from jpeg_dlm.evaluation.heldout import names_of
     from jpeg_dlm.evaluation.sources import ModelSource
 
-    names = [path.resolve().name if path else "bundled" for path in models]
-    for path, name in zip(models, names, strict=True):
+    for path, label in zip(models, names_of(models), strict=True):
         model = load(path, args.device)
-        label = str(path) if names.count(name) > 1 else name
         _check_sampler(model, label, request, console)
         yield ModelSource(model, label, args.batch, _heldout(model, args, reference, console), reference)
 
@@ -212,29 +209,14 @@ def _check_sampler(model: Model, label: str, request: Request, console: Console)
 
 def _heldout(model: Model, args: argparse.Namespace, reference: SampleFile | None, console: Console) -> Blocks | None:
     """Text held out in training, packed like the model's; with a reference file it is used only if it is prepared."""
-    from jpeg_dlm.assets import cache_dir
+    from jpeg_dlm.evaluation.heldout import heldout_blocks, is_prepared
     from jpeg_dlm.evaluation.likelihood import has_likelihood
-    from jpeg_dlm.evaluation.parts import key_of
-    from jpeg_dlm.text.blocks import Blocks
-    from jpeg_dlm.text.prepare import prepare
 
     if args.likelihood and not args.scorer and not has_likelihood(model.method):
         return None  # nothing will be measured
-    data = replace(model.config.data, source=args.data or model.config.data.source)
-    folder = Path(data.source)
-    if not (folder / "index.json").is_file():
-        if reference is not None:
-            return None
-        # The model's own tokenizer and the same split by document: text held out in training is held out here.
-        # Systems with one tokenizer may still pack their rows differently, so every option is in the name.
-        key = key_of(to_dict(data) | {"tokenizer": model.tokenizer.fingerprint})
-        folder = cache_dir() / "prepared" / f"{folder.name}-{data.token_len}-{key[:16]}"
-        with console.progress("Preparing text", "bytes") as progress:
-            prepare(data, folder, progress, model.tokenizer)
-    blocks = Blocks(folder, "heldout")
-    if (blocks.index["tokenizer"], blocks.token_len) != (model.tokenizer.fingerprint, data.token_len):
-        raise DataError(f"'{folder}' was prepared for another model: name the text itself with --data.")
-    return blocks
+    if reference is not None and not is_prepared(Path(args.data or model.config.data.source)):
+        return None
+    return heldout_blocks(model, args.data, console)
 
 
 def _write(out: Path, result: dict[str, Any], console: Console) -> None:

@@ -21,6 +21,8 @@ VERBS = {
     "train": "train a model; stop and resume exactly",
     "evaluate": "score generated, real and shuffled text with a language model",
     "compare": "train, score and time several systems with an equal budget: the table of all methods",
+    "study": "the paper's ablations, sweeps and latent-space figures, on your text and at your size",
+    "report": "one page with tables, figures and samples of runs, evaluations, comparisons and studies",
     "benchmark": "how fast models write, measured in turns",
     "info": "sizes, operations and memory of a preset",
     "import": "bring in a published checkpoint: JPEG-DLM, MDLM, SEDD, Duo, AR, ELF, LangFlow, FLM",

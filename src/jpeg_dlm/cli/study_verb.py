@@ -1,0 +1,131 @@
+"""jpeg-dlm study"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jpeg_dlm.cli.options import parse_overrides
+from jpeg_dlm.errors import UsageError
+from jpeg_dlm.evaluation.protocols import PROTOCOLS
+from jpeg_dlm.presets import PRESETS
+from jpeg_dlm.studies.registry import STUDIES
+
+if TYPE_CHECKING:
+    from jpeg_dlm.studies.study import Outcome
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    studies = parser.add_subparsers(dest="study", metavar="STUDY", required=True)
+    for name, info in STUDIES.items():
+        sub = studies.add_parser(name, help=info.summary, description=info.summary, allow_abbrev=False)
+        ARGUMENTS[info.takes](sub)
+        sub.add_argument("--threads", type=int, help="threads of torch")
+        sub.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
+        sub.add_argument("--out", type=Path, required=True, help="folder for the results; the same command goes on in it")
+        sub.add_argument("--quiet", action="store_true", help="no progress")
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        sub.set_defaults(known=sorted(sub._option_string_actions))
+
+
+def _scoring(parser: argparse.ArgumentParser, n: int, seeds: int) -> None:
+    parser.add_argument("-n", type=int, default=n, help=f"texts per seed (default: {n})")
+    parser.add_argument("--seeds", type=int, default=seeds, help=f"number of seeds of sampling (default: {seeds})")
+    parser.add_argument("--scorer", default="smollm2", help="as for evaluate (default: smollm2)")
+    parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="default: auto, if it can be had")
+    parser.add_argument("--batch", type=int, default=64, help="texts at once (default: 64)")
+
+
+def _training(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preset", default="tiny", help=f"one of {', '.join(PRESETS)} (default: tiny)")
+    parser.add_argument("--data", help="text file, folder, .jsonl, prepared folder, named corpus or hf:NAME")
+    parser.add_argument(
+        "--budget", help="what each may spend in training: 2000steps, 5Mtokens or 10min (default: the preset's)"
+    )
+    parser.add_argument(
+        "--train-seeds", type=int, default=1, help="trainings of each variant; deviations are then over them (default: 1)"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1,
+        help="processes that share the training (default: 1); the same command on another node with the same --out joins in",
+    )  # fmt: skip
+    parser.add_argument("--protocol", default="default", help=f"one of {', '.join(PROTOCOLS)} (default: default)")
+    _scoring(parser, 256, 3)
+
+
+def _models(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoints", nargs="*", type=Path, metavar="CHECKPOINT",
+        help="model folders, runs or checkpoints (default: the bundled model)",
+    )  # fmt: skip
+    parser.add_argument("--data", help="text to look at (default: what the model was trained on, held-out part)")
+    _scoring(parser, 256, 1)
+
+
+def _sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preset", default="lm1b", help=f"one of {', '.join(PRESETS)} (default: lm1b)")
+    parser.add_argument("--lengths", default="128,256,512,1024,2048,4096,8192", help="tokens of a text")
+    parser.add_argument("--rates", default="1,0.5,0.25,0.125", help="compression rates")
+    parser.add_argument("--measure", action="store_true", help="also build each model and time it; else only count")
+    parser.add_argument("--batch", type=int, default=1, help="texts at once when time is measured (default: 1)")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds when time is measured (default: 3)")
+
+
+ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "training": _training, "models": _models, "sizes": _sizes,
+}  # fmt: skip
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    counts = {name: getattr(args, name, 1) for name in ("n", "seeds", "batch", "threads", "train_seeds", "jobs", "repeats")}
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1.")
+
+    import torch
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    outcome = RUN[STUDIES[args.study].takes](args, rest)
+    print(outcome.table)
+    written = outcome.write(args.out, args.study)
+    if not args.quiet:
+        print(f"Wrote {', '.join(str(path) for path in written)}.")
+    return 1 if any("error" in row for row in outcome.result.get("rows", [])) else 0
+
+
+def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> Outcome:
+    """Filled by the runner of variants: `jpeg_dlm.studies.variants.run_study`."""
+    raise NotImplementedError
+
+
+def _run_models(args: argparse.Namespace, rest: Sequence[str]) -> Outcome:
+    from jpeg_dlm.evaluation.heldout import model_sources
+    from jpeg_dlm.evaluation.parts import Parts
+    from jpeg_dlm.evaluation.scoring import build_scorer
+    from jpeg_dlm.studies.study import Asked
+    from jpeg_dlm.training.console import Console
+    from jpeg_dlm.training.dist import read_ranks
+
+    if parse_overrides(rest):
+        raise UsageError("Options of a configuration belong to training: a trained model is looked at as it is.")
+    console = Console(args.quiet)
+    device = str(read_ranks(args.device, {}).device)
+    asked = Asked(
+        args.n, tuple(range(args.seeds)), args.batch, lambda: build_scorer(args.scorer, device), Parts(args.out / "parts"),
+        console, args.mauve,
+    )  # fmt: skip
+    sources = model_sources(args.checkpoints or [None], device, args.batch, args.data, console)
+    return import_module(f"jpeg_dlm.studies.{args.study}").analyze(sources, asked)
+
+
+def _run_sizes(args: argparse.Namespace, rest: Sequence[str]) -> Outcome:
+    return import_module(f"jpeg_dlm.studies.{args.study}").study(args, parse_overrides(rest))
+
+
+RUN: dict[str, Callable[[argparse.Namespace, Sequence[str]], Outcome]] = {
+    "training": _run_training, "models": _run_models, "sizes": _run_sizes,
+}  # fmt: skip

@@ -1,0 +1,55 @@
+"""Text that a model was not trained on, packed like the text it was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from jpeg_dlm.api import Model, load
+from jpeg_dlm.assets import cache_dir
+from jpeg_dlm.config import to_dict
+from jpeg_dlm.errors import DataError
+from jpeg_dlm.evaluation.parts import key_of
+from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.text.prepare import prepare
+from jpeg_dlm.training.console import Console
+
+
+def is_prepared(folder: Path) -> bool:
+    return (folder / "index.json").is_file()
+
+
+def heldout_blocks(model: Model, source: str | None, console: Console) -> Blocks:
+    """The held-out part of `source`, or of what the model was trained on; prepared in the cache where it is raw text."""
+    data = replace(model.config.data, source=source or model.config.data.source)
+    folder = Path(data.source)
+    if not is_prepared(folder):
+        # The model's own tokenizer and the same split by document: text held out in training is held out here.
+        # Systems with one tokenizer may still pack their rows differently, so every option is in the name.
+        key = key_of(to_dict(data) | {"tokenizer": model.tokenizer.fingerprint})
+        folder = cache_dir() / "prepared" / f"{folder.name}-{data.token_len}-{key[:16]}"
+        with console.progress("Preparing text", "bytes") as progress:
+            prepare(data, folder, progress, model.tokenizer)
+    blocks = Blocks(folder, "heldout")
+    if (blocks.index["tokenizer"], blocks.token_len) != (model.tokenizer.fingerprint, data.token_len):
+        raise DataError(f"'{folder}' was prepared for another model: name the text itself with --data.")
+    return blocks
+
+
+def names_of(paths: Sequence[Path | None]) -> list[str]:
+    """A short name for each model, the whole path where that would be ambiguous."""
+    names = [path.resolve().name if path else "bundled" for path in paths]
+    return [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)]
+
+
+def model_sources(
+    paths: Sequence[Path | None], device: str | None, batch: int, data: str | None, console: Console
+) -> list[ModelSource]:
+    """Models with their held-out text; None is the bundled model."""
+    found = []
+    for path, name in zip(paths, names_of(paths), strict=True):
+        model = load(path, device)
+        found.append(ModelSource(model, name, batch, heldout_blocks(model, data, console)))
+    return found

@@ -1,0 +1,65 @@
+"""What a study is made of: configurations or models, an evaluation, and an outcome that is a table and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jpeg_dlm.config import Config
+from jpeg_dlm.evaluation.parts import Parts
+from jpeg_dlm.evaluation.scoring import Scorer
+from jpeg_dlm.files import write_atomic
+from jpeg_dlm.training.console import Console
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A configuration to train and what the paper found for it."""
+
+    label: str  # as the table names it
+    config: Config
+    paper: Mapping[str, Any] = field(default_factory=dict)  # gen_ppl, entropy, mauve, as far as the paper gives them
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what the picture is ordered by, such as rate or width
+
+
+@dataclass(frozen=True)
+class TrainingStudy:
+    """Variants of a preset, trained with an equal budget; `draw(result, path)` makes the picture."""
+
+    title: str
+    variants: Callable[[Config], list[Variant]]
+    draw: Callable[[Mapping[str, Any], Path], Path | None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a study of trained models."""
+
+    n: int  # texts
+    seeds: tuple[int, ...]
+    batch: int
+    scorer: Callable[[], Scorer]  # loaded when it is first needed
+    parts: Parts
+    console: Console
+    mauve: str = "auto"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`result` is plain JSON and holds everything that the table and the picture show."""
+
+    result: dict[str, Any]
+    table: str
+    draw: Callable[[Path], Path | None]
+
+    def write(self, folder: Path, name: str) -> list[Path]:
+        """`study-NAME.json`, `.md` and `.png` in a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = folder / f"study-{name}"
+        data, table, picture = (stem.with_suffix(end) for end in (".json", ".md", ".png"))
+        write_atomic(data, json.dumps(self.result, indent=1, ensure_ascii=False) + "\n")
+        write_atomic(table, self.table + "\n")
+        return [data, table, *filter(None, [self.draw(picture)])]
