@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test slow all-tests lint bench clean
+.PHONY: demo test slow all-tests browser lint bench clean
 
 # pip finds the CPU build of the pinned torch; an unpinned one would fetch gigabytes.
 $(STAMP): pyproject.toml constraints.txt
@@ -21,10 +21,18 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
-slow: $(STAMP)
+# The slow tests open a report in a browser: Debian's Chromium, with sudo where this user is not root.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
+	  sudo=; [ "$$(id -u)" = 0 ] || sudo='sudo -n'; \
+	  command -v apt-get >/dev/null && { $$sudo apt-get update -qq || true; } \
+	    && $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver; \
+	} || { echo 'error: The slow tests need chromium and chromedriver, which could not be installed: install both by hand.' >&2; exit 1; }
+
+slow: $(STAMP) browser
 	$(BIN)/python -m pytest -m slow
 
-all-tests: $(STAMP)
+all-tests: $(STAMP) browser
 	$(BIN)/python -m pytest -m 'slow or not slow'
 
 lint: $(STAMP)

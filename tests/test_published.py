@@ -357,7 +357,7 @@ def test_a_model_too_large_for_the_memory_is_one_sentence(tmp_path, capsys, monk
     def refuse(config):
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr("jpeg_dlm.published.build_method", refuse)
+    monkeypatch.setattr("jpeg_dlm.model_folder.build_method", refuse)
     mdlm_folder(tmp_path / "hub", network(), None)
     assert run(tmp_path / "hub", tmp_path / "model") == 1
     assert "cannot be made" in capsys.readouterr().err

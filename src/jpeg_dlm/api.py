@@ -22,7 +22,7 @@ from torch import Tensor
 
 from jpeg_dlm.config import Config, override, validate
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
-from jpeg_dlm.errors import CheckpointError, DataError, UsageError
+from jpeg_dlm.errors import AssetError, CheckpointError, DataError, UsageError, reason_of
 from jpeg_dlm.methods.base import Batch, Method, Watch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.model_folder import ENCODER_FILES, MODEL_FILES, ModelParts, bundled_folder, read_model, write_model
@@ -84,8 +84,17 @@ class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-g
         if prompt is not None and template is not None:
             raise UsageError("Give a prompt or a template, not both.")
         if prompt is not None:
-            return prompt_row(self.tokenizer, self.config.data, prompt)
-        return None if template is None else template_row(self.tokenizer, self.config.data, template)
+            row = prompt_row(self.tokenizer, self.config.data, prompt)
+        elif template is not None:
+            row = template_row(self.tokenizer, self.config.data, template)
+        else:
+            return None
+        self._refuse_unknown_ids(row.tolist())
+        return row
+
+    def _refuse_unknown_ids(self, ids: Sequence[int]) -> None:
+        if max(ids) >= self.config.data.vocab_size:
+            raise DataError(f"The text holds the token {max(ids)}, which the model does not know: leave that word out.")
 
     def to_text(self, tokens: Tensor) -> list[str]:
         """Rows of token ids as strings."""
@@ -166,6 +175,7 @@ class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-g
         ids = self.tokenizer.encode(text)
         if not ids:
             raise DataError("The text is empty: give at least one word.")
+        self._refuse_unknown_ids(ids)
         return ids
 
     def _rows(self, texts: Sequence[Any], from_ids: bool = False) -> tuple[Tensor, list[int]]:
@@ -247,10 +257,15 @@ class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-g
             raise UsageError(f"Unknown argument '{min(kwargs)}' of from_pretrained.")
         folder = Path(model_id)
         if not folder.is_dir():
-            folder = Path(snapshot_download(
-                model_id, revision=revision, cache_dir=cache_dir, force_download=force_download,
-                local_files_only=local_files_only, token=token,
-            ))  # fmt: skip
+            try:
+                folder = Path(snapshot_download(
+                    model_id, revision=revision, cache_dir=cache_dir, force_download=force_download,
+                    local_files_only=local_files_only, token=token,
+                ))  # fmt: skip
+            except (OSError, ValueError) as error:  # no network, no such repository, or no name of one
+                raise AssetError(
+                    f"Cannot fetch the model '{model_id}' ({reason_of(error)}): check the network, or name a folder."
+                ) from error
         # A repository also holds a model card and the hub's cache holds links; a model folder must hold neither.
         scratch = tempfile.TemporaryDirectory(prefix="jpeg-dlm-")
         for name in (*MODEL_FILES, *ENCODER_FILES):

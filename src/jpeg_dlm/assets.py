@@ -109,7 +109,7 @@ ASSETS: Mapping[str, Asset] = {
 def cache_dir() -> Path:
     """The folder of fetched assets: $JPEG_DLM_CACHE, else ~/.cache/jpeg-dlm."""
     named = os.environ.get("JPEG_DLM_CACHE")
-    return Path(named).expanduser() if named else Path("~/.cache/jpeg-dlm").expanduser()
+    return Path(os.path.expanduser(named or "~/.cache/jpeg-dlm"))  # Path's own fails for a user without a home
 
 
 def fetch(name: str, manifest: Mapping[str, Asset] = ASSETS) -> Path:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
+import reprlib
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +19,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.strict_json import parse_json
+
+LARGEST_INT = (1 << 63) - 1  # what a whole number of 64 bits holds, so every library takes it
+LARGEST_SIZE = 1 << 24  # of anything a model has so many of (assumed: far beyond every published one)
+LARGEST_FILE = 1 << 20  # bytes of a file of options; a whole config has 3,000
 
 Checks = list[tuple[bool, str]]  # what must hold, and the sentence for when it does not
 
@@ -139,7 +144,9 @@ class ObjectiveConfig:
     sigreg_knots: int = opt(17, "quadrature knots of SIGReg (LeJEPA)")
     sigreg_t_max: float = opt(3.0, "largest frequency of SIGReg (LeJEPA)")
     reg_space: Literal["raw", "standardized"] = opt("raw", "which z_c the regularizers see (assumed)")
-    reg_max_rows: int = opt(4096, "latent vectors the regularizers use at most; 0 is all (assumed)")
+    reg_max_rows: int = opt(
+        4096, "latent vectors of a step that the regularizers use, but at least one of each row; 0 is all (assumed)"
+    )
     time_mean: float = opt(-1.5, "mean of logit(t) (paper)")
     time_std: float = opt(0.8, "deviation of logit(t) (paper)")
     flow_loss: Literal["x", "v"] = opt("x", "error of the clean embedding or of the velocity (paper: x)")
@@ -191,6 +198,11 @@ class TrainConfig:
     ema_warmup: bool = opt(False, "average n decays by at most (1 + n) / (10 + n), so that a young run is not mostly its start")
     precision: Literal["fp32", "bf16"] = opt("bf16", "autocast type (paper: bf16); sensitive parts stay fp32")
     compile: bool = opt(False, "compile the networks with torch.compile")
+    checkpoint_layers: bool = opt(False, "keep only the inputs of layers and compute the rest again in backward")
+    sharding: Literal["none", "fsdp"] = opt(
+        "none", "'fsdp' spreads weights, gradients, averages and optimizer state over the processes (FSDP2)"
+    )
+    timeout_s: float = opt(600.0, "longest wait for another process within training; preparing text may take longer (assumed)")
     seed: int = opt(42, "seed of everything random (paper)")
     nonfinite: Literal["stop", "skip"] = opt("stop", "what to do when a loss or gradient is not a number")
     log_every: int = opt(10, "steps between lines of metrics.jsonl")
@@ -199,6 +211,12 @@ class TrainConfig:
     keep: int = opt(2, "checkpoints kept")
     encoder_steps: int = opt(0, "steps of pretraining the 'small' encoder before the run (0: it must exist)")
     encoder_lr: float = opt(3e-3, "learning rate of that pretraining (measured)")
+    spike_alarm: float = opt(
+        10.0, "warn when the loss exceeds its recent median by this many times its spread; 0 is off (measured)"
+    )
+    collapse_alarm: float = opt(
+        0.05, "warn when rank or variance of the latents falls below this share of its best; 0 is off (assumed)"
+    )
 
 
 @dataclass(frozen=True)
@@ -284,12 +302,12 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
     """`value` as the annotated type, from JSON values or command-line strings; anything doubtful is refused."""
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise UsageError(f"'{path}' must be a group of options, not {value!r}.")
+            raise UsageError(f"'{path}' must be a group of options, not {reprlib.repr(value)}.")
         return from_dict(value, typing.cast(type, hint), path)
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         if value not in choices:
-            raise UsageError(f"'{path}' must be one of {', '.join(map(str, choices))}, not {value!r}.")
+            raise UsageError(f"'{path}' must be one of {', '.join(map(str, choices))}, not {reprlib.repr(value)}.")
         return value
     if hint is bool:
         table = {True: True, False: False, "true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
@@ -313,7 +331,7 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
     elif hint is str and isinstance(value, str):
         return value
     name = hint.__name__ if isinstance(hint, type) else str(hint)
-    raise UsageError(f"'{path}' must be of type {name}, not {value!r}.")
+    raise UsageError(f"'{path}' must be of type {name}, not {reprlib.repr(value)}.")
 
 
 def from_dict(values: Mapping[str, Any], cls: type = Config, path: str = "") -> Any:
@@ -326,7 +344,7 @@ def from_dict(values: Mapping[str, Any], cls: type = Config, path: str = "") -> 
     for key, value in values.items():
         full = f"{path}.{key}" if path else key
         if key not in known:
-            raise UsageError(f"Unknown option '{full}'{_suggest(key, known)}")
+            raise UsageError(f"Unknown option '{full[:80]}'{_suggest(key[:80], known)}")
         kwargs[key] = _convert(value, hints[key], full)
     return cls(**kwargs)
 
@@ -334,6 +352,13 @@ def from_dict(values: Mapping[str, Any], cls: type = Config, path: str = "") -> 
 def to_dict(config: Any) -> dict[str, Any]:
     """The inverse of `from_dict`."""
     return dataclasses.asdict(config)
+
+
+def changed(config: Config) -> dict[str, Any]:
+    """The options that are not at their defaults: what tells two configs apart, whatever options later versions add."""
+    plain = Config(method=config.method, **{name: cls() for name, cls in groups_of(config.method).items()})
+    before, now = flatten(to_dict(plain)), flatten(to_dict(config))
+    return {"method": config.method} | {name: value for name, value in now.items() if value != before[name]}
 
 
 def override(config: Config, values: Mapping[str, Any]) -> Config:
@@ -370,10 +395,14 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def read_json_file(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or a sentence that says what is wrong with it."""
     try:
-        values = json.loads(path.read_text("utf-8"))
+        with open(path, "rb") as file:
+            raw = file.read(LARGEST_FILE + 1)
+        if len(raw) > LARGEST_FILE:
+            raise UsageError(f"'{path}' is larger than {LARGEST_FILE} bytes, which no file of options is: name another.")
+        values = parse_json(raw)
     except OSError as error:
         raise UsageError(f"Cannot read '{path}': {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"'{path}' is not valid JSON ({error}).") from error
     if not isinstance(values, dict):
         raise UsageError(f"'{path}' must hold a JSON object with options.")
@@ -383,10 +412,26 @@ def read_json_file(path: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------- combinations that cannot work
 
 
+def _within_bounds(config: Config) -> bool:
+    """Before any check multiplies sizes, and before a network of that many layers is built one by one."""
+    sizes = [value for group in (config.model, config.encoder, config.data) for value in vars(group).values()]
+    others = [value for group in (config.objective, config.train, config.sampler) for value in vars(group).values()]
+    return all(
+        abs(value) <= limit
+        for limit, values in ((LARGEST_SIZE, sizes), (LARGEST_INT, others))
+        for value in values
+        if isinstance(value, int)
+    )
+
+
 def validate(config: Config) -> Config:
     """Refuse impossible combinations before anything runs; returns the config unchanged."""
     d, e, t = config.data, config.encoder, config.train
     checks: Checks = [
+        (
+            _within_bounds(config),
+            f"sizes of model, encoder and data must be at most {LARGEST_SIZE:,}, other numbers below 2^63",
+        ),
         (d.token_len >= 1, "data.token_len must be at least 1"),
         *(check for group in (config.model, config.objective, config.sampler) for check in group.checks(config)),
         (e.feature_dim >= 1, "encoder.feature_dim must be at least 1"),
@@ -402,6 +447,9 @@ def validate(config: Config) -> Config:
         (t.steps >= 0 and (t.steps > 0 or t.epochs > 0), "train.steps or train.epochs must be positive"),
         (min(t.lr, t.codec_lr, t.encoder_lr) > 0, "learning rates must be positive"),
         (t.clip > 0 and t.adam_eps > 0, "train.clip and train.adam_eps must be positive"),
+        (t.timeout_s > 0, "train.timeout_s must be positive"),
+        (t.spike_alarm >= 0, "train.spike_alarm must not be negative"),
+        (0 <= t.collapse_alarm < 1, "train.collapse_alarm must lie in [0, 1)"),
         (0 <= t.lr_floor <= 1, "train.lr_floor must lie between 0 and 1"),
         (0 <= t.ema < 1, "train.ema must lie in [0, 1)"),
         (t.keep >= 1 and t.save_every >= 1 and t.log_every >= 1, "train.keep, save_every and log_every must be at least 1"),

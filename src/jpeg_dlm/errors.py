@@ -11,6 +11,11 @@ class JpegDlmError(Exception):
     exit_code = 1
 
 
+def reason_of(error: BaseException) -> str:
+    """The first line of a foreign error, short enough to stand in a sentence; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
+
+
 class UsageError(JpegDlmError):
     """The request itself is wrong: an unknown key, an impossible size, a missing argument."""
 

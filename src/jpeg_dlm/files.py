@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import stat
@@ -32,6 +33,7 @@ MANIFEST = "manifest.json"
 MANIFEST_BYTES = 1 << 20  # a manifest lists a handful of files; anything larger was not written by us
 JSON_DEPTH = 32  # our own JSON nests five deep at most
 TEMP_PREFIX = ".tmp-"
+TEMP_NAME = re.compile(re.escape(TEMP_PREFIX) + r"((\d{1,9})\.\d+)@([^@]*)@[0-9a-f]+-.*", re.DOTALL)
 OLD_SUFFIX = ".old"
 FOREIGN_TEMP_S = 86400.0  # whether a process of another machine lives cannot be asked, so its temporaries get a day
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
@@ -58,6 +60,14 @@ def fsync_dir(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory and what leads to it, each durable in its parent: what a lost name holds is lost with it."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        fsync_dir(folder.parent)
 
 
 def _write(handle: IO[bytes], data: Any) -> None:
@@ -141,9 +151,11 @@ def sweep_temps(parent: Path) -> list[Path]:
 
 def _owner_alive(temp: Path) -> bool:
     """Whether the process in a temporary's name may still be writing it; in doubt it may."""
-    key, _, rest = temp.name.removeprefix(TEMP_PREFIX).partition("@")
-    pid = key.partition(".")[0]
-    if pid.isdecimal() and len(pid) < 10 and rest.partition("@")[0] == _host():
+    match = TEMP_NAME.fullmatch(temp.name)
+    if not match:
+        return True  # not a name that `temp_name` gives: someone else's
+    key, pid, host = match.groups()
+    if host == _host():
         return _process_key(int(pid)) == key
     try:
         return time.time() - temp.lstat().st_mtime < FOREIGN_TEMP_S
@@ -214,18 +226,22 @@ def _sealed(body: Mapping[str, Any]) -> str:
 
 def write_manifest(directory: Path, extra: Mapping[str, Any]) -> None:
     """Write `manifest.json`: hash and size of every file of `directory`, what wrote them, and `extra`."""
-    import torch
-
     files = {}
     for entry in sorted(directory.iterdir()):
         _check_entry(entry)
         if entry.name != MANIFEST:
             files[entry.name] = {"sha256": sha256_file(entry), "size": entry.stat().st_size}
+    write_atomic(directory / MANIFEST, _sealed({"format": 1, "files": files, **writer(), "extra": dict(extra)}))
+
+
+def writer() -> dict[str, Any]:
+    """What this process computes with: the versions and the thread count on which the last bits of a result depend."""
+    import torch
+
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions["jpeg_dlm"] = importlib.metadata.version("jpeg-dlm")
-    body = {"format": 1, "files": files, "versions": versions, "threads": torch.get_num_threads(), "extra": dict(extra)}
-    write_atomic(directory / MANIFEST, _sealed(body))
+    return {"versions": versions, "threads": torch.get_num_threads()}
 
 
 def verify_manifest(directory: Path) -> dict[str, Any]:

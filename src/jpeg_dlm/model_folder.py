@@ -10,14 +10,18 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from jpeg_dlm.config import Config, from_dict, read_json_file, to_dict, validate
 from jpeg_dlm.encoders.base import STATISTICS_FILE
 from jpeg_dlm.encoders.small import CONFIG_FILE, WEIGHTS_FILE
-from jpeg_dlm.errors import CheckpointError
+from jpeg_dlm.errors import CheckpointError, reason_of
 from jpeg_dlm.files import MANIFEST, atomic_directory, load_tensors, save_tensors, verify_manifest, write_atomic, write_manifest
 from jpeg_dlm.methods.base import Method, copy_tensors
 from jpeg_dlm.methods.registry import build_method
@@ -26,6 +30,10 @@ from jpeg_dlm.training.checkpoint import latest_checkpoint, load_checkpoint
 MODEL_FILE, TOKENIZER_FILE = "model.safetensors", "tokenizer.json"
 MODEL_FILES = ("config.json", MODEL_FILE, TOKENIZER_FILE, MANIFEST)
 ENCODER_FILES = (CONFIG_FILE, WEIGHTS_FILE, STATISTICS_FILE)  # a trained encoder, or what was measured of a foreign one
+
+# How much more than its stored tensors a model may take while it is built (assumed: target networks and
+# moving averages double it, weights are drawn one by one, and constant tables do not grow with it).
+SLACK, SLACK_BYTES, SLACK_TENSORS = 8, 1 << 28, 500
 
 
 @dataclass(frozen=True)
@@ -73,21 +81,67 @@ def read_model(path: Path, warn: Callable[[str], None] = _warn) -> ModelParts:
 def _from_model_folder(path: Path) -> ModelParts:
     verify_manifest(path)
     config = validate(from_dict(read_json_file(path / "config.json")))
-    method = build_method(config)
-    method.import_state(load_tensors(path / MODEL_FILE), str(path / MODEL_FILE))
+    if config.encoder.kind == "small" and config.encoder.name:
+        raise CheckpointError(
+            f"The config in '{path}' points to an encoder elsewhere, which no saved model does: do not use it."
+        )
+    tensors = load_tensors(path / MODEL_FILE)
+    method = build_stored(config, tensors, path)
+    method.import_state(tensors, str(path / MODEL_FILE))
     return ModelParts(method.eval(), config, path, _if_there(path / TOKENIZER_FILE), _encoder_folder(path))
 
 
 def _from_checkpoint(checkpoint, run: Path) -> ModelParts:  # noqa: ANN001 - training.checkpoint.Checkpoint
-    config = validate(from_dict(checkpoint.state["config"]))
-    method = build_method(config)
+    saved, provenance = checkpoint.state.get("config"), checkpoint.state.get("provenance", {})
+    if not isinstance(saved, dict) or not isinstance(provenance, dict):
+        raise CheckpointError(f"'{checkpoint.path}' does not say what it is a checkpoint of: use another one.")
+    config = validate(from_dict(saved))
     state = checkpoint.tensors("model") | checkpoint.tensors("ema")
+    method = build_stored(config, state, checkpoint.path)
     copy_tensors({name: t for name, t in method.state_dict().items()}, state, str(checkpoint.path))
     encoder = _encoder_folder(run / "encoder")
     if encoder is None and config.encoder.kind == "small" and config.encoder.name:
         encoder = Path(config.encoder.name)
-    fingerprint = checkpoint.state.get("provenance", {}).get("tokenizer", "")
-    return ModelParts(method.eval(), config, checkpoint.path, _if_there(run / TOKENIZER_FILE), encoder, fingerprint)
+    tokenizer = str(provenance.get("tokenizer", ""))
+    return ModelParts(method.eval(), config, checkpoint.path, _if_there(run / TOKENIZER_FILE), encoder, tokenizer)
+
+
+class _Allocations(TorchDispatchMode):
+    """Stops what is built under it once its tensors are more, or take more bytes, than allowed."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.count, self.size = count, size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and not any(isinstance(arg, Tensor) for arg in args):  # new, and not touched yet
+            self.count, self.size = self.count - 1, self.size - made.nbytes
+            if min(self.count, self.size) < 0:
+                raise MemoryError("it says that it is larger than its tensors")
+        return made
+
+
+def build_stored(config: Config, tensors: Mapping[str, Tensor], origin: Path) -> Method:
+    """The method of a config that came with `tensors`, which also say how large it can be.
+
+    A config can claim any size. What it claims must not take all memory before the tensors are found not to fit.
+    """
+    size = sum(t.numel() for t in tensors.values()) * SLACK * 4  # a model is built in fp32
+    try:
+        with _Allocations(SLACK * len(tensors) + SLACK_TENSORS, size + SLACK_BYTES):
+            method = build_method(config)
+    except (RuntimeError, MemoryError, OverflowError, ValueError, TypeError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"A model of the sizes that '{origin}' tells cannot be made ({reason_of(error)}): "
+            "its config is not that of its tensors."
+        ) from error
+    own = method.export_state()
+    for name in own.keys() & tensors.keys():
+        if tensors[name].is_floating_point() != own[name].is_floating_point() or tensors[name].is_complex():
+            kind = str(tensors[name].dtype).removeprefix("torch.")
+            raise CheckpointError(f"'{origin}' has {kind} numbers for '{name}': save it as fp32, fp16 or bf16.")
+    return method
 
 
 def _encoder_folder(path: Path) -> Path | None:

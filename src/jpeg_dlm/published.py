@@ -20,10 +20,10 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from jpeg_dlm.config import Config, override, validate
-from jpeg_dlm.errors import CheckpointError, UsageError
+from jpeg_dlm.errors import CheckpointError, UsageError, reason_of
 from jpeg_dlm.files import MANIFEST, load_json, load_tensors
-from jpeg_dlm.methods.registry import build_method, for_method, method_class
-from jpeg_dlm.model_folder import MODEL_FILE, TOKENIZER_FILE, ModelParts
+from jpeg_dlm.methods.registry import for_method, method_class
+from jpeg_dlm.model_folder import MODEL_FILE, TOKENIZER_FILE, ModelParts, build_stored
 from jpeg_dlm.presets import preset
 from jpeg_dlm.text.tokenizer import TextTokenizer
 from jpeg_dlm.torch_files import Foreign, StoredTensor, load_stored, read_torch_file
@@ -94,7 +94,7 @@ def import_published(
     method = method or published.method
     _refuse_variants(published, method)
     start = override(for_method(preset(base or _preset_of(published, method)), method), options)
-    sized = method_class(method).config_of(published.tensors, start)
+    sized = _sized(published, method, start)
     facts = {name: value for name, value in published.facts().items() if name in UNTOLD.get(method, FACTS)}
     config = override(sized, facts | dict(options))
     try:
@@ -104,6 +104,17 @@ def import_published(
     given = {*facts, *(name.replace("-", "_") for name in options)}
     assumed = tuple(name for name in UNTOLD.get(method, FACTS) if name not in given)
     return Imported(_model(published, config, tokenizer), assumed)
+
+
+def _sized(published: Published, method: str, start: Config) -> Config:
+    """`start` with the sizes of the tensors, which may have any shape."""
+    try:
+        return method_class(method).config_of(published.tensors, start)
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"The tensors of '{published.path}' do not have the shapes of {method} ({reason_of(error)}): "
+            "name its system with --method."
+        ) from error
 
 
 def _refuse_variants(published: Published, method: str) -> None:
@@ -127,10 +138,7 @@ def _model(published: Published, config: Config, tokenizer: Path | None) -> Mode
         known = TextTokenizer.from_file(tokenizer).vocab_size
         if known < config.data.vocab_size:
             raise UsageError(f"The tokenizer '{tokenizer}' has {known} ids, the model {config.data.vocab_size}: name its own.")
-    try:
-        method = build_method(config)
-    except (RuntimeError, MemoryError) as error:
-        raise CheckpointError(f"A model of the sizes in '{published.path}' cannot be made ({error}).") from error
+    method = build_stored(config, published.tensors, published.path)
     method.import_state(published.tensors, str(published.path))
     return ModelParts(method.eval(), config, published.path, tokenizer, None)
 

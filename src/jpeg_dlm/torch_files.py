@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jpeg_dlm.errors import CheckpointError
+from jpeg_dlm.errors import CheckpointError, reason_of
 
 ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"  # how files of torch before 1.6 begin
@@ -117,8 +117,9 @@ def _readable(path: Path) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(f"Cannot read '{path}' ({error.strerror or error}): restore it from a copy.") from error
     except _DAMAGE as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"'{path}' is damaged or no file of torch.save ({reason}): restore it from a copy.") from error
+        raise CheckpointError(
+            f"'{path}' is damaged or no file of torch.save ({reason_of(error)}): restore it from a copy."
+        ) from error
 
 
 def _member_sizes(archive: zipfile.ZipFile, file_size: int) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -503,6 +504,16 @@ def test_a_subset_of_rows_for_the_regularizers():
     assert differing(base, changed) == {"sigreg", "var", "cov"}
     base, changed = compared(objective__reg_max_rows=B * 3)
     assert not differing(base, changed)
+
+
+def test_the_subset_of_a_row_does_not_depend_on_its_batch():
+    method = build(objective__reg_max_rows=2 * B, objective__sigreg_weight=0.0)
+    z = torch.randn(B, 3, 12)
+    kept = {}
+    for name, rows in {"whole": range(B), "first": range(B // 2), "second": range(B // 2, B)}.items():
+        with patch("jpeg_dlm.methods.jpeg_dlm.variance_covariance", lambda u, name=name: (kept.setdefault(name, u), u)):
+            method.regularizers(z[list(rows)], RowNoise(0, rows, 0, torch.device("cpu"), B))
+    assert len(kept["whole"]) == 2 * B and torch.equal(kept["whole"], torch.cat([kept["first"], kept["second"]]))
 
 
 def test_corruption_changes_the_decode_branch_alone():

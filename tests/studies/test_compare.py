@@ -17,6 +17,7 @@ from jpeg_dlm.studies import workshop as workshop_module
 from jpeg_dlm.studies.budget import parse_budget
 from jpeg_dlm.studies.compare import ORDER, Comparison, compare, method_names
 from jpeg_dlm.studies.compare_report import compare_table, draw_comparison
+from jpeg_dlm.studies.study import read_base
 from jpeg_dlm.studies.workshop import Stopped, Workshop
 from jpeg_dlm.training.console import Console
 from jpeg_dlm.training.dist import Ranks
@@ -116,5 +117,15 @@ def test_the_command(corpus_file, byte_gpt2, tmp_path, capsys):
     assert (tmp_path / "out" / "compare.png").is_file()
     assert main(["compare", "--methods", "arr", "--out", str(tmp_path)]) == 2
     assert "Unknown method 'arr'" in capsys.readouterr().err
-    assert main(["compare", "--out", str(tmp_path), "--model.hidden", "8"]) == 2
-    assert "of one method" in capsys.readouterr().err
+    assert main(["compare", "--out", str(tmp_path), "--model.hiden", "8"]) == 2
+    assert "Unknown option 'model.hiden'; did you mean 'model.hidden'?" in capsys.readouterr().err
+
+
+def test_options_of_jpeg_dlm_shape_every_system_and_the_others_hold_for_all():
+    options = {"model.depth": "3", "train.lr": "0.5", "data.token-len": "24"}
+    base, shared = read_base("smoke", "some.txt", options)
+    assert shared == {"train.lr": "0.5", "data.token-len": "24", "data.source": "some.txt"}
+    ar, elf = (override(for_method(base, name), shared) for name in ("ar", "elf"))
+    assert ar.model.depth == elf.model.depth == 3
+    assert elf.train.lr == 0.5 != for_method(base, "elf").train.lr  # ELF's own recipe gives way to what was asked for
+    assert (ar.data.token_len, ar.data.source) == (24, "some.txt")

@@ -2,19 +2,22 @@
 
 import errno
 import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from reliability import Flips, flip_bits, full_disk, kill_savers
+
 from jpeg_dlm import files
 from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.training import checkpoint as ck
+from jpeg_dlm.training.lock import run_lock
 
 
 def groups(step, size=50):
@@ -81,21 +84,11 @@ def test_a_replacement_cut_short_still_has_the_old_one(tmp_path):
 
 def test_fifty_flipped_bits_are_caught_and_passed_over(tmp_path):
     save(tmp_path, 1)
-    path = save(tmp_path, 2)
-    rng = random.Random(0)
-    entries = sorted(path.iterdir())
-    for i in range(50):
-        target = entries[i % len(entries)]
-        data = target.read_bytes()
-        flipped = bytearray(data)
-        flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        target.write_bytes(flipped)
-        warnings = []
-        assert ck.latest_checkpoint(tmp_path, warnings.append).step == 1
-        assert len(warnings) == 1 and str(target) in warnings[0] and "step 1" in warnings[0]
-        assert [r.error is None for r in ck.verify_run(tmp_path)] == [True, False]
-        target.write_bytes(data)
+    save(tmp_path, 2)
+    assert flip_bits(50, tmp_path) == Flips(flips=50, caught=50, files=5)
     assert ck.latest_checkpoint(tmp_path, quiet).step == 2
+    (tmp_path / "checkpoints" / "step-00000002" / "state.json").write_text("{}")
+    assert [report.error is None for report in ck.verify_run(tmp_path)] == [True, False]
 
 
 def test_no_whole_checkpoint_is_an_error_that_names_all(tmp_path):
@@ -182,6 +175,12 @@ def test_other_disk_errors_are_told_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_training_goes_on_exactly_after_a_full_disk(tmp_path):
+    (figure,) = full_disk(True, tmp_path)
+    assert figure.holds, figure.found
+
+
+@pytest.mark.slow
 def test_a_really_full_disk(tmp_path):
     """A file system of one megabyte, mounted in a name space of its own."""
     script = tmp_path / "fill.py"
@@ -213,42 +212,59 @@ def test_a_really_full_disk(tmp_path):
 
 # ---------------------------------------------------------------- kills
 
-LOOP = """
-import sys, torch
-from pathlib import Path
-from jpeg_dlm.training.checkpoint import save_checkpoint
-run, again = Path(sys.argv[1]), int(sys.argv[2])
-step = int(sys.argv[3])
-while True:
-    step += 0 if again else 1
-    groups = {n: {"w": torch.full((20_000,), float(step))} for n in ("model", "ema", "optimizer")}
-    save_checkpoint(run, step, groups, {"step": step}, 2)
-    print(step, flush=True)
-"""
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("again", [0, 1], ids=["next step", "same step"])
+@pytest.mark.parametrize("again", [False, True], ids=["next step", "same step"])
 def test_killed_savers_leave_no_torn_checkpoint(tmp_path, again):
-    rng = random.Random(0)
-    reached = 1
-    for _ in range(10):
-        with subprocess.Popen(
-            [sys.executable, "-c", LOOP, str(tmp_path), str(again), str(reached)], stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        ) as child:  # fmt: skip
-            reported = int(child.stdout.readline())
-            time.sleep(rng.uniform(0.0, 0.15))
-            child.send_signal(signal.SIGKILL)
-            reported = max([reported, *map(int, child.stdout.read().split())])
-        found = ck.latest_checkpoint(tmp_path, quiet)
-        assert found and found.step in (reported, reported + 1)
-        for name in ("model", "ema", "optimizer"):
-            assert (found.tensors(name)["w"] == found.step).all()
-        assert all(r.error is None for r in ck.verify_run(tmp_path))
-        reached = found.step
-    save(tmp_path, reached + 1, keep=1)  # the next save clears up after the dead
-    assert steps(tmp_path) == [f"step-{reached + 1:08d}"]
+    found = kill_savers(12, tmp_path, again)
+    assert (found.kills, found.unreadable, found.torn) == (12, 0, 0) and found.midway > 3
+    assert found.in_place_unreadable > 0  # the kills are such that a plain file does not survive them
+    run = tmp_path / "run"
+    reached = ck.latest_checkpoint(run, quiet).step
+    save(run, reached + 1, keep=1)  # the next save clears up after the dead
+    assert steps(run) == [f"step-{reached + 1:08d}"]
+
+
+def dead_temporary(path):
+    """What a killed process leaves: a temporary whose owner has this process's number and another start."""
+    _, _, rest = files.temp_name(path).name.partition("@")
+    temp = path.parent / f".tmp-{os.getpid()}.1@{rest}"
+    temp.mkdir(parents=True)
+    return temp
+
+
+def test_taking_the_lock_clears_up_after_the_killed(tmp_path):
+    run = tmp_path / "run"
+    dead = [dead_temporary(run / place) for place in ("config.json", "samples/step-1.txt", "data/train-0.bin")]
+    (dead[0] / "file").write_text("half of it")
+    mine = files.temp_name(run / "metrics.jsonl")
+    mine.write_text("still at work")
+    (run / ".tmp-of-someone-else").mkdir()
+    os.utime(run / ".tmp-of-someone-else", (0, 0))
+    with run_lock(run):
+        assert not any(temp.exists() for temp in dead) and mine.exists()
+    assert sorted(path.name for path in run.iterdir()) == sorted([mine.name, ".tmp-of-someone-else", "data", "lock", "samples"])
+
+
+def test_new_directories_are_durable_in_their_parents(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(files, "fsync_dir", synced.append)
+    files.make_directory(tmp_path / "a" / "b" / "c")
+    assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+    files.make_directory(tmp_path / "a" / "b" / "c")
+    assert len(synced) == 3
+
+
+def test_other_threads_are_told(tmp_path):
+    save(tmp_path, 1)
+    found = ck.latest_checkpoint(tmp_path, quiet)
+    threads = torch.get_num_threads()
+    assert found.foreign() is None and found.manifest["threads"] == threads
+    torch.set_num_threads(threads + 1)
+    try:
+        assert f"threads {threads}, not {threads + 1}" in found.foreign()
+    finally:
+        torch.set_num_threads(threads)
 
 
 # ---------------------------------------------------------------- optimizer state

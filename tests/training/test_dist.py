@@ -1,11 +1,8 @@
 """Ranks and collectives: one process here, two real gloo processes in the slow tests."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from small_runs import launch
 
 from jpeg_dlm import collectives
 from jpeg_dlm.errors import UsageError
@@ -97,9 +94,39 @@ sys.stdout.write(f"agreed {ranks.rank}\\n")
 def test_two_processes_apply_the_gradient_of_one(tmp_path):
     script = tmp_path / "two.py"
     script.write_text(TWO)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
-        capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = launch(str(script))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")) == ["", "agreed 0", "agreed 1"]
+
+
+WAITING = """
+import os, sys, time, torch
+from jpeg_dlm.collectives import all_sum, barrier
+from jpeg_dlm.training import dist
+ranks = dist.setup("cpu")
+with dist.step_timeout(1.0):
+    pass
+if ranks.is_main:
+    time.sleep(3)  # preparing text
+barrier()
+with dist.step_timeout(1.0):
+    try:
+        if ranks.is_main:
+            time.sleep(4)
+            sys.stdout.write("slept\\n")
+        else:
+            all_sum(torch.ones(1))
+    except RuntimeError as error:
+        sys.stdout.write("gave up\\n" if "Timed out" in str(error) else str(error))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_setting_up_may_take_longer_than_a_step(tmp_path):
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING)
+    done = launch(str(script))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", "gave up", "slept"]

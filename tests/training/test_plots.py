@@ -43,6 +43,22 @@ def test_panels_follow_the_measures(tmp_path, drawn):
     assert axes["learning rates"].get_xlabel() == "optimizer step"
 
 
+def test_latents_have_two_panels(tmp_path, drawn):
+    found = {"latent_rank": 0.3, "latent_isotropy": 0.2, "latent_std_min": 0.8, "latent_text": 0.7, "latent_sigreg": 1e-3}
+    rows = [(s, {"loss": 1.0}) for s in range(10)]
+    rows += [(s, {"heldout_loss": 1.0, **found, "decode_t0.3": 0.001, "decode_t0.7": 0.9}) for s in (4, 8)]
+    write(tmp_path, rows)
+    plots.plot_metrics(tmp_path)
+    axes = {a.get_title(loc="left"): a for a in drawn[0].axes}
+    assert list(axes) == ["total loss", "latent geometry", "decoding noisy latents"]
+    names = {title: [t.get_text() for t in a.get_legend().get_texts()] for title, a in axes.items()}
+    assert names["decoding noisy latents"] == ["t = 0.3", "t = 0.7"]
+    assert len(set(names["latent geometry"])) == 5 and not any("_" in name for name in names["latent geometry"])
+    assert all(a.get_yscale() == "linear" for a in axes.values())
+    rank = axes["latent geometry"].lines[0]
+    assert list(rank.get_xdata()) == [4, 8] and list(rank.get_ydata()) == [0.3, 0.3]
+
+
 def test_one_row_and_bad_numbers(tmp_path, drawn):
     write(tmp_path, [(0, {"loss": float("nan")})])
     plots.plot_metrics(tmp_path)

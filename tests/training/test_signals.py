@@ -4,8 +4,14 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from reliability import straight_end
+from reliability_runs import MOMENTS, SIGNALS, signal_case, write_text
 
 from jpeg_dlm.training.signals import StopSignal
 
@@ -88,3 +94,24 @@ def test_another_thread_is_harmless():
     thread.start()
     thread.join()
     assert seen == [None]
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("stories"))
+
+
+@pytest.fixture(scope="module")
+def straight(stories, tmp_path_factory):
+    return straight_end("jpeg-dlm", stories, tmp_path_factory.mktemp("runs") / "straight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_at_any_moment_changes_no_bit(number, moment, stories, straight, tmp_path):
+    found = signal_case(number, moment, stories, tmp_path, straight)
+    assert found.exit_code == found.expected and found.exact

@@ -150,6 +150,30 @@ def test_stage_one_alone_is_the_same_stage(straight: Path, corpus_file: Path, tm
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_verify_looks_at_the_text_and_at_every_stage(straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def verdicts() -> dict[str, str]:
+        lines = capsys.readouterr().out.splitlines()
+        return {line.split()[0]: line.split(" MB  ")[1] for line in lines}
+
+    run = tmp_path / "run"
+    shutil.copytree(straight, run)
+    assert main(["verify", str(run)]) == 0
+    found = verdicts()
+    last = {str(Path(stage) / "checkpoints" / f"step-{steps:08d}") for stage, steps in STAGES.items()}
+    assert {"data", *last} < found.keys() and set(found.values()) == {"whole"}
+
+    hurt = [
+        run / "data" / "train-00000.bin",
+        run / "cosmos-codec-training" / "checkpoints" / "step-00000005" / "ema.safetensors",
+    ]
+    for path in hurt:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert main(["verify", str(run)]) == 1
+    damaged = {name: verdict for name, verdict in verdicts().items() if verdict != "whole"}
+    assert damaged.keys() == {"data", str(hurt[1].parent.relative_to(run))}
+    assert all(str(path) in verdict for path, verdict in zip(hurt, damaged.values(), strict=True))
+
+
 def test_a_model_folder_holds_both_stages(straight: Path, tmp_path: Path):
     model = load(straight)
     again = load(model.save(tmp_path / "model"))

@@ -1,31 +1,110 @@
 """Two processes with half the batch each train the same model as one process with all of it."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 from conftest import micro_flags
+from small_runs import STEPS, largest_difference, launch, prepare_blocks, steps_of, train, train_with_two, weights
 
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config import TrainConfig
+from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.files import load_tensors
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training.checkpoint import verify_run
 from jpeg_dlm.training.data import BatchStream
+from jpeg_dlm.training.dist import Ranks
 from jpeg_dlm.training.metrics import read_metrics
 
-STEPS = 6
+METHODS = ["encoder", "ar", "mdlm", "sedd", "duo", "flm", "langflow", "elf", "cosmos-codec", "cosmos", "jpeg-dlm"]
 CASES = {
-    "one micro-batch": {"encoder__kind": "random"},
     "two micro-batches": {"encoder__kind": "random", "train__accumulation": 2},
     "an encoder trained first": {"encoder__kind": "small"},
     "no token loss": {"encoder__kind": "random", "objective__ce_weight": 0},  # the projection gets no gradient
     "no flow loss": {"encoder__kind": "random", "objective__flow_weight": 0, "objective__sigreg_weight": 0},
 }
+
+
+# ---------------------------------------------------------------- every method
+
+
+def check_equal_runs(kinds, corpus_file, tmp_path):
+    """Each job of `kinds`, by one process and by two: the same weights, averages, losses and gradient norms."""
+    blocks = {
+        "continuous": str(prepare_blocks(corpus_file, tmp_path / "continuous")),
+        "padded": str(prepare_blocks(corpus_file, tmp_path / "padded", "--data.packing", "padded")),
+    }
+    jobs = [(f"{kind}-{method}", method, blocks[packing], changes) for kind, method, packing, changes in kinds]
+
+    def by(processes):
+        return [{"run": str(tmp_path / processes / n), "method": m, "blocks": b, "changes": c} for n, m, b, c in jobs]
+
+    train_with_two(by("two"), tmp_path / "jobs.json")
+    for job in by("one"):
+        train(job, Ranks())
+    for name, *_ in jobs:
+        one, two = tmp_path / "one" / name, tmp_path / "two" / name
+        ours = weights(one)
+        assert largest_difference(ours, weights(two)) < 1e-5, name
+        averages = {n.removeprefix("ema/"): t for n, t in ours.items() if n.startswith("ema/")}
+        assert largest_difference(averages, {n: ours[f"model/{n}"] for n in averages}) > 2e-5, name  # something was learned
+        for a, b in zip(steps_of(one)["stats"], steps_of(two)["stats"], strict=True):
+            assert b == pytest.approx(a, rel=1e-4, abs=1e-5), name
+
+
+def test_two_halves_of_a_batch_with_coupled_rows(corpus_file, tmp_path):
+    """SIGReg, covariances and latent statistics of JPEG-DLM, stratified times of MDLM, and rows of unequal length."""
+    accumulated = {"train__accumulation": 2}
+    kinds = [("accumulated", "jpeg-dlm", "continuous", accumulated), ("padded", "mdlm", "padded", {})]
+    check_equal_runs(kinds, corpus_file, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_halves_of_every_method(corpus_file, tmp_path):
+    packings = {
+        "plain": ("continuous", {}),
+        "accumulated": ("continuous", {"train__accumulation": 2}),
+        "padded": ("padded", {}),
+    }
+    check_equal_runs(
+        [(kind, method, *packing) for kind, packing in packings.items() for method in METHODS], corpus_file, tmp_path
+    )
+
+
+# ---------------------------------------------------------------- going on with another number of processes
+
+
+@pytest.mark.slow
+def test_the_number_of_processes_may_change_and_the_rows_may_not(corpus_file, tmp_path):
+    blocks = str(prepare_blocks(corpus_file, tmp_path / "blocks"))
+
+    def job(run, **more):
+        return {"method": "jpeg-dlm", "blocks": blocks, "run": str(tmp_path / run), **more}
+
+    straight = train(job("straight"), Ranks())
+    train(job("one-two", until=3), Ranks())
+    train_with_two([job("two-one", until=3), job("one-two")], tmp_path / "jobs.json")
+    train(job("two-one"), Ranks())
+    for run in ("one-two", "two-one"):
+        assert largest_difference(weights(tmp_path / "straight"), weights(tmp_path / run)) < 1e-5
+    assert straight.step == STEPS
+
+
+@pytest.mark.parametrize(
+    "batch, accumulation, remedy", [(4, 1, "--train.batch 8"), (8, 2, "--train.batch 4"), (5, 3, "make 8")]
+)
+def test_a_step_of_other_rows_is_refused(corpus_file, tmp_path, batch, accumulation, remedy):
+    blocks = str(prepare_blocks(corpus_file, tmp_path / "blocks"))
+    job = {"method": "ar", "blocks": blocks, "run": str(tmp_path / "run")}
+    train(job | {"until": 1}, Ranks())
+    with pytest.raises(CheckpointError, match=f"has 8 rows but would now have {batch * accumulation} .*{remedy}"):
+        train(job | {"changes": {"train__batch": batch, "train__accumulation": accumulation}}, Ranks())
+    train(job | {"until": 2, "changes": {"train__batch": 4, "train__accumulation": 2}}, Ranks())
+
+
+# ---------------------------------------------------------------- whole runs
 
 
 def command(data, out, batch, **changes):
@@ -38,24 +117,9 @@ def command(data, out, batch, **changes):
 
 
 def with_two(words):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, "-m", "jpeg_dlm.cli.main", *words],
-        capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = launch("-m", "jpeg_dlm.cli.main", *words)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "terminate called" not in done.stderr and "Traceback" not in done.stderr, done.stderr[-3000:]
-
-
-def weights(run, step):
-    folder = run / "checkpoints" / f"step-{step:08d}"
-    model, ema = load_tensors(folder / "model.safetensors"), load_tensors(folder / "ema.safetensors")
-    return model | {f"averaged {name}": tensor for name, tensor in ema.items()}
-
-
-def largest_difference(a, b):
-    assert a.keys() == b.keys()
-    return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
 
 
 @pytest.mark.slow
@@ -67,7 +131,9 @@ def test_two_halves_make_a_whole(case, corpus_file, tmp_path):
 
     start = load_tensors(one / "checkpoints" / "step-00000003" / "model.safetensors")
     whole = weights(one, STEPS)
-    assert largest_difference(start, {name: whole[name] for name in start}) > 1e-4  # something was learned in between
+    assert (
+        largest_difference(start, {name: whole[f"model/{name}"] for name in start}) > 1e-4
+    )  # something was learned in between
     assert largest_difference(whole, weights(two, STEPS)) < 1e-5
 
     assert [(report.step, report.error) for report in verify_run(two)] == [(3, None), (6, None)]

@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from jpeg_dlm.cli.options import parse_overrides
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
-from jpeg_dlm.presets import PRESETS, preset
-
-EVERY_METHOD = ("data.", "encoder.", "train.")  # groups of options that all methods have
+from jpeg_dlm.presets import PRESETS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,10 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    overrides = parse_overrides(rest)
-    wrong = [name for name in overrides if not name.startswith(EVERY_METHOD)]
-    if wrong:
-        raise UsageError(f"'--{wrong[0]}' is of one method: only --data.*, --encoder.* and --train.* options fit all.")
     if min(args.n, args.seeds, args.batch, args.repeats, args.threads or 1) < 1:
         raise UsageError("-n, --seeds, --batch, --repeats and --threads must be at least 1.")
 
@@ -52,17 +45,16 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from jpeg_dlm.studies.budget import parse_budget
     from jpeg_dlm.studies.compare import Comparison, compare, method_names
     from jpeg_dlm.studies.compare_report import compare_table, draw_comparison
+    from jpeg_dlm.studies.study import read_base
     from jpeg_dlm.studies.workshop import Workshop
     from jpeg_dlm.training.console import Console
     from jpeg_dlm.training.dist import read_ranks
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    base = preset(args.preset)
-    if args.data:
-        base = replace(base, data=replace(base.data, source=args.data))
+    base, shared = read_base(args.preset, args.data, parse_overrides(rest))
     budget = parse_budget(args.budget) if args.budget else None
-    asked = Comparison(base, method_names(args.methods), budget, overrides, args.batch, args.repeats)
+    asked = Comparison(base, method_names(args.methods), budget, shared, args.batch, args.repeats)
     request = Request(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
     workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet))
     result = compare(asked, workshop, lambda: build_scorer(args.scorer), request)

@@ -5,27 +5,45 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jpeg_dlm.cli.options import add_config_arguments, list_options, read_config
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.registry import METHODS, STAGES
 
+if TYPE_CHECKING:
+    from jpeg_dlm.config import Config
+
 SYSTEMS = [name for name in METHODS if name not in STAGES]
+PLAN_ONLY = ("devices", "tokens", "tflops", "utilization", "measured", "device")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, default="lm1b")
     parser.add_argument("--method", metavar="NAME", help=f"one of {', '.join(SYSTEMS)} (default: jpeg-dlm)")
     parser.add_argument("--options", action="store_true", help="every option of the method instead, with its value and meaning")
+    parser.add_argument("--plan", action="store_true", help="what a training needs instead: memory of a device, time, days")
+    parser.add_argument("--devices", metavar="NxMEMORY", help="with --plan: such as 8x80GB or 1x24GB (default: 8x80GB)")
+    parser.add_argument("--tokens", metavar="NUMBER", help="with --plan: tokens of the corpus, such as 1.2B")
+    parser.add_argument("--tflops", type=float, help="with --plan: peak TFLOP/s of a device (default: an A100's)")
+    parser.add_argument("--utilization", type=float, help="with --plan: share of the peak that is reached (default: 0.3)")
+    parser.add_argument("--measured", action="store_true", help="with --plan: the speed of this machine instead, timed now")
+    parser.add_argument("--device", help="with --measured: cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.method and args.method not in SYSTEMS:
         raise UsageError(f"Unknown method '{args.method}'; choose one of {', '.join(SYSTEMS)}.")
+    stray = next((name for name in PLAN_ONLY if getattr(args, name) and not args.plan), None)
+    if stray:
+        raise UsageError(f"--{stray} belongs to a plan: add --plan.")
     config = read_config(args, rest, method=args.method)
     if args.options:
         print(list_options(config))
+        return 0
+    if args.plan:
+        print(_plan(args, config))
         return 0
     if config.method == "jpeg-dlm":  # by formula, without torch
         from jpeg_dlm.evaluation.info import describe, format_description
@@ -37,3 +55,21 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         description, show = describe_method(config), format_method
     print(json.dumps(description, indent=1) if args.json else show(description))
     return 0
+
+
+def _plan(args: argparse.Namespace, config: Config) -> str:
+    from jpeg_dlm.evaluation.plan import format_plan, full_plan, measured_speed, parse_devices, parse_tokens, stated_speed
+
+    devices = parse_devices(args.devices or "8x80GB")
+    tokens = parse_tokens(args.tokens) if args.tokens else None
+    if args.measured and (args.tflops or args.utilization):
+        raise UsageError("A speed is either measured or stated: drop --measured, or --tflops and --utilization.")
+    if args.measured:
+        from jpeg_dlm.training.console import Console
+
+        Console().say(f"Timing a few rows of {config.method} at the size of {config.preset}; this may take a minute ...")
+        speed = measured_speed(config, args.device)
+    else:
+        speed = stated_speed(config, args.tflops, args.utilization)
+    plan = full_plan(config, devices, speed, tokens)
+    return json.dumps(plan, indent=1) if args.json else format_plan(plan)

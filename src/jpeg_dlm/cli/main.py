@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -68,6 +70,7 @@ def run_verb(words: Sequence[str], overrides: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit code."""
+    ready_streams()
     # Options of the config leave first: argparse would take the value of one it does not know for a positional argument.
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     try:
@@ -75,23 +78,66 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_verb(words, overrides)
         finally:
             sys.stdout.flush()  # here, where a reader that went away can still be told from an error
-    except JpegDlmError as error:
-        if "--debug" in words:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
     except BrokenPipeError:
-        # The reader went away (`| head`): not an error. The interpreter would complain when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 0  # the reader went away (`| head`): not an error
     except KeyboardInterrupt:
         return 130
-    except OSError as error:
-        if "--debug" in words:
+    except (JpegDlmError, OSError, MemoryError, UnicodeError, RuntimeError) as error:
+        sentence = sentence_of(error)
+        if sentence is None or "--debug" in words:
             raise
+        tell(sentence)
+        return error.exit_code if isinstance(error, JpegDlmError) else 1
+    finally:
+        drop_unwritable_output()
+
+
+def sentence_of(error: Exception) -> str | None:
+    """What to say about an error; None for one that only a programming mistake explains."""
+    if isinstance(error, JpegDlmError):
+        return str(error)
+    if isinstance(error, OSError):
         where = f" '{error.filename}'" if error.filename else ""
-        print(f"error: {error.strerror or error}{where}: check the path, its permissions and the free space.", file=sys.stderr)
-        return 1
+        return f"{error.strerror or error}{where}: check the path, its permissions and the free space."
+    if isinstance(error, UnicodeError):
+        return f"A name or text does not fit the encoding of this system ({error}): set PYTHONUTF8=1 and try again."
+    if isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error):
+        return "There is not enough memory for this: lower the batch, the number of texts or the sizes of the model."
+    return None
+
+
+# ---------------------------------------------------------------- standard streams that are closed, full or of few characters
+
+
+def ready_streams() -> None:
+    """Standard streams that exist and take any text.
+
+    Without them the next files to be opened would get their numbers, and with it whatever libraries print.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - lives as long as the process
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error always does
+
+
+def tell(sentence: str) -> None:
+    """One line on standard error; control characters of a hostile name would otherwise command the terminal."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
+    with contextlib.suppress(OSError):
+        print(f"error: {shown}", file=sys.stderr)
+
+
+def drop_unwritable_output() -> None:
+    """The interpreter flushes once more when it ends, and would complain about what could not be written."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

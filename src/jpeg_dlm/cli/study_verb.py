@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +20,7 @@ from jpeg_dlm.studies.registry import STUDIES
 
 if TYPE_CHECKING:
     from jpeg_dlm.studies.study import Outcome
+    from jpeg_dlm.training.console import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +57,7 @@ def _training(parser: argparse.ArgumentParser) -> None:
         "--jobs", type=int, default=1,
         help="processes that share the training (default: 1); the same command on another node with the same --out joins in",
     )  # fmt: skip
+    parser.add_argument("--train-only", action="store_true", help=argparse.SUPPRESS)  # what the other processes of --jobs do
     parser.add_argument("--protocol", default="default", help=f"one of {', '.join(PROTOCOLS)} (default: default)")
     _scoring(parser, 256, 3)
 
@@ -68,8 +74,9 @@ def _models(parser: argparse.ArgumentParser) -> None:
 def _sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", default="lm1b", help=f"one of {', '.join(PRESETS)} (default: lm1b)")
     parser.add_argument("--lengths", default="128,256,512,1024,2048,4096,8192", help="tokens of a text")
-    parser.add_argument("--rates", default="1,0.5,0.25,0.125", help="compression rates")
+    parser.add_argument("--rates", default="1,0.5,0.25,0.125,0.0625", help="compression rates")
     parser.add_argument("--measure", action="store_true", help="also build each model and time it; else only count")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds that one measured batch may take (default: 60)")
     parser.add_argument("--batch", type=int, default=1, help="texts at once when time is measured (default: 1)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds when time is measured (default: 3)")
 
@@ -84,12 +91,16 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1.")
+    if getattr(args, "limit", 1) <= 0:
+        raise UsageError("--limit must be positive.")
 
     import torch
 
     if args.threads:
         torch.set_num_threads(args.threads)
     outcome = RUN[STUDIES[args.study].takes](args, rest)
+    if outcome is None:
+        return 0
     print(outcome.table)
     written = outcome.write(args.out, args.study)
     if not args.quiet:
@@ -97,9 +108,75 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     return 1 if any("error" in row for row in outcome.result.get("rows", [])) else 0
 
 
-def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> Outcome:
-    """Filled by the runner of variants: `jpeg_dlm.studies.variants.run_study`."""
-    raise NotImplementedError
+def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> Outcome | None:
+    from jpeg_dlm.evaluation.evaluate import Request
+    from jpeg_dlm.evaluation.protocols import protocol
+    from jpeg_dlm.evaluation.scoring import build_scorer
+    from jpeg_dlm.studies import trained
+    from jpeg_dlm.studies.budget import parse_budget
+    from jpeg_dlm.studies.workshop import Workshop
+    from jpeg_dlm.training.console import Console
+    from jpeg_dlm.training.dist import read_ranks
+
+    budget = parse_budget(args.budget) if args.budget else None
+    question = trained.ask(args.study, args.preset, args.data, parse_overrides(rest), budget, args.train_seeds)
+    request = Request(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
+    workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet))
+    planned = trained.plan(question, workshop)  # before the other processes begin: speeds are measured on a quiet machine
+    with _workers(args, rest, workshop.console):
+        trained.train(planned, workshop, wait=not args.train_only)
+    if args.train_only:
+        return None
+    device = str(workshop.ranks.device)
+    return trained.evaluate(planned, workshop, lambda: build_scorer(args.scorer, device), request, args.batch)
+
+
+@contextlib.contextmanager
+def _workers(args: argparse.Namespace, rest: Sequence[str], console: Console) -> Iterator[None]:
+    """`--jobs` less one processes that train beside this one; what one of them leaves undone, this one does.
+
+    Unless told, the threads of this machine are divided among all, and its GPUs are dealt out. At the end all work is done,
+    so that whoever still looks for some is asked to leave; one in the middle of training saves first.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    share = args.threads or max(1, threads // args.jobs)
+    with contextlib.ExitStack() as stack:
+        if args.jobs > 1:
+            args.out.mkdir(parents=True, exist_ok=True)
+            torch.set_num_threads(share)
+            stack.callback(torch.set_num_threads, threads)
+            previous = signal.signal(signal.SIGTERM, _leave)  # else the others would be left behind
+            stack.callback(signal.signal, signal.SIGTERM, previous)
+        for number in range(1, args.jobs):
+            log = args.out / f"worker-{number}.log"
+            device = args.device or (f"cuda:{number % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu")
+            words = _worker_words(args, rest, share, device)
+            with open(log, "w") as output:
+                worker = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            stack.callback(_dismiss, worker, log, console)
+        yield
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _worker_words(args: argparse.Namespace, rest: Sequence[str], threads: int, device: str) -> list[str]:
+    """The command of another process: the same training, nothing else."""
+    words = ["--preset", args.preset, "--train-seeds", args.train_seeds, "--threads", threads, "--device", device]
+    words += [word for name in ("data", "budget") if getattr(args, name) for word in (f"--{name}", getattr(args, name))]
+    words += ["--out", args.out, "--train-only", "--quiet", *rest]
+    return [sys.executable, "-m", "jpeg_dlm.cli.main", "study", args.study, *map(str, words)]
+
+
+def _dismiss(worker: subprocess.Popen[bytes], log: Path, console: Console) -> None:
+    if worker.poll() is None:
+        worker.terminate()
+    elif worker.returncode:
+        console.warn(f"A training process ended with code {worker.returncode}, its work was done here: see '{log}'.")
+    worker.wait()
 
 
 def _run_models(args: argparse.Namespace, rest: Sequence[str]) -> Outcome:
@@ -126,6 +203,6 @@ def _run_sizes(args: argparse.Namespace, rest: Sequence[str]) -> Outcome:
     return import_module(f"jpeg_dlm.studies.{args.study}").study(args, parse_overrides(rest))
 
 
-RUN: dict[str, Callable[[argparse.Namespace, Sequence[str]], Outcome]] = {
+RUN: dict[str, Callable[[argparse.Namespace, Sequence[str]], Outcome | None]] = {
     "training": _run_training, "models": _run_models, "sizes": _run_sizes,
 }  # fmt: skip

@@ -136,7 +136,9 @@ def load_statistics(folder: Path, encoder: FrozenEncoder) -> bool:
         with safe_open(path, framework="pt") as file:
             weights = (file.metadata() or {}).get("weights", "")
             mean, std = file.get_tensor("mean"), file.get_tensor("std")
-    except (OSError, SafetensorError) as error:
+        if {mean.dtype, std.dtype} != {torch.float32}:
+            raise ValueError("statistics of another type")
+    except (OSError, SafetensorError, ValueError, RuntimeError, AttributeError) as error:
         raise DataError(f"Cannot read '{path}' ({error}): delete it and measure the statistics again.") from error
     if weights != encoder.weights_fingerprint:
         raise DataError(f"'{path}' was measured with another encoder or layer: delete it and measure the statistics again.")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from jpeg_dlm.config import EncoderConfig
 from jpeg_dlm.encoders.hf import TransformersEncoder
 from jpeg_dlm.encoders.onnx_reader import OnnxGraph, read_onnx
-from jpeg_dlm.errors import AssetError
+from jpeg_dlm.errors import AssetError, reason_of
 
 NAME = "flan-t5-small (fine-tuned, int8)"
 # Exporters keep the module path in the node's name: /enc/block.0/layer.0/SelfAttention/q/MatMul_quant
@@ -25,6 +25,8 @@ _NODE_PATH = re.compile(r"^/[^/]+/(block\.\d+/layer\.\d+/(?:SelfAttention/[qkvo]
 
 def dequantize(quantized: np.ndarray, scale: np.ndarray, zero_point: np.ndarray) -> Tensor:
     """(q - zero_point) * scale in fp32; a vector of scales runs over the last axis."""
+    if not {scale.size, zero_point.size} <= {1, quantized.shape[-1] if quantized.ndim else 1}:
+        raise ValueError("scales that do not belong to their tensor")  # whose product could be of any size
     return torch.from_numpy((quantized.astype(np.float32) - zero_point.astype(np.float32)) * scale.astype(np.float32))
 
 
@@ -74,8 +76,8 @@ def convert_t5_encoder(graph: OnnxGraph) -> nn.Module:
         with torch.device("meta"):  # random initialization would take longer than everything else here
             model = T5EncoderModel(config)
         model.load_state_dict(state, strict=True, assign=True)
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise AssetError(f"The ONNX file does not hold a T5 encoder ({str(error).splitlines()[0]}): fetch it again.") from error
+    except (LookupError, ValueError, TypeError, ArithmeticError, RuntimeError) as error:
+        raise AssetError(f"The ONNX file does not hold a T5 encoder ({reason_of(error)}): fetch it again.") from error
     return model.eval()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jpeg_dlm.errors import AssetError
+from jpeg_dlm.errors import AssetError, reason_of
 
 T = TypeVar("T")
 HUB_SECONDS = 10.0
@@ -30,8 +30,7 @@ def load_pretrained(load: Callable[[dict[str, Any]], T], name: str, revision: st
         _ask_hub(name, revision)
         return load({**options, "local_files_only": False})
     except Exception as error:  # the loader raises whatever its many backends raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise AssetError(f"Cannot load {what} '{name}' ({reason[:200]}): {remedy}") from error
+        raise AssetError(f"Cannot load {what} '{name}' ({reason_of(error)}): {remedy}") from error
 
 
 def _ask_hub(name: str, revision: str) -> None:

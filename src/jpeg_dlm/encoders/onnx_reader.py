@@ -47,22 +47,22 @@ def read_onnx(path: Path) -> OnnxGraph:
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             return _parse_model(bytes(mapped))
-    except (OSError, ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, LookupError, OverflowError, MemoryError) as error:
         raise AssetError(f"'{path}' is not an ONNX file this reader understands ({error}): fetch it again.") from error
 
 
 def _parse_model(data: bytes) -> OnnxGraph:
-    graphs = [value for field, _, value in _fields(memoryview(data)) if field == 7]
+    graphs = [_bytes(value) for field, _, value in _fields(memoryview(data)) if field == 7]
     if len(graphs) != 1:
         raise ValueError(f"{len(graphs)} graphs")
     initializers: dict[str, np.ndarray] = {}
     nodes: list[OnnxNode] = []
     for field, _, value in _fields(graphs[0]):
         if field == 5:
-            name, array = _parse_tensor(value)
+            name, array = _parse_tensor(_bytes(value))
             initializers[name] = array
         elif field == 1:
-            nodes.append(_parse_node(value))
+            nodes.append(_parse_node(_bytes(value)))
     return OnnxGraph(initializers, tuple(nodes))
 
 
@@ -115,8 +115,15 @@ def _varints(wire: int, value: Any) -> Iterator[int]:
         yield _signed(number)
 
 
-def _text(value: memoryview) -> str:
-    return bytes(value).decode("utf-8")
+def _bytes(value: Any) -> memoryview:
+    """The content of a message or string; `bytes` of a number, which may stand in its place, would be that many zeros."""
+    if not isinstance(value, memoryview):
+        raise ValueError("a number stands where a message belongs")
+    return value
+
+
+def _text(value: Any) -> str:
+    return bytes(_bytes(value)).decode("utf-8")
 
 
 def _parse_node(data: memoryview) -> OnnxNode:
@@ -148,16 +155,18 @@ def _parse_tensor(data: memoryview) -> tuple[str, np.ndarray]:
         elif field == 8:
             name = _text(value)
         elif field == _RAW_DATA:
-            raw = bytes(value)
+            raw = bytes(_bytes(value))
         elif field in (_INT32_DATA, _INT64_DATA):
             integers.extend(_varints(wire, value))
         elif field in (_FLOAT_DATA, _DOUBLE_DATA):
             stored = "<f4" if field == _FLOAT_DATA else "<f8"
-            chunks.append(bytes(value))
+            chunks.append(bytes(_bytes(value)))
         elif field == 14 and value:
             raise ValueError(f"tensor '{name}' is stored in another file")
     if code not in _DTYPES:
-        raise ValueError(f"tensor '{name}' has the unsupported type {code}")
+        raise ValueError(f"tensor '{name:.80}' has the unsupported type {code!r:.40}")
+    if any(size < 0 for size in shape):  # numpy would guess it
+        raise ValueError(f"tensor '{name:.80}' has a negative size")
     dtype = np.dtype(_DTYPES[code])
     if raw is not None:
         flat = np.frombuffer(raw, dtype)

@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.errors import CheckpointError, UsageError
-from jpeg_dlm.files import write_atomic
+from jpeg_dlm.errors import CheckpointError, UsageError, reason_of
+from jpeg_dlm.files import load_tensors, write_atomic
 from jpeg_dlm.rng import derive_seed
+from jpeg_dlm.strict_json import parse_json
 
 WEIGHTS_FILE = "encoder.safetensors"
 CONFIG_FILE = "encoder.json"
+DESCRIPTION_BYTES = 1 << 16  # of encoder.json, which has 200
 ROPE_BASE = 10_000.0
 
 
@@ -183,7 +185,8 @@ def read_small_encoder_info(folder: Path) -> SmallEncoderInfo:
             "or point --encoder.name at the folder that holds one."
         )
     try:
-        values: Any = json.loads(path.read_text("utf-8"))
+        with open(path, "rb") as file:
+            values: Any = parse_json(file.read(DESCRIPTION_BYTES))
         info = SmallEncoderInfo(**values)
         sizes = (info.vocab_size, info.feature_dim, info.depth, info.heads, info.format)
         if {type(n) for n in sizes} != {int} or not isinstance(info.tokenizer_fingerprint, str):
@@ -197,20 +200,19 @@ def read_small_encoder_info(folder: Path) -> SmallEncoderInfo:
 
 def load_small_encoder(folder: Path) -> SmallEncoder:
     """The encoder saved in `folder`, in eval mode, every tensor accounted for."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     info = read_small_encoder_info(folder)
     path = Path(folder) / WEIGHTS_FILE
+    tensors = load_tensors(path)
     try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"Cannot read '{path}' ({error}): train the encoder again.") from error
-    try:
+        if any(not t.is_floating_point() for t in tensors.values()) or info.depth > len(tensors):
+            raise UsageError("tensors that are no weights, or more layers than tensors")
+        if tensors["embedding.weight"].shape != (info.vocab_size + 1, info.feature_dim):
+            raise UsageError("an embedding of another size")
         encoder = SmallEncoder(info.vocab_size, info.feature_dim, info.depth, info.heads)
         encoder.load_state_dict(tensors, strict=True)
-    except (RuntimeError, UsageError) as error:
+        check_statistics(encoder.feature_mean, encoder.feature_std, info.feature_dim)
+    except (RuntimeError, KeyError, UsageError) as error:
         raise CheckpointError(
-            f"'{path}' does not fit the {CONFIG_FILE} beside it ({str(error).splitlines()[0]}): train the encoder again."
+            f"'{path}' does not fit the {CONFIG_FILE} beside it ({reason_of(error)}): train the encoder again."
         ) from error
     return encoder.eval()

@@ -1,14 +1,13 @@
-"""Parameters, multiply-accumulates and memory of a config, by formula: nothing is built and torch is not needed.
+"""Parameters and multiply-accumulates of a config, by formula: nothing is built and torch is not needed.
 
 Letters as elsewhere: L tokens, N latents, D latent width, F feature width, H hidden width, V vocabulary, K solver steps.
-One multiply-accumulate counts as one operation, as in the paper's "sampling compute".
+One multiply-accumulate counts as one operation, as in the paper's "sampling compute". Most functions are of JPEG-DLM; the
+last part is of what it is held against: flow matching at full length (ELF) and one token after the other (AR).
 """
 
 from __future__ import annotations
 
 from jpeg_dlm.config import Config
-
-FP32, BF16 = 4, 2  # bytes
 
 
 def linear(dim_in: int, dim_out: int, bias: bool = True) -> int:
@@ -107,13 +106,46 @@ def attention_macs(queries: int, keys: int, width: int) -> int:
     return 2 * queries * keys * width
 
 
-def dit_macs(config: Config, latent_len: int) -> int:
+def dit_attention_macs(config: Config, latent_len: int) -> int:
+    """The part of `dit_macs` that grows with the square of the length."""
+    s = latent_len + prefix_len(config)
+    return config.model.depth * attention_macs(s, s, config.model.hidden)
+
+
+def dit_macs(config: Config, latent_len: int, latent_dim: int | None = None) -> int:
     """One evaluation of the network on `latent_len` latents; only one of its two heads runs."""
     m, n, s = config.model, latent_len, latent_len + prefix_len(config)
-    inputs = n * (2 * m.latent_dim * m.latent_dim + m.latent_dim * m.bottleneck_dim + m.bottleneck_dim * m.hidden)
+    d = m.latent_dim if latent_dim is None else latent_dim
+    inputs = n * (2 * d * d + d * m.bottleneck_dim + m.bottleneck_dim * m.hidden)
     embedders = 2 * (m.freq_dim * m.hidden + m.hidden * m.hidden)
-    block = s * (4 * m.hidden**2 + 3 * m.hidden * swiglu_inner(config)) + attention_macs(s, s, m.hidden)
-    return inputs + embedders + m.depth * block + n * m.hidden * m.latent_dim
+    block = s * (4 * m.hidden**2 + 3 * m.hidden * swiglu_inner(config))
+    return inputs + embedders + m.depth * block + dit_attention_macs(config, n) + n * m.hidden * d
+
+
+def perceiver_macs(config: Config, queries: int, context: int) -> int:
+    """The layers of compressor or decompressor: queries attend to themselves and to a context."""
+    m, d = config.model, config.model.latent_dim
+    projections = queries * 4 * d * d + context * 2 * d * d  # q, out, own keys and values; those of the context
+    layer = projections + attention_macs(queries, queries + context, d) + queries * 2 * d * codec_inner(config)
+    return m.codec_layers * layer
+
+
+def compressor_macs(config: Config) -> int:
+    """L token features to N latents."""
+    m, tokens = config.model, config.data.token_len
+    bottleneck = tokens * m.bottleneck_dim * (config.encoder.feature_dim + m.latent_dim)
+    return bottleneck + perceiver_macs(config, m.latent_len, tokens)
+
+
+def query_macs(config: Config) -> int:
+    """The feed-forward network of the decompressor's base query, once."""
+    return 2 * config.model.latent_dim * codec_inner(config)
+
+
+def decompressor_attention_macs(config: Config, latent_len: int) -> int:
+    """The part of `decompressor_macs` that grows with the square of the length."""
+    m, tokens = config.model, config.data.token_len
+    return m.codec_layers * attention_macs(tokens, tokens + latent_len, m.latent_dim)
 
 
 def decompressor_macs(config: Config, latent_len: int) -> int:
@@ -122,12 +154,9 @@ def decompressor_macs(config: Config, latent_len: int) -> int:
     The released code repeats the base query L times and sends every copy through its feed-forward network, which is
     counted here as there; ours sends it once and repeats the result, so it does L - 1 of those passes fewer.
     """
-    m, tokens, d = config.model, config.data.token_len, config.model.latent_dim
-    ffn = 2 * d * codec_inner(config)
-    projections = tokens * 4 * d * d + latent_len * 2 * d * d  # q, out, own keys and values; those of the latents
-    layer = projections + attention_macs(tokens, tokens + latent_len, d) + tokens * ffn
-    bottleneck = tokens * m.bottleneck_dim * (d + config.encoder.feature_dim)
-    return tokens * ffn + m.codec_layers * layer + bottleneck
+    m, tokens = config.model, config.data.token_len
+    bottleneck = tokens * m.bottleneck_dim * (m.latent_dim + config.encoder.feature_dim)
+    return tokens * query_macs(config) + perceiver_macs(config, tokens, latent_len) + bottleneck
 
 
 def projection_macs(config: Config) -> int:
@@ -147,7 +176,10 @@ def sampling_macs(config: Config, latent_len: int | None = None) -> dict[str, in
     return parts | {"evaluations": config.sampler.evaluations(config.data.token_len), "total": sum(parts.values())}
 
 
-# ---------------------------------------------------------------- memory
+def sampling_attention_macs(config: Config) -> int:
+    """The part of `sampling_macs` that grows with the square of the length."""
+    n, evaluations = config.model.latent_len, config.sampler.evaluations(config.data.token_len)
+    return evaluations * dit_attention_macs(config, n) + decompressor_attention_macs(config, n)
 
 
 def tokens_per_step(config: Config) -> int:
@@ -156,45 +188,51 @@ def tokens_per_step(config: Config) -> int:
     return t.batch * t.accumulation * t.devices * config.data.token_len
 
 
-def activation_bytes(config: Config) -> int:
-    """What backward needs of one micro-batch: an estimate by counting vectors kept per position, good to a factor of 2.
+# ---------------------------------------------------------------- ELF and AR
 
-    A pre-norm block keeps its input, the normed input, queries, keys and values before and after their norms, the mixed
-    values, the second residual and normed input (about 12 widths), and the inside of its feed-forward (SwiGLU gate, up,
-    silu and product: 4 inner widths; GELU before and after: 2). Context positions of the codec add 4 widths (normed, keys
-    before and after their norm, values). Attention scores are not kept. Both branches pass through the DiT, so it has 2 B
-    rows. Logits are kept twice, in fp32: as they are and as their softmax. Self-conditioning passes keep nothing.
+
+def elf_macs(config: Config) -> int:
+    """One evaluation of ELF's network: the DiT on a feature vector for each token."""
+    return dit_macs(config, config.data.token_len, config.encoder.feature_dim)
+
+
+def elf_logits_macs(config: Config) -> int:
+    """Hidden states to logits at every token."""
+    m = config.model
+    return config.data.token_len * m.proj_dim * (m.hidden + config.data.vocab_size)
+
+
+def elf_sampling_macs(config: Config) -> tuple[int, int]:
+    """(all, of these attention) of one sample of ELF."""
+    length = config.data.token_len
+    evaluations = config.sampler.evaluations(length)
+    return evaluations * elf_macs(config) + elf_logits_macs(config), evaluations * dit_attention_macs(config, length)
+
+
+def network_ids(config: Config) -> int:
+    """Ids of a network over tokens; its mask may come after those of the tokenizer."""
+    return config.data.vocab_size + (getattr(config.model, "mask_id", 0) == -1) + getattr(config.model, "extra_ids", 0)
+
+
+def transformer_macs(config: Config) -> int:
+    """Linear maps of one token in the layers of the transformer that AR and the discrete systems share."""
+    m = config.model
+    return m.depth * (4 * m.hidden**2 + 2 * m.hidden * int(m.hidden * m.mlp_ratio))
+
+
+def ar_reads(config: Config) -> int:
+    """Positions whose next token is predicted: all, but for a start token that is one of the row's own."""
+    return config.data.token_len - (config.model.start_id != -1)
+
+
+def ar_sampling_macs(config: Config) -> tuple[int, int]:
+    """(all, of these attention) of one sample of AR, with or without KV cache as its sampler says.
+
+    Evaluation j has j tokens to read: with the cache one of them is new and attends to j keys, without it all j are read
+    again. A causal mask is counted like full attention, as the products of a plain kernel are.
     """
-    m, o, rows = config.model, config.objective, config.train.batch
-    tokens, latents, d = config.data.token_len, m.latent_len, m.latent_dim
-    codec = 12 * d + 2 * codec_inner(config)
-    compressor = m.codec_layers * (latents * codec + tokens * 4 * d)
-    decompressor = m.codec_layers * (tokens * codec + latents * 4 * d)
-    dit = 2 * m.depth * (latents + prefix_len(config)) * (12 * m.hidden + 4 * swiglu_inner(config))
-    width = BF16 if config.train.precision == "bf16" else FP32
-    logit_rows = rows * tokens if o.ce_chunk <= 0 else min(o.ce_chunk, rows * tokens)
-    return rows * (compressor + decompressor + dit) * width + 2 * logit_rows * config.data.vocab_size * FP32
-
-
-def sampling_bytes(config: Config, batch: int) -> int:
-    """Weights that sampling uses and its largest moment, be it inside a DiT block or the logits."""
-    m, parts = config.model, parameter_counts(config)
-    weights = parts["total"] - parts["compressor"]
-    block = (m.latent_len + prefix_len(config)) * (5 * m.hidden + 3 * swiglu_inner(config))
-    logits = config.data.token_len * config.data.vocab_size
-    return FP32 * (weights + batch * max(block, logits))
-
-
-def memory_estimate(config: Config, sampling_batch: int = 16) -> dict[str, int]:
-    """Bytes on one device by use. The frozen encoder is not counted; weights and optimizer are fp32 in every precision."""
-    parts = parameter_counts(config)
-    weights = FP32 * parts["total"]
-    training = {
-        "weights": weights,
-        "target_compressor": FP32 * parts["compressor"],
-        "gradients": weights,
-        "adamw": 2 * weights,  # first and second moments
-        "ema": weights,
-        "activations": activation_bytes(config),
-    }
-    return training | {"training": sum(training.values()), "sampling": sampling_bytes(config, sampling_batch)}
+    m, n = config.model, ar_reads(config)
+    ones, squares = n * (n + 1) // 2, n * (n + 1) * (2 * n + 1) // 6  # sums of j and of j * j up to n
+    tokens, pairs = (n, ones) if config.sampler.kv_cache else (ones, squares)
+    attention = m.depth * attention_macs(1, 1, m.hidden) * pairs
+    return tokens * transformer_macs(config) + n * m.hidden * network_ids(config) + attention, attention

@@ -5,6 +5,7 @@ Only the tensor types that small language models ship in are known: F32, F16, Q8
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from jpeg_dlm.errors import AssetError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
+MAX_DIMS = 4  # of the format
+MAX_ALIGNMENT = 1 << 16  # files use 32
 QUANT_BLOCK = 32  # values that share a scale in every Q*_0 and Q*_1 type
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
@@ -110,7 +113,7 @@ def read_gguf(path: Path) -> GgufFile:
     """The whole file; damage and unknown tensor types are an AssetError."""
     try:
         return _parse(np.memmap(path, np.uint8, mode="r"))
-    except (OSError, ValueError, KeyError, struct.error, OverflowError, MemoryError) as error:
+    except (OSError, ValueError, TypeError, KeyError, struct.error, OverflowError, MemoryError, RecursionError) as error:
         raise AssetError(f"'{path}' is not a GGUF file this reader understands ({error}): fetch it again.") from error
 
 
@@ -133,18 +136,28 @@ def _parse(data: np.ndarray) -> GgufFile:
         # Axes are stored fastest first, the reverse of torch and numpy.
         shape = tuple(cursor.scalar("<Q") for _ in range(cursor.scalar("<I")))[::-1]
         infos.append((name, shape, cursor.scalar("<I"), cursor.scalar("<Q")))
-    alignment = int(metadata.get("general.alignment", 32))
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT:
+        raise ValueError(f"alignment {alignment!r:.40}")
     start = -(-cursor.at // alignment) * alignment
+    # Tensors that shared bytes would let a small file ask for any amount of memory.
+    if len({name for name, *_ in infos}) != n_tensors or sum(_stored_bytes(*info[:3]) for info in infos) > data.size - start:
+        raise ValueError("its tensors are named twice or larger than the file")
     return GgufFile(metadata, {name: _tensor(data, start + at, name, shape, kind) for name, shape, kind, at in infos})
 
 
+def _stored_bytes(name: str, shape: tuple[int, ...], code: int) -> int:
+    if code not in _KINDS or len(shape) > MAX_DIMS:
+        raise ValueError(f"tensor '{name:.80}' has the unsupported type {code} or {len(shape)} axes")
+    blocks, rest = divmod(math.prod(shape), _KINDS[code].values)
+    if rest:
+        raise ValueError(f"tensor '{name:.80}' is cut inside a block")
+    return blocks * _KINDS[code].size
+
+
 def _tensor(data: np.ndarray, at: int, name: str, shape: tuple[int, ...], code: int) -> np.ndarray:
-    if code not in _KINDS:
-        raise ValueError(f"tensor '{name}' has the unsupported type {code}")
-    kind = _KINDS[code]
-    count = int(np.prod(shape, dtype=np.int64))
-    blocks, rest = divmod(count, kind.values)
-    if rest or at + blocks * kind.size > data.size:
-        raise ValueError(f"tensor '{name}' does not fit the file")
-    raw = np.array(data[at : at + blocks * kind.size]).reshape(blocks, kind.size)
+    size, kind = _stored_bytes(name, shape, code), _KINDS[code]
+    if at + size > data.size:
+        raise ValueError(f"tensor '{name:.80}' does not fit the file")
+    raw = np.array(data[at : at + size]).reshape(-1, kind.size)
     return np.ascontiguousarray(kind.unpack(raw), np.float32).reshape(shape)

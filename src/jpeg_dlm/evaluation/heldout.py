@@ -51,5 +51,5 @@ def model_sources(
     found = []
     for path, name in zip(paths, names_of(paths), strict=True):
         model = load(path, device)
-        found.append(ModelSource(model, name, batch, heldout_blocks(model, data, console)))
+        found.append(ModelSource(model, name, batch, heldout_blocks(model, data, console), path=path))
     return found

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpeg_dlm.config import Config
-from jpeg_dlm.evaluation.counts import memory_estimate, parameter_counts, sampling_macs, tokens_per_step
+from jpeg_dlm.evaluation.counts import parameter_counts, sampling_macs, tokens_per_step
+from jpeg_dlm.evaluation.memory import memory_estimate
 from jpeg_dlm.evaluation.paper import paper_figures
 
 Row = tuple[str, str, str]  # label, ours, paper

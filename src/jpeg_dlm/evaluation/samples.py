@@ -15,6 +15,8 @@ from typing import Any
 from jpeg_dlm.errors import DataError
 
 SUFFIXES = (".txt", ".jsonl")
+LARGEST_FILE = 1 << 30  # bytes; a hundred thousand long texts, all of which are held in memory
+LARGEST_ID = 1 << 31
 GENERATED, REAL = ("prediction", "text", "generated"), ("reference", "text", "prediction")
 
 
@@ -44,6 +46,8 @@ def read_samples(path: Path, fields: Sequence[str] = GENERATED) -> SampleFile:
     if not is_samples(path):
         raise DataError(f"'{path}' is not a file of texts: give .txt with one text per line, or .jsonl.")
     try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise DataError(f"'{path}' has more than {LARGEST_FILE:,} bytes: score fewer texts at once.")
         raw = path.read_bytes()
     except OSError as error:
         raise DataError(f"Cannot read '{path}': {error.strerror or error}.") from error
@@ -104,7 +108,7 @@ def _text(row: Any, number: int, path: Path, fields: Sequence[str]) -> str:
 
 def _all_ids(rows: Sequence[Any]) -> list[list[int]] | None:
     ids = [row.get("token_ids") if isinstance(row, dict) else None for row in rows]
-    good = all(isinstance(one, list) and all(type(i) is int for i in one) for one in ids)
+    good = all(isinstance(one, list) and all(type(i) is int and 0 <= i < LARGEST_ID for i in one) for one in ids)
     return ids if ids and good else None  # type: ignore[return-value]
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jpeg_dlm.errors import UsageError
+from jpeg_dlm.errors import AssetError, JpegDlmError, UsageError, reason_of
 from jpeg_dlm.evaluation.text_metrics import (
     TextScore,
     bootstrap_interval,
@@ -242,13 +242,29 @@ class GgufScorer(Scorer):
             from jpeg_dlm.assets import fetch
 
             path = fetch("smollm2")
-        model, self.tokenizer, metadata = load_gguf_llama(Path(path))
-        self.model = model.to(self.device)
+        try:
+            model, self.tokenizer, metadata = load_gguf_llama(Path(path))
+            self.model = model.to(self.device)
+            self.context = int(metadata.get("llama.context_length", PAPER_SCORER_TOKENS))
+            start = self.tokenizer.token_to_id(DOCUMENT_START)
+            self.bos_id = metadata.get("tokenizer.ggml.bos_token_id") if start is None else start
+            self.eos_id = metadata.get("tokenizer.ggml.eos_token_id") if start is None else start
+            self._try()
+        except JpegDlmError:
+            raise
+        except Exception as error:  # whatever metadata and tensors that do not belong together lead to
+            raise AssetError(
+                f"'{path}' is no language model that can score ({reason_of(error)}): name another GGUF file."
+            ) from error
         self.hash = sha256_file(Path(path))
-        self.context = int(metadata.get("llama.context_length", PAPER_SCORER_TOKENS))
-        start = self.tokenizer.token_to_id(DOCUMENT_START)
-        self.bos_id = metadata.get("tokenizer.ggml.bos_token_id") if start is None else start
-        self.eos_id = metadata.get("tokenizer.ggml.eos_token_id") if start is None else start
+
+    def _try(self) -> None:
+        """Score two tokens, the last of them the largest id: what the file says of itself must fit its tensors."""
+        last = self.tokenizer.get_vocab_size() - 1
+        if self.context < 2 or not all(i is None or 0 <= i <= last for i in (self.bos_id, self.eos_id)):
+            raise ValueError("a context or an end token that cannot be")
+        tokens_BL = torch.tensor([[0, last]], device=self.device)
+        self.token_nll(tokens_BL, torch.ones_like(tokens_BL, dtype=torch.bool))
 
     def encode(self, text: str, max_tokens: int) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids[:max_tokens]

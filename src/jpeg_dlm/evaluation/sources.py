@@ -71,12 +71,17 @@ class Source(Protocol):
 
 
 class ModelSource:
-    """A model; `heldout` are real blocks of its own length, `reference` a file of texts that takes their place."""
+    """A model; `heldout` are real blocks of its own length, `reference` a file of texts that takes their place.
+
+    `path` is where the model was loaded from: None for the bundled one.
+    """
 
     def __init__(
-        self, model: Model, name: str, batch: int, heldout: Blocks | None = None, reference: SampleFile | None = None
-    ) -> None:
+        self, model: Model, name: str, batch: int, heldout: Blocks | None = None, reference: SampleFile | None = None,
+        path: Path | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.name, self.batch, self.heldout, self.reference = model, name, batch, heldout, reference
+        self.path = path
         self.sha256 = tensors_sha256(model.method.export_state())
 
     def runs(self, seeds: Sequence[int]) -> list[int]:

@@ -51,6 +51,14 @@ class Likelihood:
     tokens_B: Tensor
 
 
+@dataclass(frozen=True)
+class Latents:
+    """Clean latents on the scale on which noise is N(0, I), and what decodes latents of that scale to token ids."""
+
+    z_BND: Tensor
+    decode: Callable[[Tensor], Tensor]
+
+
 class Method(nn.Module, ABC):
     """A generative model of token rows."""
 
@@ -108,6 +116,10 @@ class Method(nn.Module, ABC):
 
     def reconstruction(self, batch: Batch) -> Tensor | None:
         """Share of tokens that survive the method's own encoding and decoding; None if it has none."""
+        return None
+
+    def latent_space(self, batch: Batch) -> Latents | None:
+        """The latents of a batch of text; None for a method that learns no latent space."""
         return None
 
     def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood | None:

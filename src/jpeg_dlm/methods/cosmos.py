@@ -19,13 +19,11 @@ from jpeg_dlm.config import Config
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.path import per_row
 from jpeg_dlm.flow.vp import TanSchedule
-from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, Watch, copy_tensors, masked_mean, refuse_given
-from jpeg_dlm.methods.cosmos_codec import Codec, CosmosCodec
+from jpeg_dlm.methods.base import Batch, Latents, Method, ParameterGroup, Watch, copy_tensors, masked_mean, refuse_given
+from jpeg_dlm.methods.cosmos_codec import VARIANCE_FLOOR, Codec, CosmosCodec
 from jpeg_dlm.methods.cosmos_config import GROUPS, CosmosModel, CosmosObjective, CosmosSampler, codec_stage, cosmos_preset
 from jpeg_dlm.nn.unet_transformer import UNetTransformer
 from jpeg_dlm.rng import RowNoise
-
-VARIANCE_FLOOR = 1e-4  # keeps a dead coordinate from being blown up by standardization (COSMOS)
 
 
 class Cosmos(Method):
@@ -162,6 +160,9 @@ class Cosmos(Method):
     def reconstruction(self, batch: Batch) -> Tensor:
         """Share of real tokens that come back from their own latents."""
         return masked_mean((self.greedy(self.encode(batch)) == batch.tokens_BL).float(), batch.mask_BL)
+
+    def latent_space(self, batch: Batch) -> Latents:
+        return Latents(self.encode(batch), self.greedy)
 
     def parameter_groups(self) -> list[ParameterGroup]:
         return [ParameterGroup("flow", {f"network.{name}": p for name, p in self.network.named_parameters()})]

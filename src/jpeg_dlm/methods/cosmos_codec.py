@@ -10,14 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jpeg_dlm.collectives import all_mean
 from jpeg_dlm.config import Config
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.path import per_row
-from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, Watch, masked_mean
+from jpeg_dlm.methods.base import Batch, Latents, Method, ParameterGroup, Watch, masked_mean
 from jpeg_dlm.methods.cosmos_config import GROUPS, CosmosModel, CosmosObjective, CosmosSampler, codec_stage, cosmos_preset
 from jpeg_dlm.nn.perceiver import Compressor, Decompressor
 from jpeg_dlm.nn.token_loss import token_nll
 from jpeg_dlm.rng import RowNoise
+
+VARIANCE_FLOOR = 1e-4  # keeps a dead coordinate from being blown up by standardization (COSMOS)
 
 
 class Codec(nn.Module):
@@ -99,6 +102,14 @@ class CosmosCodec(Method):
         """Share of real tokens that come back from their own latents, without augmentation."""
         z_BND = self.codec.compressor(self.features(batch), batch.mask_BL)
         return masked_mean((self.codec.greedy(z_BND) == batch.tokens_BL).float(), batch.mask_BL)
+
+    @torch.no_grad()
+    def latent_space(self, batch: Batch) -> Latents:
+        """Standardized by this batch, coordinate by coordinate, as stage two will do it once and for all."""
+        z_BND = self.codec.compressor(self.features(batch), batch.mask_BL).float()
+        mean_ND = all_mean(z_BND.mean(0))
+        std_ND = all_mean((z_BND - mean_ND).square().mean(0)).clamp_min(VARIANCE_FLOOR).sqrt()
+        return Latents((z_BND - mean_ND) / std_ND, lambda z: self.codec.greedy(z * std_ND + mean_ND))
 
     def sample(
         self, sampler: CosmosSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from jpeg_dlm.config import Config, SamplerConfig
 from jpeg_dlm.encoders.small import SmallEncoder
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, Watch
+from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, Watch, masked_mean
 from jpeg_dlm.rng import RowNoise
 
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1  # of the chosen tokens; the remaining tenth stays as it is (BERT)
@@ -61,7 +61,7 @@ class EncoderPretraining(Method):
         nll = F.cross_entropy(logits, tokens_BL.flatten(), reduction="none")
         chosen = chosen_BL.flatten()
         kept = ~chosen if mask_BL is None else ~chosen & mask_BL.flatten()
-        return {"masked": _mean_over(nll, chosen), "kept": _mean_over(nll, kept)}
+        return {"masked": masked_mean(nll, chosen), "kept": masked_mean(nll, kept)}
 
     @torch.no_grad()
     def reconstruction(self, batch: Batch) -> Tensor:
@@ -76,9 +76,3 @@ class EncoderPretraining(Method):
 
     def parameter_groups(self) -> list[ParameterGroup]:
         return [ParameterGroup("flow", dict(self.named_parameters()))]
-
-
-def _mean_over(values: Tensor, where: Tensor) -> Tensor:
-    """Mean of the selected values; zero, not NaN, when none is."""
-    weights = where.to(values.dtype)
-    return (values * weights).sum() / weights.sum().clamp(min=1)

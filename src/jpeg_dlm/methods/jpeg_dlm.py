@@ -24,6 +24,7 @@ from jpeg_dlm.flow.solvers import SOLVERS
 from jpeg_dlm.methods.base import (
     FROZEN,
     Batch,
+    Latents,
     Method,
     ParameterGroup,
     Watch,
@@ -197,10 +198,11 @@ class JpegDlm(Method):
     def regularizers(self, z: Tensor, noise: RowNoise) -> dict[str, Tensor]:
         """SIGReg, variance and covariance terms over the vectors of the context compressor (appendix)."""
         o = self.config.objective
+        kept = max(1, o.reg_max_rows // (noise.total or len(z))) if o.reg_max_rows else z.shape[1]
+        if kept < z.shape[1]:  # equally many of each row, so that the choice does not depend on how a batch is split
+            chosen = noise.uniform("reg_rows", z.shape[1]).argsort(1)[:, :kept]
+            z = z.gather(1, chosen[..., None].expand(-1, -1, z.shape[2]))
         u = z.flatten(0, 1).float()
-        if 0 < o.reg_max_rows < len(u):
-            rows = torch.randperm(len(u), generator=noise.shared("reg_rows"))[: o.reg_max_rows]
-            u = u[rows.to(u.device)]
         terms = {}
         if o.sigreg_weight:
             directions = unit_directions(u.shape[1], o.sigreg_slices, noise.shared("sigreg"))
@@ -306,6 +308,10 @@ class JpegDlm(Method):
         z = self.encode(batch)
         same = self.tokens(z, torch.full((len(z),), w, device=z.device)) == batch.tokens_BL
         return masked_mean(same.float(), batch.mask_BL)
+
+    def latent_space(self, batch: Batch, w: float = 1.0) -> Latents:
+        z = self.encode(batch)
+        return Latents(z, lambda z: self.tokens(z, torch.full((len(z),), w, device=z.device)))
 
     # ------------------------------------------------------------ files and optimization
 

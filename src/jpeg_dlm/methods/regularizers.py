@@ -29,12 +29,10 @@ def epps_pulley(y: Tensor, knots: int = 17, t_max: float = 3.0) -> Tensor:
     phi = torch.exp(-0.5 * t**2)
     weights = torch.full_like(t, 2 * dt)
     weights[0] = weights[-1] = dt
-    total = y.new_zeros(y.shape[1])
-    for k in range(knots):
-        angle = t[k] * y
-        real, imag = all_mean(torch.stack([angle.cos().mean(0), angle.sin().mean(0)]))
-        total = total + weights[k] * phi[k] * ((real - phi[k]) ** 2 + imag**2)
-    return total * (len(y) * world_size())
+    means = [torch.stack([(t[k] * y).cos().mean(0), (t[k] * y).sin().mean(0)]) for k in range(knots)]
+    real_KM, imag_KM = all_mean(torch.stack(means, 1))  # once for all knots: processes meet here
+    distance_KM = (real_KM - phi[:, None]) ** 2 + imag_KM**2
+    return (weights * phi) @ distance_KM * (len(y) * world_size())
 
 
 def sigreg(u: Tensor, directions: Tensor, knots: int = 17, t_max: float = 3.0) -> Tensor:

@@ -6,10 +6,9 @@ goes on after a stop.
 
 from __future__ import annotations
 
-import contextlib
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,14 @@ from jpeg_dlm import __version__
 from jpeg_dlm.api import Model, load
 from jpeg_dlm.config import Config, override, to_dict, validate
 from jpeg_dlm.encoders.base import tensors_sha256
-from jpeg_dlm.errors import JpegDlmError, UsageError
+from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.evaluate import Evaluation, Request
 from jpeg_dlm.evaluation.scoring import Scorer
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.evaluation.throughput import Subject, measure
-from jpeg_dlm.files import write_atomic
 from jpeg_dlm.methods.registry import METHODS, STAGES, for_method, method_class
 from jpeg_dlm.studies.budget import Budget
-from jpeg_dlm.studies.workshop import Stopped, Workshop, training_seconds
+from jpeg_dlm.studies.workshop import Workshop, parameter_count, training_seconds
 
 # The paper's order; COSMOS is in its Figure 4 instead of Table 1.
 ORDER = ("ar", "mdlm", "sedd", "duo", "flm", "langflow", "elf", "cosmos", "jpeg-dlm")
@@ -57,14 +55,18 @@ def compare(asked: Comparison, workshop: Workshop, scorer: Callable[[], Scorer],
     """Train, write, score and time; everything `compare.json` holds."""
     rows = {name: {"method": name, "title": method_class(name).title} for name in asked.methods}
     models: dict[str, Model] = {}
-    for name, row in rows.items():
-        with recorded(row, workshop):
-            models[name] = _trained(asked, workshop, name, row)
+
+    def train(name: str) -> None:
+        with workshop.recorded(rows[name], rows[name]["title"]):
+            models[name] = _trained(asked, workshop, name, rows[name])
+
+    workshop.take_turns([partial(train, name) for name in rows])
     if not models:  # one cause, most likely: told before a scorer is fetched
         raise UsageError(f"No system could be trained: {next(iter(rows.values()))['error']}")
     evaluation = Evaluation(scorer(), request, workshop.parts, workshop.console)
+    models = {name: models[name] for name in rows if name in models}  # another process may have changed the order
     for name, model in models.items():
-        with recorded(rows[name], workshop):
+        with workshop.recorded(rows[name], model.method.title):
             heldout = workshop.blocks(Path(rows[name]["data"]), "heldout")
             [rows[name]["entry"]] = evaluation.run([ModelSource(model, model.method.title, 64, heldout)])["entries"]
     return evaluation.conditions | {
@@ -73,26 +75,11 @@ def compare(asked: Comparison, workshop: Workshop, scorer: Callable[[], Scorer],
     }  # fmt: skip
 
 
-@contextlib.contextmanager
-def recorded(row: dict[str, Any], workshop: Workshop) -> Iterator[None]:
-    """An error within becomes the row's `error`, with its traceback in a file; being asked to stop passes through."""
-    try:
-        yield
-    except Stopped:
-        raise
-    except Exception as error:  # whatever a method does wrong must not cost the others
-        sentence = str(error) if isinstance(error, JpegDlmError) else f"{type(error).__name__}: {error}"
-        row["error"] = sentence
-        workshop.folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(workshop.folder / f"error-{row['method']}.txt", traceback.format_exc())
-        workshop.console.warn(f"{row['title']} failed and is left out: {sentence}")
-
-
 def _trained(asked: Comparison, workshop: Workshop, name: str, row: dict[str, Any]) -> Model:
     """The trained model of a method; what is known of its training goes into `row`."""
     config = validate(override(for_method(asked.base, name), asked.overrides))
     config = workshop.budgeted(workshop.conditions(config), asked.budget)
-    run = workshop.train(name, config)
+    run = workshop.train(config)
     model = load(run, str(workshop.ranks.device))
     train = config.train
     steps = train.steps + getattr(config.objective, "codec_steps", 0)
@@ -102,12 +89,6 @@ def _trained(asked: Comparison, workshop: Workshop, name: str, row: dict[str, An
         "training_seconds": training_seconds(run),
     }  # fmt: skip
     return model
-
-
-def parameter_count(model: Model) -> int:
-    """Numbers that sampling needs and training has found; the frozen text encoder and target networks are not among them."""
-    parameters = {p.data_ptr() for p in model.method.parameters()}
-    return sum(t.numel() for t in model.method.export_state().values() if t.data_ptr() in parameters)  # names may differ
 
 
 def _timed(asked: Comparison, workshop: Workshop, models: Mapping[str, Model]) -> dict[str, Any]:

@@ -8,16 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jpeg_dlm.config import Config
+from jpeg_dlm.config import Config, override
 from jpeg_dlm.evaluation.parts import Parts
 from jpeg_dlm.evaluation.scoring import Scorer
 from jpeg_dlm.files import write_atomic
+from jpeg_dlm.presets import preset
 from jpeg_dlm.training.console import Console
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A configuration to train and what the paper found for it."""
+    """A configuration to train and what the paper found for it (OWT-128, gpt2-large)."""
 
     label: str  # as the table names it
     config: Config
@@ -26,12 +27,21 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Variants:
+    """What a study trains, and a sentence for each of the paper's rows that the preset has no room for."""
+
+    variants: list[Variant]
+    left_out: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class TrainingStudy:
     """Variants of a preset, trained with an equal budget; `draw(result, path)` makes the picture."""
 
     title: str
-    variants: Callable[[Config], list[Variant]]
+    variants: Callable[[Config], Variants]
     draw: Callable[[Mapping[str, Any], Path], Path | None]
+    sets: tuple[str, ...] = ()  # options whose values are the study's own, whatever the preset says
 
 
 @dataclass(frozen=True)
@@ -63,3 +73,15 @@ class Outcome:
         write_atomic(data, json.dumps(self.result, indent=1, ensure_ascii=False) + "\n")
         write_atomic(table, self.table + "\n")
         return [data, table, *filter(None, [self.draw(picture)])]
+
+
+EVERY_METHOD = ("data.", "encoder.", "train.")  # groups of options that all methods have
+
+
+def read_base(name: str, source: str | None, options: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
+    """A preset of JPEG-DLM with options, from which others derive, and those options that every derived config gets again.
+
+    Other methods and the paper's recipes replace some of `data`, `encoder` and `train`; what a person asks for holds for all.
+    """
+    options = dict(options) | ({"data.source": source} if source else {})
+    return override(preset(name), options), {key: value for key, value in options.items() if key.startswith(EVERY_METHOD)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,24 +20,51 @@ from torch import Tensor
 from jpeg_dlm.errors import DataError
 from jpeg_dlm.files import sha256_file
 from jpeg_dlm.rng import derive_seed
+from jpeg_dlm.strict_json import parse_json
 from jpeg_dlm.text.tokenizer import TextTokenizer
 
 FORMAT = 1  # of index.json and the shards
+INDEX_BYTES = 16 << 20  # a hundred thousand shards of 64 MB
+DTYPES = ("uint16", "uint32")
+SHARD_NAME = re.compile(r"(train|heldout)-\d{5,9}\.bin")  # a plain name, so that nothing outside the folder is read
 
 
 def read_index(folder: Path) -> dict[str, Any]:
     """The index of a prepared folder."""
     path = folder / "index.json"
     try:
-        index = json.loads(path.read_text("utf-8"))
-        found = index["format"]
+        with open(path, "rb") as file:
+            index = parse_json(file.read(INDEX_BYTES))  # a larger one is cut, so it is no JSON
+        if index["format"] == FORMAT:
+            _check_index(index)
     except FileNotFoundError as error:
         raise DataError(f"'{folder}' is not a prepared folder (no index.json): make one with  jpeg-dlm prepare.") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"'{path}' cannot be read ({error}): delete the folder and prepare it again.") from error
-    if found != FORMAT:
-        raise DataError(f"'{folder}' was prepared by another version (format {found}): prepare it again.")
+    if index["format"] != FORMAT:
+        raise DataError(f"'{folder}' was prepared by another version (format {index['format']!r:.40}): prepare it again.")
     return index
+
+
+def _check_index(index: dict[str, Any]) -> None:
+    """Everything that is read from an index is of the type and size it must have; raises whatever a lie leads to."""
+    data, texts = index["data"], (index["source"], index["tokenizer"], index["dtype"])
+    if not isinstance(data, dict) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("a description is of the wrong type")
+    if index["dtype"] not in DTYPES or type(index["padded"]) is not bool:
+        raise ValueError("the rows are of no known type")
+    numbers = [index["token_len"], index["vocab_size"], index["pad_id"] + 1, index["eos_id"] + 1]
+    for split in index["splits"].values():
+        numbers += [shard["rows"] for shard in split["shards"]]
+        if split["rows"] != sum(shard["rows"] for shard in split["shards"]):
+            raise ValueError("the shards have other rows than their split")
+        for shard in split["shards"]:
+            if not SHARD_NAME.fullmatch(shard["file"]) or not isinstance(shard["sha256"], str):
+                raise ValueError(f"{shard['file']!r:.80} is no shard")
+    if not all(type(number) is int and 1 <= number <= 1 << 40 for number in numbers):
+        raise ValueError("a size is impossible")
+    if {"train", "heldout"} - index["splits"].keys():
+        raise ValueError("a split is missing")
 
 
 class Blocks:
@@ -56,6 +84,8 @@ class Blocks:
         path, dtype = self.folder / shard["file"], np.dtype(self.index["dtype"]).newbyteorder("<")
         shape = (shard["rows"], self.token_len)
         try:
+            if path.is_symlink():
+                raise DataError(f"The shard '{path}' is a symbolic link, which prepare never makes: put the file itself there.")
             size = path.stat().st_size
             if size != shape[0] * shape[1] * dtype.itemsize:
                 raise DataError(f"The shard '{path}' is damaged ({size} bytes): delete '{self.folder}' and prepare it again.")
@@ -96,6 +126,10 @@ class Blocks:
             here = shard_of == s
             first = self._ends[s] - len(self._shards[s])
             out[here] = self._shards[s][wanted[here] - first]
+        if out.size and out.max() >= self.vocab_size:
+            raise DataError(
+                f"Rows of '{self.folder}' hold ids that its tokenizer does not have: delete it and prepare it again."
+            )
         return torch.from_numpy(out)
 
     def mask(self, rows: Tensor) -> Tensor | None:

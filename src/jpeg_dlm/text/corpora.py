@@ -20,6 +20,7 @@ import hashlib
 import io
 import itertools
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from jpeg_dlm.assets import ASSETS, fetch
-from jpeg_dlm.errors import DataError, MissingPackageError, UsageError
+from jpeg_dlm.errors import DataError, MissingPackageError, UsageError, reason_of
 from jpeg_dlm.text.tokenizer import collapse
 from jpeg_dlm.text.wikipedia import wikipedia_articles
 
@@ -36,6 +37,8 @@ MARKER = "<|endoftext|>"
 SUFFIXES = (".txt", ".md", ".jsonl")
 BIG_FILE = 16 << 20  # a larger file of a folder is many documents, so that no document has to fit twice in memory
 LOOK_AHEAD = 1 << 20  # how far into a file we look for markers and blank lines
+LONGEST = 1 << 27  # characters of a line and of a document, which have to fit into memory; text8 is one line of 100 million
+BOMB_BYTES, BOMB_RATIO = 1 << 26, 100  # past so many bytes, a .gz that grew so many times is no text, which grows 3 to 10 times
 WIKIPEDIA_BYTES = 51_000_000  # measured: what the cleaner leaves of enwik8
 SPEECHES = {"sotu": "", "sotu-modern": "1945"}  # corpus and the first year it takes
 HUB_SETS = {"lm1b": "dvruette/lm1b:train", "openwebtext": "Skylion007/openwebtext:train"}
@@ -76,7 +79,7 @@ def _find(source: str) -> Corpus:
     if source in SPEECHES:
         files = [p for p in _files(fetch("sotu")) if p.name >= SPEECHES[source]]  # names begin with the year
         return Corpus(lambda skip: _skipping(_documents(files), skip), _size(files), _pinned("sotu"))
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))  # Path's own refuses a user that does not exist
     if (path / "index.json").is_file():
         raise DataError(f"'{path}' is already prepared: name it where blocks are read, or prepare from its original text.")
     if path.is_dir():
@@ -125,7 +128,7 @@ def _mark(files: list[Path], base: Path) -> str:
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
-        digest.update(f"{path.relative_to(base).as_posix()}\0{size}\0".encode())
+        digest.update(os.fsencode(path.relative_to(base)) + f"\0{size}\0".encode())  # names need not be UTF-8
         with path.open("rb") as file:
             digest.update(file.read(1 << 16))
             file.seek(max(0, size - (1 << 16)))
@@ -138,7 +141,7 @@ def _documents(files: Iterable[Path]) -> Iterator[str]:
         if _kind(path) == ".jsonl" or path.stat().st_size > BIG_FILE:
             yield from _file(path)
         else:
-            yield "\n".join(_paragraphs(text_lines(path)))
+            yield "\n".join(_paragraphs(_limited(text_lines(path), path)))
 
 
 def _file(path: Path) -> Iterator[str]:
@@ -162,7 +165,16 @@ def text_lines(path: Path) -> Iterator[str]:
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
             plain: Any = gzip.GzipFile(fileobj=raw) if packed else raw
-            for line in io.TextIOWrapper(plain, encoding="utf-8-sig"):
+            text = io.TextIOWrapper(plain, encoding="utf-8-sig")
+            most, read = max(BOMB_BYTES, BOMB_RATIO * path.stat().st_size), 0
+            while line := text.readline(LONGEST + 1):
+                if len(line) > LONGEST:
+                    raise DataError(f"'{path}' has a line of more than {LONGEST:,} characters: break it into several.")
+                read += len(line)
+                if packed and read > most:
+                    raise DataError(
+                        f"'{path}' unpacks to more than {BOMB_RATIO} times its size, which no text does: leave it out."
+                    )
                 if "\0" in line:
                     raise DataError(f"'{path}' is a binary file (it holds NUL bytes): name a UTF-8 text file.")
                 seen = seen or not line.isspace()
@@ -175,6 +187,18 @@ def text_lines(path: Path) -> Iterator[str]:
         raise DataError(f"Cannot read '{path}': {error.strerror or error}.") from error
     if not seen:
         raise DataError(f"'{path}' is empty: name a file with text.")
+
+
+def _limited(lines: Iterable[str], path: Path) -> Iterator[str]:
+    """The lines of one document, which must fit into memory."""
+    size = 0
+    for line in lines:
+        size += len(line)
+        if size > LONGEST:
+            raise DataError(
+                f"'{path}' has a document of more than {LONGEST:,} characters: put a line {MARKER} between documents."
+            )
+        yield line
 
 
 def _paragraphs(lines: Iterable[str]) -> list[str]:
@@ -200,7 +224,7 @@ def _parts(path: Path) -> Iterator[str]:
     end = MARKER if marked else ""
     for ends, group in itertools.groupby(lines, key=lambda line: line == end):
         if not ends:
-            paragraphs = _paragraphs(group)
+            paragraphs = _paragraphs(_limited(group, path))
             text = ("\n" if marked else " ").join(paragraphs)
             if text:
                 yield text
@@ -219,7 +243,7 @@ def _records(path: Path) -> Iterator[str]:
         if line.isspace():
             continue
         try:
-            text = _text_of(json.loads(line))
+            text = _text_of(json.loads(line))  # not strictly: what else a record holds is no concern of ours
         except (ValueError, RecursionError) as error:
             raise DataError(f"Line {number} of '{path}' is not a JSON object with a text field ({error}).") from error
         if text:
@@ -250,8 +274,9 @@ def _hub_documents(name: str, skip: int) -> Iterator[str]:
             # Empty records stay, so that the number of documents read is the number to skip on resuming.
             yield _text_of(record)
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"Cannot read the data set '{name}' ({reason}): check the name, its split and the network.") from error
+        raise DataError(
+            f"Cannot read the data set '{name}' ({reason_of(error)}): check the name, its split and the network."
+        ) from error
 
 
 # ---------------------------------------------------------------- LM1B

@@ -246,10 +246,12 @@ class _Run:
             if json.dumps(state["identity"]) != json.dumps(self.identity):
                 return
             parts = {name: Part(**state["parts"][name], pending=[pending[name]]) for name in SPLITS}
+            if any(rows.dtype != self.dtype or rows.shape[1:] != (self.data.token_len,) for rows in pending.values()):
+                return
             for shard in itertools.chain.from_iterable(part.shards for part in parts.values()):
                 if hashlib.sha256((self.out / shard["file"]).read_bytes()).hexdigest() != shard["sha256"]:
                     return
-        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+        except (OSError, ValueError, LookupError, TypeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile):
             return  # no state, or a damaged one: everything is made again
         self.parts, self.consumed, self.done_bytes = parts, state["consumed"], state["done_bytes"]
 

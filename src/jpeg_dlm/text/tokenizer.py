@@ -21,11 +21,12 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jpeg_dlm.assets import fetch
-from jpeg_dlm.errors import DataError, JpegDlmError, UsageError
+from jpeg_dlm.errors import DataError, JpegDlmError, UsageError, reason_of
 from jpeg_dlm.files import write_atomic
 
 SPECIALS = ("<pad>", "</s>", "<unk>", "<mask>", "<s>", "<line>")  # ids 0 to 5 of a tokenizer trained here
 SMALLEST_BPE = 256 + len(SPECIALS)  # every byte has an id, so nothing is ever unknown
+LARGEST_FILE = 1 << 27  # bytes of a tokenizer.json; those with a quarter of a million ids have 35 MB
 T5_HUB_NAME = "t5-small"  # released
 OLDER_FILES = ("spiece.model", "tokenizer.model", "vocab.json", "vocab.txt")  # what came before tokenizer.json
 
@@ -53,7 +54,8 @@ class TextTokenizer:
         backend.no_padding()
         backend.encode_special_tokens = True  # "</s>" in a text is five characters, not the end of a document
         self._backend = backend
-        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        # One more than the largest id, not how many there are: a file may leave ids out, and a model needs a row for each.
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         eos = self._find(_EOS)
         if eos is None:
             raise DataError(f"The tokenizer has no end token (one of {', '.join(_EOS)}): use 'bpe', 't5' or one that has it.")
@@ -84,13 +86,19 @@ class TextTokenizer:
     def from_file(cls, path: Path) -> TextTokenizer:
         """The tokenizer of a tokenizer.json."""
         try:
-            return cls(Tokenizer.from_str(path.read_text("utf-8")))
+            with open(path, "rb") as file:
+                raw = file.read(LARGEST_FILE + 1)
+            if len(raw) > LARGEST_FILE:
+                raise DataError(f"'{path}' is larger than {LARGEST_FILE} bytes, which no tokenizer is: name another.")
+            return cls(Tokenizer.from_str(raw.decode("utf-8")))
         except OSError as error:
             raise DataError(f"Cannot read the tokenizer '{path}': {error.strerror or error}.") from error
-        except JpegDlmError:
+        except (JpegDlmError, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
-        except Exception as error:  # the library raises bare Exception for anything it cannot parse
-            raise DataError(f"'{path}' is not a tokenizer.json ({error}): prepare the data again or name another.") from error
+        except BaseException as error:  # for what it cannot parse the library raises bare Exception, or panics
+            raise DataError(
+                f"'{path}' is not a tokenizer.json ({reason_of(error)}): prepare the data again or name another."
+            ) from error
 
     def save(self, path: Path) -> None:
         """Write tokenizer.json, whole or not at all."""
@@ -149,7 +157,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 
 def load_tokenizer(spec: str) -> TextTokenizer:
     """'t5', a tokenizer.json, a folder that holds a tokenizer, or a hub name."""
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))  # Path's own refuses a user that does not exist
     if spec == "t5":
         return _from_hub(T5_HUB_NAME) or TextTokenizer.from_file(fetch("t5-tokenizer"))
     if path.is_file():

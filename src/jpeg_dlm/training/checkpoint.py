@@ -26,12 +26,14 @@ from jpeg_dlm.files import (
     free_bytes,
     load_json,
     load_tensors,
+    make_directory,
     remove_directory,
     save_tensors,
     sweep_temps,
     verify_manifest,
     write_atomic,
     write_manifest,
+    writer,
 )
 from jpeg_dlm.training.muon import Muon
 
@@ -53,6 +55,14 @@ class Checkpoint:
     def tensors(self, name: str) -> dict[str, Tensor]:
         """One of its groups of tensors: 'model', 'ema', 'optimizer', or whatever was saved."""
         return load_tensors(self.path / f"{name}.safetensors")
+
+    def foreign(self) -> str | None:
+        """A sentence if it was written with another torch or thread count, whose last bits differ; else None."""
+        then, now = ({"threads": w["threads"], "torch": w["versions"]["torch"]} for w in (self.manifest, writer()))
+        changes = [f"{name} {then[name]}, not {now[name]}" for name in now if then[name] != now[name]]
+        if not changes:
+            return None
+        return f"'{self.path}' was saved with {' and '.join(changes)}: the run goes on, but its last bits may differ."
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,7 @@ def save_checkpoint(
     needed = sum(t.nbytes for group in tensors.values() for t in group.values()) + len(text) + MARGIN_BYTES
     for left in reversed(range(attempts)):
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_directory(folder)
             sweep_temps(folder)  # before measuring: a killed save may hold just the space that is missing
             if free_bytes(folder) >= needed:
                 _write_checkpoint(path, step, tensors, text)
@@ -100,7 +110,7 @@ def save_checkpoint(
                 ) from error
         if left == 0:
             raise CheckpointError(
-                f"Saving '{path}' needs {_megabytes(needed)} but {_megabytes(free_bytes(folder))} are free: "
+                f"Saving '{path}' needs {_megabytes(needed)} but {_megabytes(free_bytes(run))} are free: "
                 "earlier checkpoints are intact, so make room and resume."
             )
         time.sleep(wait_s)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import IO, Any, cast
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,19 +17,48 @@ from jpeg_dlm.config import Config
 PLAIN_EVERY_S = 20.0  # in a log file a line now and then is enough
 
 
+class ErrorStream:
+    """Standard error for messages that no work should end for: a full disk or a reader that left only silences them."""
+
+    @property
+    def target(self) -> Any:
+        """The stream itself, of which a live display puts a proxy into `sys.stderr` that would lead back here."""
+        return getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # full or gone, closed, never there
+            self.target.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            self.target.flush()
+
+    def isatty(self) -> bool:
+        return self.target is not None and self.target.isatty()
+
+    def fileno(self) -> int:
+        return self.target.fileno()
+
+    @property
+    def encoding(self) -> str:
+        """rich asks for it to draw bars with characters that there are."""
+        return getattr(self.target, "encoding", None) or "ascii"
+
+
 class Console:
     """Messages go to standard error, so that results on standard output can be piped."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.rich = RichConsole(stderr=True, quiet=quiet, soft_wrap=True, highlight=False)
+        self.rich = RichConsole(file=cast(IO[str], ErrorStream()), quiet=quiet, soft_wrap=True, highlight=False)
 
     def say(self, text: str) -> None:
         self.rich.print(text, markup=False)
 
     def warn(self, text: str) -> None:
         """A warning is shown even when quiet."""
-        print(f"warning: {text}", file=sys.stderr)
+        print(f"warning: {text}", file=ErrorStream())
 
     @property
     def live(self) -> bool:

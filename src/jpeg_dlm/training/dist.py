@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as torch_dist
+from torch.distributed.distributed_c10d import _set_pg_timeout  # documented, if not yet public
 
 from jpeg_dlm.errors import UsageError
 
-TIMEOUT_S = 600.0  # a rank that waits longer has lost another one; the slowest honest wait is saving a checkpoint
+# While a run is set up the main process may prepare text or cache features for hours, and the others just wait (assumed).
+SETUP_TIMEOUT_S = 48 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def read_ranks(device: str | None, env: Mapping[str, str]) -> Ranks:
     return Ranks(rank, world, local_rank, _device(device, local_rank))
 
 
-def setup(device: str | None, timeout_s: float = TIMEOUT_S) -> Ranks:
+def setup(device: str | None, timeout_s: float = SETUP_TIMEOUT_S) -> Ranks:
     """This process's ranks; joins the others when there are any. `device` None takes a GPU if there is one."""
     ranks = read_ranks(device, os.environ)
     if ranks.device.type == "cuda":
@@ -57,6 +60,17 @@ def setup(device: str | None, timeout_s: float = TIMEOUT_S) -> Ranks:
         except (ValueError, RuntimeError) as error:
             raise UsageError(f"Cannot join the other processes ({error}): start them all with one torchrun.") from error
     return ranks
+
+
+@contextlib.contextmanager
+def step_timeout(timeout_s: float) -> Iterator[None]:
+    """Within the block a collective waits at most so long; behind it, as long as setting up may take."""
+    if not torch_dist.is_initialized():
+        yield
+        return
+    _set_pg_timeout(timedelta(seconds=timeout_s))
+    yield
+    _set_pg_timeout(timedelta(seconds=SETUP_TIMEOUT_S))  # not after an error, when nothing is waited for anymore
 
 
 def teardown() -> None:

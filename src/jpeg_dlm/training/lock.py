@@ -15,16 +15,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.files import make_directory, sweep_temps
 
 LOCK = "lock"
 
 
+class Locked(UsageError):
+    """Another process is at work in the directory."""
+
+    def __init__(self, run: Path, holder: str) -> None:
+        super().__init__(f"'{run}' is in use by {holder}: wait for it, stop it, or choose another run directory.")
+        self.run, self.holder = run, holder
+
+
 @contextlib.contextmanager
 def run_lock(run: Path) -> Iterator[None]:
-    """Hold the run directory for the duration of the block; creates the directory if needed."""
+    """Hold the run directory for the duration of the block; creates it if needed and clears up after killed holders."""
     path = run / LOCK
     try:
-        run.mkdir(parents=True, exist_ok=True)
+        make_directory(run)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise UsageError(f"Cannot write in '{run}' ({error.strerror or error}): choose another run directory.") from error
@@ -32,6 +41,8 @@ def run_lock(run: Path) -> Iterator[None]:
         _take(fd, run)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+        for folder in (run, *run.glob("*/"), *run.glob("*/*/")):  # as deep as a run has files that are replaced
+            sweep_temps(folder)
         yield
     finally:
         # Closing releases it. The file stays: deleting it would let two processes lock two files of one name.
@@ -46,4 +57,4 @@ def _take(fd: int, run: Path) -> None:
             raise UsageError(f"The disk of '{run}' cannot lock files ({error.strerror}): put the run elsewhere.") from error
         pid, _, host = os.pread(fd, 300, 0).decode(errors="replace").strip().partition(" ")
         holder = f"process {pid} on {host}" if pid and host else "another process"
-        raise UsageError(f"'{run}' is in use by {holder}: wait for it, stop it, or choose another run directory.") from error
+        raise Locked(run, holder) from error

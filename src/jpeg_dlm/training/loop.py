@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,12 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from jpeg_dlm.collectives import all_mean
+from jpeg_dlm.collectives import all_mean, barrier
 from jpeg_dlm.config import Config, to_dict
 from jpeg_dlm.errors import CheckpointError, NonFiniteError
 from jpeg_dlm.methods.base import FROZEN, Method, copy_tensors
+from jpeg_dlm.methods.registry import build_method
+from jpeg_dlm.nn.recompute import recompute_in_backward
 from jpeg_dlm.rng import derive_seed
 from jpeg_dlm.training.checkpoint import (
     Checkpoint,
@@ -28,9 +29,20 @@ from jpeg_dlm.training.checkpoint import (
     save_checkpoint,
 )
 from jpeg_dlm.training.data import BatchStream
-from jpeg_dlm.training.dist import Ranks
+from jpeg_dlm.training.dist import Ranks, step_timeout
+from jpeg_dlm.training.lifeline import Lifeline
 from jpeg_dlm.training.metrics import MetricsLog
 from jpeg_dlm.training.optim import WeightEma, build_optimizer, schedule_factor, set_learning_rates
+from jpeg_dlm.training.sharding import (
+    average_unsharded,
+    clip_grad_norm,
+    divided,
+    gathered,
+    is_sharded,
+    repeated_layers,
+    shard,
+    unsharded,
+)
 from jpeg_dlm.training.signals import StopSignal
 
 
@@ -53,21 +65,27 @@ class Trainer:
 
     def __post_init__(self) -> None:
         train = self.config.train
+        self._prepare_layers()
+        if self.ranks.world > 1 and train.sharding == "fsdp":
+            shard(self.method, self.ranks)
         groups = self.method.parameter_groups()
         self.parameters: dict[str, nn.Parameter] = {n: p for g in groups for n, p in g.parameters.items()}
         self.optimizer = build_optimizer(groups, train)
         self.ema = WeightEma(self.parameters, train.ema, train.ema_warmup)
-        if train.compile:
-            # Layer by layer: equal layers share their code, and it does not matter how a method calls its networks.
-            for layers in [m for m in self.method.modules() if isinstance(m, nn.ModuleList)]:
-                for layer in layers:
-                    layer.compile()
         self.wrapped: nn.Module = self.method
-        if self.ranks.world > 1:
+        if self.ranks.world > 1 and not is_sharded(self.method):
             # Buffers are kept equal by global statistics, so broadcasting them each step would be waste.
             # A term without weight may leave parameters without gradient; looking for them costs a pass over the graph.
             unused = not all(self.method.loss_weights.values())
             self.wrapped = DistributedDataParallel(self.method, broadcast_buffers=False, find_unused_parameters=unused)
+
+    def _prepare_layers(self) -> None:
+        """Layer by layer: equal layers share their code, and it does not matter how a method calls its networks."""
+        for layer in repeated_layers(self.method):
+            if self.config.train.checkpoint_layers:
+                recompute_in_backward(layer)
+            if self.config.train.compile:
+                layer.compile()
 
     # ------------------------------------------------------------ one step
 
@@ -77,18 +95,11 @@ class Trainer:
         rates = set_learning_rates(self.optimizer, schedule_factor(self.step, train))
         self.method.train()
         self.optimizer.zero_grad(set_to_none=True)
-        totals: dict[str, Tensor] = {}
-        for micro, (batch, noise) in enumerate(self.stream.micro_batches(self.step)):
-            last = micro == train.accumulation - 1
-            # Dropout draws from the global generator: seeded by its address, a resumed run drops the same.
-            torch.manual_seed(derive_seed(train.seed, "dropout", self.step, micro, self.ranks.rank))
-            with self._sync_only_on(last), self.autocast():
-                losses = self.wrapped(batch, noise)
-                losses["loss"] = self.method.total_loss(losses)
-                (losses["loss"] / train.accumulation).backward()
-            for name, value in losses.items():
-                totals[name] = totals.get(name, 0.0) + value.detach() / train.accumulation
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), train.clip)
+        with unsharded(self.method):
+            totals = self._accumulate()
+        if is_sharded(self.method):
+            average_unsharded(self.parameters.values())
+        grad_norm = clip_grad_norm(self.parameters.values(), train.clip)
         stats = self._global_means(totals) | {"grad_norm": float(grad_norm)}
         if all(map(math.isfinite, stats.values())):
             self.optimizer.step()
@@ -99,12 +110,27 @@ class Trainer:
         self.step += 1
         return stats | rates
 
+    def _accumulate(self) -> dict[str, Tensor]:
+        """Gradients of all micro-batches of a step; returns the means of their loss terms."""
+        train, totals = self.config.train, {}
+        for micro, (batch, noise) in enumerate(self.stream.micro_batches(self.step)):
+            last = micro == train.accumulation - 1
+            # Dropout draws from the global generator: seeded by its address, a resumed run drops the same.
+            torch.manual_seed(derive_seed(train.seed, "dropout", self.step, micro, self.ranks.rank))
+            with self._sync_only_on(last), self.autocast():
+                losses = self.wrapped(batch, noise)
+                losses["loss"] = self.method.total_loss(losses)
+                (losses["loss"] / train.accumulation).backward()
+            for name, value in losses.items():
+                totals[name] = totals.get(name, 0.0) + value.detach() / train.accumulation
+        return totals
+
     def autocast(self) -> torch.autocast:
         """bf16 where the config asks for it; networks mark what must stay fp32."""
         return torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
 
     def _sync_only_on(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Gradients travel between processes once per step, with the last micro-batch."""
+        """Gradients travel between processes once per step, with the last micro-batch; sharded ones must at once."""
         if last or not isinstance(self.wrapped, DistributedDataParallel):
             return contextlib.nullcontext()
         return self.wrapped.no_sync()
@@ -118,8 +144,8 @@ class Trainer:
         rows = [r for micro in range(self.config.train.accumulation) for r in self.stream.row_numbers(self.step, micro)[1]]
         bad = sorted(name for name, value in stats.items() if not math.isfinite(value))
         path = self.run / f"nonfinite-rank{self.ranks.rank}.jsonl"
-        with path.open("a") as file:
-            file.write(json.dumps({"step": self.step, "bad": bad, "rows": rows}) + "\n")
+        with MetricsLog(path, self.step - 1) as log:  # a step that is taken again after a kill is named once
+            log.log(self.step, {"bad": bad, "rows": rows})
         if self.config.train.nonfinite == "stop":
             raise NonFiniteError(
                 f"{', '.join(bad)} stopped being a number at step {self.step}; nothing was updated and the rows are named in "
@@ -130,16 +156,22 @@ class Trainer:
 
     def save(self) -> None:
         """A checkpoint of the current step, by the main process; the others wait for it."""
+        tensors = {
+            "model": method_state(self.method),
+            "ema": self.ema.shadow,
+            "optimizer": optimizer_tensors(self.optimizer, self.parameters),
+        }
+        if is_sharded(self.method):  # the file does not tell how many processes there were
+            tensors = {name: gathered(group, keep=self.ranks.is_main) for name, group in tensors.items()}
         if self.ranks.is_main:
-            tensors = {
-                "model": method_state(self.method),
-                "ema": self.ema.shadow,
-                "optimizer": optimizer_tensors(self.optimizer, self.parameters),
+            state = {
+                "step": self.step,
+                "config": to_dict(self.config),
+                "provenance": self.provenance,
+                "rows_per_step": self.stream.rows_per_step,
             }
-            state = {"step": self.step, "config": to_dict(self.config), "provenance": self.provenance}
             save_checkpoint(self.run, self.step, tensors, state, self.config.train.keep)
-        if self.ranks.world > 1:
-            torch_dist.barrier()
+        barrier()
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on exactly where the checkpoint was made."""
@@ -148,16 +180,63 @@ class Trainer:
                 raise CheckpointError(
                     f"The {name} of this run has changed since '{checkpoint.path}': restore it or start a new run."
                 )
-        copy_tensors(method_state(self.method), checkpoint.tensors("model"), str(checkpoint.path))
-        copy_tensors(self.ema.shadow, checkpoint.tensors("ema"), str(checkpoint.path))
-        load_optimizer_tensors(self.optimizer, self.parameters, checkpoint.tensors("optimizer"))
+        self._check_rows(checkpoint)
+        state, origin = method_state(self.method), str(checkpoint.path)
+        copy_tensors(state, divided(checkpoint.tensors("model"), state), origin)
+        copy_tensors(self.ema.shadow, divided(checkpoint.tensors("ema"), self.ema.shadow), origin)
+        slots = checkpoint.tensors("optimizer")
+        owners = {key: self.parameters.get(key.partition("/")[2]) for key in slots}
+        same = {key: p for key, p in owners.items() if p is not None and p.shape == slots[key].shape}
+        load_optimizer_tensors(self.optimizer, self.parameters, divided(slots, same))
         self.step = checkpoint.step
+
+    def _check_rows(self, checkpoint: Checkpoint) -> None:
+        """Another number of processes is fine as long as a step has the same rows: batches are addressed by step."""
+        before, now, train = checkpoint.state.get("rows_per_step"), self.stream.rows_per_step, self.config.train
+        if before in (None, now):
+            return
+        each, left = divmod(before, self.ranks.world * train.accumulation)
+        remedy = (
+            f"go on with --train.batch {each}" if not left
+            else f"choose --train.batch and --train.accumulation that, times {self.ranks.world} processes, make {before}"
+        )  # fmt: skip
+        raise CheckpointError(
+            f"A step of this run has {before} rows but would now have {now} ({train.batch} x {train.accumulation} on "
+            f"{self.ranks.world} processes), which would change the order of the data: {remedy}."
+        )
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within the block the method has its averaged weights, whole on every process."""
+        self.ema.swap()
+        try:
+            with unsharded(self.method):
+                yield
+        finally:
+            self.ema.swap()
+
+    def finished_method(self) -> Method:
+        """The method with its averaged weights, as one that was never trained by several; the trainer is done with it."""
+        self.ema.swap()
+        if not is_sharded(self.method):
+            return self.method
+        method = build_method(self.config, getattr(self.method, "encoder", None)).to(self.ranks.device)
+        copy_tensors(method_state(method), gathered(method_state(self.method), keep=True), "the trained method")
+        return method
 
     # ------------------------------------------------------------ the run
 
     def fit(self, log: MetricsLog | None, stop: StopSignal, tell: Callable[[int, dict[str, float]], None],
             evaluate: Callable[[int], dict[str, float]] | None = None) -> str | None:  # fmt: skip
         """Train to the end or until asked to stop; returns the name of the signal that stopped it."""
+        with step_timeout(self.config.train.timeout_s), Lifeline(self.ranks):
+            self._train(log, stop, tell, evaluate)
+        self.wrapped = self.method  # the distributed model would keep the process group's threads alive
+        # Another process may be the one that was asked, and then this one stops with it.
+        return stop.requested or ("SIGTERM" if self.step < self.config.train.steps else None)
+
+    def _train(self, log: MetricsLog | None, stop: StopSignal, tell: Callable[[int, dict[str, float]], None],
+               evaluate: Callable[[int], dict[str, float]] | None) -> None:  # fmt: skip
         train = self.config.train
         since, rows = time.monotonic(), 0
         while self.step < train.steps and not self._stop_requested(stop):
@@ -180,9 +259,6 @@ class Trainer:
                 self._save_logged(log)
         if self.step < train.steps and self.step % train.save_every:
             self._save_logged(log)
-        self.wrapped = self.method  # the distributed model would keep the process group's threads alive
-        # Another process may be the one that was asked, and then this one stops with it.
-        return stop.requested or ("SIGTERM" if self.step < train.steps else None)
 
     def _save_logged(self, log: MetricsLog | None) -> None:
         if log:

@@ -3,6 +3,9 @@
 Momentum of a matrix is replaced by the nearest semi-orthogonal matrix, so every direction of it moves equally fast
 (Newton-Schulz iteration, Jordan et al. 2024). Both rules look ahead (Nesterov) with bias correction: after gradient g of
 step n, with m <- b m + (1 - b) g, the direction is b m / (1 - b**(n + 1)) + (1 - b) g / (1 - b**n).
+
+Sharded parameters are updated in their parts. Only the iteration needs whole matrices: every process gathers them, computes the
+same, and takes its part.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from jpeg_dlm.training.parts import divided_like, local, whole_from
 
 MOMENTUM = 0.95  # of matrices (ELF)
 NS_STEPS = 5  # Newton-Schulz steps (ELF)
@@ -39,12 +44,13 @@ class Muon(Optimizer):
             parameters = [p for p in group["params"] if p.grad is not None]
             if not parameters:
                 continue
-            gradients = [p.grad for p in parameters]
+            gradients = [local(p.grad) for p in parameters]
             steps = [self._advance(p, group["matrix"]) for p in parameters]
+            weights = list(map(local, parameters))
             if group["weight_decay"]:
-                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
             update = self._matrix_update if group["matrix"] else self._adam_update
-            torch._foreach_add_(parameters, update(parameters, gradients, steps), alpha=-group["lr"])
+            torch._foreach_add_(weights, update(parameters, gradients, steps), alpha=-group["lr"])
 
     def slots(self, parameter: Tensor) -> frozenset[str]:
         """Names of the state that a parameter has once it was updated."""
@@ -62,25 +68,26 @@ class Muon(Optimizer):
         return int(state["step"])
 
     def _matrix_update(self, parameters: list[Tensor], gradients: list[Tensor], steps: list[int]) -> list[Tensor]:
-        ahead = nesterov([self.state[p]["momentum"] for p in parameters], gradients, MOMENTUM, steps)
+        parts = nesterov([local(self.state[p]["momentum"]) for p in parameters], gradients, MOMENTUM, steps)
+        ahead = [whole_from(part, p) for part, p in zip(parts, parameters, strict=True)]
         update = list(ahead)
         places: dict[torch.Size, list[int]] = {}
         for i, x in enumerate(ahead):
             places.setdefault(x.shape, []).append(i)
         for same in places.values():  # layers of one shape go through the iteration as one batch
             for i, x in zip(same, orthogonalize(torch.stack([ahead[i] for i in same])), strict=True):
-                update[i] = x
+                update[i] = local(divided_like(x, parameters[i]))
         return update
 
     def _adam_update(self, parameters: list[Tensor], gradients: list[Tensor], steps: list[int]) -> list[Tensor]:
         beta1, beta2 = self.betas
-        squares = [self.state[p]["exp_avg_sq"] for p in parameters]
+        squares = [local(self.state[p]["exp_avg_sq"]) for p in parameters]
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
         scale = torch._foreach_div(squares, [1 - beta2**n for n in steps])
         torch._foreach_sqrt_(scale)
         torch._foreach_add_(scale, ADAM_EPS)
-        update = nesterov([self.state[p]["exp_avg"] for p in parameters], gradients, beta1, steps)
+        update = nesterov([local(self.state[p]["exp_avg"]) for p in parameters], gradients, beta1, steps)
         torch._foreach_div_(update, scale)
         return update
 

@@ -11,6 +11,7 @@ from torch.optim import AdamW, Optimizer
 from jpeg_dlm.config import TrainConfig
 from jpeg_dlm.methods.base import ParameterGroup, rounded_up_share
 from jpeg_dlm.training.muon import Muon
+from jpeg_dlm.training.parts import is_divided, local
 
 # Learned tokens, queries and position tables are inputs, not maps: they are not pulled to zero (practice of JiT and ELF).
 NOT_DECAYED = ("latents", "base_query", "tokens", "pos_emb.weight", "pos_latent.weight", "embedding.weight")
@@ -31,10 +32,11 @@ def build_optimizer(groups: list[ParameterGroup], train: TrainConfig) -> Optimiz
     param_groups = []
     for group in groups:
         rate = learning_rate(group.name, train)
-        kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        kinds: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
         for name, p in group.parameters.items():
-            kinds.setdefault((not is_decayed(name, p), muon and p.ndim == 2), []).append(p)
-        for (undecayed, matrix), chosen in sorted(kinds.items()):
+            # Sharded and whole parameters cannot share a fused update.
+            kinds.setdefault((not is_decayed(name, p), muon and p.ndim == 2, is_divided(p)), []).append(p)
+        for (undecayed, matrix, _), chosen in sorted(kinds.items()):
             shared = {"name": group.name, "peak": rate, "lr": rate, "weight_decay": 0.0 if undecayed else train.weight_decay}
             param_groups.append({"params": chosen} | shared | ({"matrix": matrix} if muon else {}))
     betas = (train.beta1, train.beta2)
@@ -74,12 +76,13 @@ class WeightEma:
     def update(self, n: int) -> None:
         """Take in the weights after optimizer step n, counted from 1."""
         decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
-        torch._foreach_lerp_(list(self.shadow.values()), list(self.parameters.values()), 1 - decay)
+        torch._foreach_lerp_(list(map(local, self.shadow.values())), list(map(local, self.parameters.values())), 1 - decay)
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange the live weights and the average; calling it twice restores both."""
         for name, p in self.parameters.items():
-            kept = p.detach().clone()
-            p.copy_(self.shadow[name])
-            self.shadow[name].copy_(kept)
+            live, average = local(p), local(self.shadow[name])
+            kept = live.clone()
+            live.copy_(average)
+            average.copy_(kept)

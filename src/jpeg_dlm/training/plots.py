@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 from collections.abc import Sequence
@@ -28,6 +29,14 @@ LOG_RANGE = 30.0  # a curve that spans more than this factor is read better on a
 # What is not a loss, and how its axis is named; any other measure is taken for a loss term and needs no entry.
 SPEED = {"grad_norm": ("gradient norm", "L2 norm"), "rows_per_s": ("speed", "rows per second")}
 SHARE = "accuracy"  # between 0 and 1, so always on a linear axis
+LATENT = {
+    "latent_rank": "effective rank / D",
+    "latent_isotropy": "isotropy",
+    "latent_std_min": "least channel std",
+    "latent_text": "variance due to text",
+    "latent_sigreg": "SIGReg distance",
+}
+DECODE = "decode_t"  # followed by the share of clean latent in the mixture
 HIDDEN = ("step", "elapsed_s")
 
 
@@ -60,6 +69,8 @@ def plot_metrics(run: Path) -> Path:
     figure.savefig(out, format="png", dpi=110)
     path = run / "metrics.png"
     write_atomic(path, out.getvalue())
+    del figure, axes
+    gc.collect()  # figures are full of cycles, and a training loop makes too few objects to have them collected in time
     return path
 
 
@@ -78,28 +89,38 @@ def _collect(rows: Sequence[dict[str, Any]]) -> dict[str, _Series]:
 def _panels(names: Sequence[str]) -> list[tuple[str, str, list[str]]]:
     """(title, unit, measures) of each panel: the total, its terms with their held-out twins, then how training went."""
     rates = [name for name in names if name.startswith(LR)]
+    latent, decode = [name for name in LATENT if name in names], [name for name in names if name.startswith(DECODE)]
     terms: dict[str, list[str]] = {}
     for name in names:
-        if name not in rates and name not in SPEED:
+        if name not in (*rates, *latent, *decode, *SPEED):
             terms.setdefault(name.removeprefix(HELDOUT), []).append(name)
     panels = [
         ("total loss" if term == "loss" else term, "share of tokens" if term == SHARE else "loss", members)
         for term, members in terms.items()
     ]
     panels.sort(key=lambda panel: panel[0] != "total loss")
+    panels += [("latent geometry", "N(0, I): 1, distance 0", latent)] if latent else []
+    panels += [("decoding noisy latents", "share of tokens", decode)] if decode else []
     panels += [(*SPEED[name], [name]) for name in SPEED if name in names]
     return panels + ([("learning rates", "learning rate", rates)] if rates else [])
 
 
+def _label(name: str) -> str | None:
+    """What a line of a panel of several measures is called; None for measures with a panel of their own."""
+    if name.startswith(DECODE):
+        return f"t = {name.removeprefix(DECODE)}"
+    return name.removeprefix(LR) if name.startswith(LR) else LATENT.get(name)
+
+
 def _draw_panel(axes: Axes, series: dict[str, _Series]) -> None:
-    rates = all(name.startswith(LR) for name in series)
-    linear = rates or all(name.removeprefix(HELDOUT) == SHARE for name in series)
+    linear = all(_label(name) or name.removeprefix(HELDOUT) == SHARE for name in series)
     for i, (name, one) in enumerate(series.items()):
         order = np.argsort(one.steps, kind="stable")
         x, y = np.asarray(one.steps)[order], np.asarray(one.values)[order]
         bad = ~np.isfinite(y)
-        if rates:
-            axes.plot(x, y, color=LINE_COLORS[i % len(LINE_COLORS)], lw=1.6, label=name.removeprefix(LR))
+        if label := _label(name):
+            marks = "-" if name.startswith(LR) else "o-"  # evaluations are few
+            axes.plot(x, y, marks, color=LINE_COLORS[i % len(LINE_COLORS)], ms=3.5, lw=1.4, label=label)
         elif name.startswith(HELDOUT):
             axes.plot(x, y, "o-", color=HELDOUT_COLOR, ms=3.5, lw=1.0, label="held out", zorder=4)
         else:

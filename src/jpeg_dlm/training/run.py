@@ -1,6 +1,6 @@
 """A run from text to trained model: prepare, train stage after stage, and write what a person wants to see.
 
-RUN/config.json  tokenizer.json  metrics.jsonl  metrics.png  samples/  checkpoints/
+RUN/config.json  tokenizer.json  metrics.jsonl  metrics.png  alarms.jsonl (if any)  samples/  checkpoints/
 RUN/data/        prepared blocks, unless a prepared folder was named
 RUN/encoder/     the trained 'small' encoder
 RUN/features/    cached features, if asked for
@@ -34,6 +34,7 @@ from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.prepare import prepare
 from jpeg_dlm.text.tokenizer import TextTokenizer
+from jpeg_dlm.training.alarms import Alarms
 from jpeg_dlm.training.checkpoint import latest_checkpoint
 from jpeg_dlm.training.console import Console
 from jpeg_dlm.training.data import BatchStream
@@ -88,10 +89,10 @@ def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume:
     ):
         if ranks.is_main:  # as it was asked for: what --resume starts from
             write_atomic(run / "config.json", json.dumps(to_dict(config), indent=1) + "\n")
-        folder = prepared_folder(config, run, ranks, console)
-        bench = Bench(Blocks(folder, "train"), Blocks(folder, "heldout"), ranks, console, stop)
-        config = fit_to_data(config, bench.blocks, ranks.world)
         try:
+            folder = prepared_folder(config, run, ranks, console, stop)
+            bench = Bench(Blocks(folder, "train"), Blocks(folder, "heldout"), ranks, console, stop)
+            config = fit_to_data(config, bench.blocks, ranks.world)
             if method_class(config.method).uses_encoder:
                 bench = with_encoder(config, run, bench)
             method = train_method(config, run, bench)
@@ -110,7 +111,7 @@ def _check_fresh(run: Path, resume: bool) -> None:
 # ---------------------------------------------------------------- data
 
 
-def prepared_folder(config: Config, run: Path, ranks: Ranks, console: Console) -> Path:
+def prepared_folder(config: Config, run: Path, ranks: Ranks, console: Console, stop: StopSignal) -> Path:
     """The named folder if it is prepared already, else RUN/data, prepared now by the main process."""
     source = Path(config.data.source).expanduser()
     if config.data.source and (source / "index.json").is_file():
@@ -118,7 +119,13 @@ def prepared_folder(config: Config, run: Path, ranks: Ranks, console: Console) -
     if ranks.is_main:
         run.mkdir(parents=True, exist_ok=True)
         with console.progress("Preparing text", "bytes") as progress:
-            prepare(config.data, run / "data", progress)
+
+            def report(done: int, total: int | None) -> None:
+                progress(done, total)
+                if stop.requested and ranks.world == 1:  # others would wait for this process at the barrier
+                    raise Stopped(Outcome(0, stop.requested))
+
+            prepare(config.data, run / "data", report)
     barrier()
     return run / "data"
 
@@ -252,19 +259,28 @@ def train_method(config: Config, run: Path, bench: Bench) -> Method:
     trainer = Trainer(config, method, stream, run, ranks, provenance(bench))
     if checkpoint:
         trainer.restore(checkpoint)
+        if sentence := checkpoint.foreign():
+            console.warn(sentence)
         console.say(f"Resuming {config.method} from step {trainer.step:,} of {config.train.steps:,}.")
     if ranks.is_main:
         tokenizer.save(run / "tokenizer.json")
-    log = MetricsLog(run / "metrics.jsonl", trainer.step if checkpoint else None) if ranks.is_main else None
-    with console.training(config, trainer.step, stream.rows_per_step) as tell:
+    resume = trainer.step if checkpoint else None
+    log = MetricsLog(run / "metrics.jsonl", resume) if ranks.is_main else None
+    alarms = Alarms(run, config.train, console.warn, resume) if ranks.is_main else None
+    with console.training(config, trainer.step, stream.rows_per_step) as show:
+
+        def tell(step: int, values: dict[str, float]) -> None:
+            show(step, values)
+            if alarms:
+                alarms.watch(step, values)
+
         stopped = trainer.fit(log, bench.stop, tell, evaluation(trainer, bench.heldout, tokenizer))
     if ranks.is_main and log:
         log.close()
         plot_if_measured(run)
     if trainer.step < config.train.steps:
         raise Stopped(Outcome(trainer.step, stopped))
-    trainer.ema.swap()
-    return method
+    return trainer.finished_method()
 
 
 def new_method(config: Config, run: Path, bench: Bench, stream: BatchStream) -> Method:
@@ -287,14 +303,10 @@ def evaluation(trainer: Trainer, heldout: Blocks, tokenizer: TextTokenizer) -> C
     """What happens every `eval_every` steps, with the averaged weights: held-out losses, sample texts, a new plot."""
 
     def evaluate(step: int) -> dict[str, float]:
-        trainer.ema.swap()
-        try:
-            with trainer.autocast():
-                found = heldout_losses(trainer.method, heldout, trainer.ranks)
-                if trainer.ranks.is_main and trainer.config.method not in STAGES:
-                    write_samples(trainer.method, trainer.config, tokenizer, trainer.run, step, trainer.ranks.device)
-        finally:
-            trainer.ema.swap()
+        with trainer.averaged(), trainer.autocast():
+            found = heldout_losses(trainer.method, heldout, trainer.ranks)
+            if trainer.ranks.is_main and trainer.config.method not in STAGES:
+                write_samples(trainer.method, trainer.config, tokenizer, trainer.run, step, trainer.ranks.device)
         if trainer.ranks.is_main:
             plot_if_measured(trainer.run)
         return found

@@ -1,0 +1,150 @@
+"""How a latent space is filled: its spectrum, how many directions it uses, how far it is from N(0, I), what noise costs.
+
+u (R, D) holds R latent vectors of this process, z (B, N, D) those of B texts by position. Under several processes every
+mean is the global one, each process having equally many, so nothing here depends on how a batch is split. Everything is
+computed in fp32 or better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from jpeg_dlm.collectives import all_mean, world_size
+from jpeg_dlm.flow.path import interpolate
+from jpeg_dlm.methods.base import Batch, Latents, masked_mean
+from jpeg_dlm.methods.regularizers import sigreg, unit_directions
+from jpeg_dlm.nn.precision import fp32_island
+from jpeg_dlm.rng import RowNoise, generator
+
+SLICES = 256  # directions of the SIGReg distance (the default of objective.sigreg_slices)
+DECODE_TIMES = (0.3, 0.5, 0.7)  # shares of clean latent at which decoding is watched (assumed: from hopeless to easy)
+DECODE_PART = 4  # one row of so many is decoded: three decodings of all cost as much as all losses (measured)
+POINT_DISTANCE = 0.402  # SIGReg distance of vectors that are all 0: the integral of phi (1 - phi)**2 over [-3, 3]
+
+
+# ---------------------------------------------------------------- functions of a spectrum
+
+
+def covariance(u: Tensor) -> Tensor:
+    """The covariance (D, D) of all vectors, divided by their number."""
+    u = u.float()
+    with fp32_island(u):
+        centered = u - all_mean(u.mean(0))
+        return all_mean(centered.T @ centered / len(u))
+
+
+def spectrum(cov_DD: Tensor) -> Tensor:
+    """Eigenvalues in falling order, in float64; not a number where the covariance is not."""
+    cov_DD = cov_DD.cpu().double()
+    if not bool(cov_DD.isfinite().all()):
+        return torch.full((len(cov_DD),), torch.nan, dtype=torch.float64)
+    return torch.linalg.eigvalsh(cov_DD).flip(0).clamp_min(0)  # rounding may leave a zero slightly negative
+
+
+def effective_rank(eigenvalues_D: Tensor) -> float:
+    """exp of the entropy of the normalized eigenvalues: k for k equal ones; 0 where nothing varies."""
+    p = eigenvalues_D / eigenvalues_D.sum()
+    return float(torch.special.entr(p).sum().exp()) if eigenvalues_D.sum() != 0 else 0.0
+
+
+def participation_ratio(eigenvalues_D: Tensor) -> float:
+    """(sum of eigenvalues)**2 / sum of squares: k for k equal ones, and less swayed by small ones than the entropy."""
+    total, squares = eigenvalues_D.sum(), eigenvalues_D.square().sum()
+    return float(total**2 / squares) if squares != 0 else 0.0
+
+
+def isotropy(eigenvalues_D: Tensor) -> float:
+    """IsoScore (2108.07344): 1 where every direction varies alike, 0 where only one does.
+
+    Its three steps come down to (participation ratio - 1) / (D - 1).
+    """
+    dim = len(eigenvalues_D)
+    spare = max(participation_ratio(eigenvalues_D) - 1, 0.0)  # in this order what is not a number stays so
+    return spare / (dim - 1) if dim > 1 else 1.0
+
+
+def text_variance(z_BND: Tensor) -> float:
+    """Variance about the mean of each position: 0 if latents know their position alone, however well that fills the space."""
+    z = z_BND.float()
+    return float(all_mean((z - all_mean(z.mean(0))).square().mean()))
+
+
+def sigreg_distance(u: Tensor, slices: int = SLICES) -> float:
+    """The SIGReg statistic per vector, over directions that never change: 0 for N(0, I), POINT_DISTANCE for one point.
+
+    Per vector, because the statistic itself grows with their number and could not be compared between runs.
+    """
+    u = u.float()
+    with fp32_island(u):
+        directions = unit_directions(u.shape[1], slices, generator(0, "geometry"))
+        return float(sigreg(u, directions)) / (len(u) * world_size())
+
+
+# ---------------------------------------------------------------- all of it
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where latent vectors lie.
+
+    `rank` is the effective rank as a share of what so many vectors could have, `text` the variance within positions.
+    """
+
+    vectors: int
+    eigenvalues: list[float]
+    effective_rank: float
+    rank: float
+    participation_ratio: float
+    isotropy: float
+    std_min: float
+    std_median: float
+    text: float
+    sigreg: float
+
+
+def measure(z_BND: Tensor) -> Geometry:
+    """The geometry of the latents of all processes."""
+    u = z_BND.flatten(0, 1)
+    cov_DD = covariance(u)
+    eigenvalues = spectrum(cov_DD)
+    std = cov_DD.diagonal().clamp_min(0).sqrt()
+    vectors = len(u) * world_size()
+    rank = effective_rank(eigenvalues)
+    return Geometry(
+        vectors=vectors,
+        eigenvalues=eigenvalues.tolist(),
+        effective_rank=rank,
+        rank=rank / max(1, min(len(eigenvalues), vectors - 1)),  # R vectors span R - 1 directions around their mean
+        participation_ratio=participation_ratio(eigenvalues),
+        isotropy=isotropy(eigenvalues),
+        std_min=float(std.min()),
+        std_median=float(std.median()),
+        text=text_variance(z_BND),
+        sigreg=sigreg_distance(u),
+    )
+
+
+def noisy_accuracy(latents: Latents, batch: Batch, noise: RowNoise, times: Sequence[float] = DECODE_TIMES) -> list[float]:
+    """Share of this process's real tokens that come back from z_t = t z + (1 - t) eps, for each t, with one eps."""
+    z = latents.z_BND
+    eps = noise.normal("decode", *z.shape[1:])
+    shares = []
+    for t in times:
+        tokens_BL = latents.decode(interpolate(z, eps, torch.full((len(z),), t, device=z.device)))
+        shares.append(float(masked_mean((tokens_BL == batch.tokens_BL).float(), batch.mask_BL)))
+    return shares
+
+
+def latent_measures(latents: Latents, batch: Batch, noise: RowNoise) -> dict[str, float]:
+    """What an evaluation logs; the accuracies are of this process's rows and remain to be averaged."""
+    found = measure(latents.z_BND)
+    values = {f"latent_{name}": getattr(found, name) for name in ("rank", "isotropy", "std_min", "text", "sigreg")}
+    rows = max(1, len(latents.z_BND) // DECODE_PART)
+    part = Batch(batch.tokens_BL[:rows], None if batch.mask_BL is None else batch.mask_BL[:rows])
+    first = Latents(latents.z_BND[:rows], latents.decode)
+    shares = noisy_accuracy(first, part, replace(noise, rows=noise.rows[:rows]))
+    return values | {f"decode_t{t:g}": share for t, share in zip(DECODE_TIMES, shares, strict=True)}

@@ -1,0 +1,21 @@
+"""Activation checkpointing: a layer keeps its inputs only, and is computed again in backward (Chen et al. 2016)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def recompute_in_backward(layer: nn.Module) -> None:
+    """Make `layer` forget what it computed until backward asks for it; names, results and dropout stay the same."""
+    forward = layer.forward
+
+    def recomputed(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args)
+        return checkpoint(forward, *args, use_reentrant=False)  # restores the random state, so dropout drops the same
+
+    layer.forward = recomputed

@@ -1,0 +1,151 @@
+"""A report as one HTML page that needs nothing else: no script, no font, no file beside it."""
+
+from __future__ import annotations
+
+import base64
+import html
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from jpeg_dlm.report.blocks import (
+    Block,
+    Command,
+    Details,
+    Facts,
+    Figure,
+    Heading,
+    Note,
+    Paragraph,
+    Report,
+    Rich,
+    Samples,
+    Section,
+    Table,
+    text_of,
+    visible,
+)
+
+# Whatever a file smuggled in, the browser loads and runs nothing.
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+LONG_CELL = 28  # characters; longer ones may be broken into lines
+WIDE_PIXELS = 800  # a picture of more than one panel
+_TAGS = {"emphasis": "em", "strong": "strong", "code": "code"}
+_NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]?\d+)?( ?(±|to|of) ?[-+−]?\d[\d.,]*)?( ?(%|[A-Za-zµ]{1,3}))?")
+
+
+def render(report: Report) -> str:
+    """The whole page."""
+    title = _escape(report.title)
+    sections = [_section(section, f"s{i}", 2) for i, section in enumerate(report.sections, 1)]
+    return "\n".join(
+        [
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">\n<meta name="referrer" content="no-referrer">',
+            f"<title>{title}</title>\n<style>\n{_style()}</style>\n</head>\n<body>",
+            '<a class="skip" href="#main">Skip to the content</a>',
+            f'<header>\n<h1 dir="auto">{title}</h1>\n<p>{_escape(report.about)}</p>\n</header>',
+            f'<nav aria-label="Contents">\n<h2>Contents</h2>\n{_contents(report.sections, "s")}</nav>',
+            '<main id="main">',
+            *sections,
+            "</main>\n</body>\n</html>\n",
+        ]
+    )
+
+
+def _style() -> str:
+    return Path(__file__).with_name("style.css").read_text("utf-8")
+
+
+def _contents(sections: Sequence[Section], prefix: str) -> str:
+    items = []
+    for i, section in enumerate(sections, 1):
+        below = _contents(section.parts, f"{prefix}{i}-") if section.parts else ""
+        items.append(f'<li><a href="#{prefix}{i}">{_escape(section.title)}</a>{below}</li>\n')
+    return f"<ol>\n{''.join(items)}</ol>\n"
+
+
+def _section(section: Section, anchor: str, level: int) -> str:
+    blocks = "\n".join(_block(block, level + 1) for block in section.blocks)
+    parts = "\n".join(_section(part, f"{anchor}-{i}", level + 1) for i, part in enumerate(section.parts, 1))
+    heading = f'<h{level} id="{anchor}" dir="auto">{_escape(section.title)}</h{level}>'
+    return f'<section aria-labelledby="{anchor}">\n{heading}\n{blocks}\n{parts}</section>'
+
+
+def _block(block: Block, level: int) -> str:
+    match block:
+        case Heading(below, content):
+            tag = f"h{min(6, level + below - 1)}"
+            return f"<{tag}>{_rich(content)}</{tag}>"
+        case Paragraph(content):
+            return f"<p>{_rich(content)}</p>"
+        case Note(text):
+            return f'<p class="note">{_escape(text)}</p>'
+        case Table():
+            return _table(block)
+        case Facts(pairs):
+            rows = "\n".join(f"<div><dt>{_escape(name)}</dt><dd>{_rich(value)}</dd></div>" for name, value in pairs)
+            return f"<dl>\n{rows}\n</dl>"
+        case Samples(texts):
+            items = "\n".join(f'<li dir="auto">{_escape(text)}</li>' for text in texts)
+            return f'<ol class="samples" start="0">\n{items}\n</ol>'
+        case Command(text):
+            return f'<pre tabindex="0"><code>{_escape(text)}</code></pre>'
+        case Figure():
+            return _figure(block)
+        case Details(summary, blocks, unfolded):
+            inner = "\n".join(_block(one, level + 1) for one in blocks)
+            return f"<details{' open' if unfolded else ''}>\n<summary>{_escape(summary)}</summary>\n{inner}\n</details>"
+
+
+def _table(table: Table) -> str:
+    kinds = [_kind([text_of(row[i]) for row in table.rows]) for i in range(len(table.heading))]
+    heading = "".join(
+        f'<th scope="col"{kind}>{_rich(content)}</th>' if content else f"<td{kind}></td>"
+        for kind, content in zip(kinds, table.heading, strict=True)
+    )
+    rows = "\n".join(f"<tr>{_row(row, kinds)}</tr>" for row in table.rows)
+    # A region that scrolls must be reachable with the keyboard and say what it is.
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{_escape(table.label)}">\n'
+        f"<table>\n<thead><tr>{heading}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>"
+    )
+
+
+def _row(row: Sequence[Rich], kinds: Sequence[str]) -> str:
+    first, *others = (f"{kind}>{_rich(content)}" for kind, content in zip(kinds, row, strict=True))
+    return f'<th scope="row"{first}</th>' + "".join(f"<td{cell}</td>" for cell in others)
+
+
+def _kind(cells: Sequence[str]) -> str:
+    """The class of a column: numbers if most of it are, though a word such as 'failed' may be among them; or long texts."""
+    filled = [cell for cell in cells if cell]
+    if 2 * sum(_NUMBER.fullmatch(cell) is not None for cell in filled) > len(filled):
+        return ' class="number"'
+    return ' class="long"' if any(len(cell) > LONG_CELL for cell in filled) else ""
+
+
+def _figure(figure: Figure) -> str:
+    width, height = figure.size
+    data = base64.b64encode(figure.png).decode()
+    kind = ' class="wide" ' if width > WIDE_PIXELS else " "
+    image = f'<img{kind}src="data:image/png;base64,{data}" width="{width}" height="{height}" alt="{_escape(figure.alt)}">'
+    caption = _escape(figure.caption)
+    return (
+        f'<figure>\n<div role="region" tabindex="0" aria-label="{caption}">{image}</div>\n'
+        f"<figcaption>{caption}</figcaption>\n</figure>"
+    )
+
+
+def _rich(content: Rich) -> str:
+    parts = []
+    for span in content:
+        tag = _TAGS.get(span.style)
+        parts.append(f"<{tag}>{_escape(span.text)}</{tag}>" if tag else _escape(span.text))
+    return "".join(parts)
+
+
+def _escape(text: str) -> str:
+    return html.escape(visible(text))

@@ -1,0 +1,303 @@
+"""What a report says of trainings: one run at length, several in a table; and of the models made from them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jpeg_dlm.config import flatten, read_json_file, to_dict
+from jpeg_dlm.evaluation.parts import key_of
+from jpeg_dlm.files import MANIFEST, MANIFEST_BYTES, load_json
+from jpeg_dlm.methods.registry import for_method
+from jpeg_dlm.presets import preset
+from jpeg_dlm.report.blocks import Block, Command, Details, Facts, Note, Paragraph, Samples, Section, Table, code, plain
+from jpeg_dlm.report.reading import Trouble, facts, folded_options, options_table, read_figure, read_text, shown, text_table
+from jpeg_dlm.studies.workshop import training_seconds
+from jpeg_dlm.training.checkpoint import STATE, STATE_BYTES, STEP_NAME
+from jpeg_dlm.training.metrics import read_metrics
+from jpeg_dlm.training.plots import HELDOUT
+
+METRICS_ALT = (
+    "Curves over the optimizer steps: losses in training and on held-out text, gradient norm, speed and learning rates."
+)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The newest checkpoint by its own record; nothing is hashed here, that is what `verify` is for."""
+
+    name: str
+    manifest: Mapping[str, Any]
+    state: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory says, as far as it can be read."""
+
+    folder: Path
+    config: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    seconds: float | None
+    saved: Saved | None
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    def option(self, group: str, name: str) -> Any:
+        values = self.config.get(group)
+        return values.get(name) if isinstance(values, dict) else None
+
+    @property
+    def progress(self) -> str:
+        """Steps done, and of how many if it is not finished."""
+        done = max((row["step"] for row in self.metrics), default=0)
+        total = self.option("train", "steps")
+        return f"{done:,}" if not total or done == total else f"{done:,} of {total:,}"
+
+    def last(self, wanted: Callable[[str], bool]) -> dict[str, float]:
+        """The last measured value of each quantity whose name is wanted."""
+        return {
+            name: float(value)
+            for row in self.metrics
+            for name, value in row.items()
+            if wanted(name) and isinstance(value, (int, float))
+        }
+
+    @property
+    def losses(self) -> dict[str, float]:
+        terms = {name.removeprefix(HELDOUT) for name in self.heldout} | {"loss"}
+        return self.last(lambda name: name in terms)
+
+    @property
+    def heldout(self) -> dict[str, float]:
+        return self.last(lambda name: name.startswith(HELDOUT))
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").is_file() or (folder / "checkpoints").is_dir()
+
+
+def is_model(folder: Path) -> bool:
+    return (folder / "model.safetensors").is_file() and not (folder / STATE).is_file()
+
+
+def read_run(folder: Path, trouble: Trouble) -> Run:
+    """A run, or a stage within one, whose configuration is only in its checkpoints."""
+    saved = trouble.attempt("The newest checkpoint", lambda: _newest(folder / "checkpoints"), None)
+    inherited = saved.state.get("config") if saved and not (folder / "config.json").exists() else None
+    return Run(
+        folder,
+        inherited or trouble.attempt("The configuration", lambda: read_json_file(folder / "config.json"), {}),
+        trouble.attempt("The measurements", lambda: read_metrics(folder / "metrics.jsonl"), []),
+        None if inherited else trouble.attempt("The time of training", lambda: training_seconds(folder), None),
+        saved,
+    )
+
+
+def _newest(folder: Path) -> Saved | None:
+    found = [path for path in folder.iterdir() if (match := STEP_NAME.fullmatch(path.name)) and not match[2]]
+    if not found:
+        return None
+    newest = max(found, key=lambda path: int(path.name.removeprefix("step-")))
+    manifest = load_json(newest / MANIFEST, MANIFEST_BYTES)
+    return Saved(newest.name, manifest, load_json(newest / STATE, STATE_BYTES))
+
+
+# ---------------------------------------------------------------- sections
+
+
+def run_section(folder: Path) -> Section:
+    """Everything about one run."""
+    trouble = Trouble()
+    run = read_run(folder, trouble)
+    attempt = trouble.attempt
+    losses = attempt("The table of losses", lambda: [_losses(run)] if run.metrics else [], [])
+    alarms = attempt("The list of alarms", lambda: _alarms(folder), [])
+    caption = f"{run.name}: what was measured in training."
+    picture = attempt("metrics.png", lambda: [read_figure(folder / "metrics.png", METRICS_ALT, caption)], [])
+    parts = [
+        Section("Samples", tuple(attempt("The samples", lambda: _samples(folder), []))),
+        Section("Configuration", tuple(attempt("The table of options", lambda: config_blocks(run.config), []))),
+        Section("Stages before", tuple(attempt("The table of stages", lambda: _stages(folder), []))),
+        Section("Provenance", tuple(attempt("The provenance", lambda: _provenance(run), []))),
+    ]
+    summary = attempt("The summary", lambda: [_summary(run)], [])
+    blocks: list[Block] = [*trouble.notes(), *alarms, *summary, *losses, *picture]
+    return Section(f"Run {run.name}", tuple(blocks), tuple(part for part in parts if part.blocks))
+
+
+def runs_section(title: str, folders: Sequence[Path], with_details: bool = True) -> Section:
+    """Several runs in one table; last samples and provenance of each are folded away."""
+    trouble = Trouble()
+    runs = [(run, own) for folder in folders for own in [Trouble()] for run in [read_run(folder, own)]]
+    rows = [row for run, _ in runs for row in trouble.attempt(f"The row of {run.name}", lambda run=run: [_row(run)], [])]
+    table = text_table(title, ("run", "method", "steps", "loss", "last held-out losses", "time of training"), rows)
+    notes = [Note(f"{run.name}: {sentence}") for run, own in runs for sentence in own.sentences]
+    details = [_folded(run, trouble) for run, _ in runs] if with_details else []
+    return Section(title, (*trouble.notes(), *notes, table, *details))
+
+
+def _row(run: Run) -> list[str]:
+    heldout = ", ".join(f"{name.removeprefix(HELDOUT)} {value:.4g}" for name, value in run.heldout.items())
+    loss = run.losses.get("loss")
+    return [
+        run.name, shown(run.config.get("method", "")), run.progress, "" if loss is None else f"{loss:.4g}", heldout,
+        duration(run.seconds),
+    ]  # fmt: skip
+
+
+def _folded(run: Run, trouble: Trouble) -> Details:
+    samples = trouble.attempt(f"The samples of {run.name}", lambda: _samples(run.folder)[:2], [])
+    provenance = trouble.attempt(f"The provenance of {run.name}", lambda: _provenance(run), [])
+    return Details(f"{run.name}: samples and provenance", (*samples, *provenance))
+
+
+def model_section(folder: Path) -> Section:
+    """A model folder."""
+    trouble = Trouble()
+    config = trouble.attempt("The configuration", lambda: read_json_file(folder / "config.json"), {})
+    manifest = trouble.attempt("The manifest", lambda: load_json(folder / MANIFEST, MANIFEST_BYTES), {})
+    parts = [
+        Section("Configuration", tuple(trouble.attempt("The table of options", lambda: config_blocks(config), []))),
+        Section("Provenance", tuple(trouble.attempt("The provenance", lambda: _model_provenance(config, manifest), []))),
+    ]
+    summary = facts([("Method", config.get("method")), ("Preset", config.get("preset"))])
+    return Section(f"Model {folder.resolve().name}", (*trouble.notes(), summary), tuple(part for part in parts if part.blocks))
+
+
+# ---------------------------------------------------------------- parts of a run
+
+
+def duration(seconds: float | None) -> str:
+    if not seconds:
+        return ""
+    return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.1f} min"
+
+
+def _summary(run: Run) -> Facts:
+    return facts(
+        [
+            ("Method", run.config.get("method")),
+            ("Preset", run.config.get("preset")),
+            ("Text", run.option("data", "source")),
+            ("Optimizer steps", run.progress),
+            ("Time of training", duration(run.seconds)),
+        ]
+    )
+
+
+def _losses(run: Run) -> Table:
+    """Each term in training and on held-out text, as last measured; the total comes first."""
+    train, heldout = run.losses, {name.removeprefix(HELDOUT): value for name, value in run.heldout.items()}
+    terms = sorted(train.keys() | heldout.keys(), key=lambda name: (name != "loss", name))
+    cells = [[name, *(f"{of[name]:.4g}" if name in of else "" for of in (train, heldout))] for name in terms]
+    return text_table(f"Last losses of {run.name}", ("last value", "training", "held out"), cells)
+
+
+def _alarms(folder: Path) -> list[Block]:
+    path = folder / "alarms.jsonl"
+    rows = read_metrics(path) if path.is_file() else []
+    if not rows:
+        return []
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[shown(row.get(name, "")) for name in names] for row in rows]
+    said = f"{len(rows)} alarm{'s were' if len(rows) > 1 else ' was'} raised in training: see the table."
+    return [Note(said), text_table("Alarms", names, cells)]
+
+
+def _samples(folder: Path) -> list[Block]:
+    """The first texts of seed 0, of the last step first and those of earlier steps folded."""
+    files = sorted((folder / "samples").glob("step-*.txt"), reverse=True)
+    if not files:
+        return []
+    newest, *earlier = [(f"step {int(path.stem.removeprefix('step-')):,}", split_samples(read_text(path))) for path in files]
+    said = f"The first {len(newest[1])} texts of seed 0 at {newest[0]}: in order, not chosen."
+    return [Paragraph(plain(said)), Samples(newest[1]), *(Details(f"At {step}", (Samples(texts),)) for step, texts in earlier)]
+
+
+def split_samples(text: str) -> tuple[str, ...]:
+    """The texts of a sample file: each begins with its number in brackets at the start of a line."""
+    texts: list[str] = []
+    for line in text.splitlines():
+        match = re.match(rf"\[{len(texts)}\] ?", line)
+        if match or not texts:
+            texts.append(line[match.end() :] if match else line)
+        else:
+            texts[-1] += f"\n{line}"
+    return tuple(texts)
+
+
+def config_blocks(config: Mapping[str, Any]) -> list[Block]:
+    """What differs from the preset, and folded all options."""
+    if not config:
+        return []
+    options = flatten(config)
+    name, method = str(options.pop("preset", "")), str(options.pop("method", ""))
+    everything = folded_options("All options", options)
+    try:
+        default = flatten(to_dict(for_method(preset(name), method)))
+    except Exception:  # a preset or method of another version
+        return [everything]
+    changed = {key: value for key, value in options.items() if key not in default or default[key] != value}
+    if not changed:
+        return [Paragraph(plain(f"All options are those of the preset {name} for {method}.")), everything]
+    said = Paragraph(plain(f"Options that differ from the preset {name} for {method}:"))
+    return [said, options_table("Options that differ from the preset", changed), everything]
+
+
+def _stages(folder: Path) -> list[Block]:
+    stages = [path for path in sorted(folder.glob("*-training")) if is_run(path)]
+    return list(runs_section("Stages before", stages, with_details=False).blocks) if stages else []
+
+
+def _provenance(run: Run) -> list[Block]:
+    if run.saved is None:
+        return [Paragraph(plain("There is no checkpoint yet, so nothing is recorded of one."))]
+    manifest, known = run.saved.manifest, run.saved.state.get("provenance", {})
+    said = "As recorded with the newest checkpoint; the files themselves are proved by "
+    listed = facts(
+        [
+            ("Checkpoint", run.saved.name),
+            ("Step", f"{manifest['extra']['step']:,}"),
+            ("Seed", run.option("train", "seed")),
+            *_machine(manifest),
+            ("Configuration SHA-256", code(key_of(run.config))),
+            *_hashes(manifest, ("ema.safetensors", "model.safetensors")),
+            *((f"{name.capitalize()} fingerprint", code(value)) for name, value in known.items()),
+        ]
+    )
+    command = ["jpeg-dlm", "train", "--config", str(run.folder / "config.json"), "--threads", str(manifest["threads"])]
+    return [
+        Paragraph((*plain(said), *code(shlex.join(["jpeg-dlm", "verify", str(run.folder)])), *plain("."))),
+        listed,
+        Paragraph(plain("To train it again:")),
+        Command(shlex.join([*command, "--out", "AGAIN"])),
+    ]
+
+
+def _model_provenance(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[Block]:
+    if not manifest:
+        return []
+    pairs = [*_machine(manifest), ("Configuration SHA-256", code(key_of(config))), *_hashes(manifest, manifest["files"])]
+    return [facts([*pairs, *manifest.get("extra", {}).items()])]
+
+
+def _machine(manifest: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    versions = manifest["versions"]
+    return [
+        ("jpeg-dlm", versions.get("jpeg_dlm")),
+        ("torch", versions.get("torch")),
+        ("Python", versions.get("python")),
+        ("Threads", manifest["threads"]),
+    ]
+
+
+def _hashes(manifest: Mapping[str, Any], names: Sequence[str] | Mapping[str, Any]) -> list[tuple[str, Any]]:
+    files = manifest["files"]
+    return [(f"{name} SHA-256", code(files[name]["sha256"])) for name in names if name in files]

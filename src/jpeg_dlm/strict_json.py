@@ -1,0 +1,55 @@
+"""JSON from outside, read strictly: what two readers could understand differently is refused.
+
+`json.loads` takes NaN, lets the last of two equal keys win and fails in its own way on deep nesting; here all of these
+are a ValueError, the one error that a caller has to turn into a sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+DEPTH = 32  # our own files nest five deep at most, configs of published checkpoints seven
+
+
+def parse_json(raw: bytes | str, depth: int = DEPTH) -> Any:
+    """The value of a JSON text: UTF-8, finite numbers, keys once each, at most `depth` levels."""
+    text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if deeper_than(value, depth):
+        raise ValueError("it is nested too deeply")
+    return value
+
+
+def deeper_than(value: Any, depth: int) -> bool:
+    """Whether lists and objects nest more than `depth` levels; level by level, because recursion has a limit itself."""
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(depth):
+        level = [v for x in level for v in (x.values() if isinstance(x, dict) else x) if isinstance(v, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:80]!r} stands twice")
+    return values
+
+
+def _refuse(word: str) -> Any:
+    raise ValueError(f"{word} is no number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is too large for a number")
+    return number

@@ -1,0 +1,95 @@
+"""Quality against solver steps: how few evaluations of the network a text needs (paper, appendix)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jpeg_dlm.evaluation.evaluate import Evaluation, Request
+from jpeg_dlm.evaluation.paper import OWN, paper_tables
+from jpeg_dlm.evaluation.pictures import draw_sweep
+from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol, protocol
+from jpeg_dlm.evaluation.report import markdown_table, plus_minus
+from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.studies.study import Asked, Outcome
+
+PAPER_PRESET = "lm1b"  # of the paper's sweep
+DEFAULT_STEPS = (4, 8, 16, 32, 64, 128)  # for other models (assumed)
+CLOSE = 0.05  # a Gen-PPL this close to the sweep's best is taken for as good (assumed)
+COLUMNS = ("text", "steps", "evaluations", "Gen-PPL", "entropy (nats)", "MAUVE", "texts/s", "")
+
+
+def sweep_of(preset: str, own: int) -> tuple[int, ...]:
+    """The paper's steps for its own set-up, else powers of two; a model's own number is always among them."""
+    paper = tuple(row["steps"] for row in paper_tables()["lm1b_steps"]["rows"])
+    return tuple(sorted({*(paper if preset == PAPER_PRESET else DEFAULT_STEPS), own}))
+
+
+def common_protocol(sources: Sequence[ModelSource]) -> Protocol:
+    """The paper's protocol where all models are of one of its set-ups, else the default."""
+    presets = {source.model.config.preset for source in sources}
+    name = presets.pop() if len(presets) == 1 else ""
+    return protocol(name if name in PROTOCOLS else "default")
+
+
+def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
+    """Every model at every number of steps; a model without steps, such as AR, is one point."""
+    scorer, rules = asked.scorer(), common_protocol(sources)
+    entries: list[dict[str, Any]] = []
+    for source in sources:
+        config = source.model.config
+        steps = sweep_of(config.preset, config.sampler.steps) if hasattr(config.sampler, "steps") else ()
+        request = Request(rules, asked.seeds, asked.n, steps, mauve=asked.mauve)  # type: ignore[arg-type]
+        entries += Evaluation(scorer, request, asked.parts, asked.console).entries(source)
+    result = {
+        "scorer": scorer.name, "protocol": rules.name, "paper": paper_tables()["lm1b_steps"], "entries": entries,
+        "enough": {source.name: enough_steps([e for e in entries if e["name"] == source.name]) for source in sources},
+    }  # fmt: skip
+
+    def draw(path: Path) -> Path:
+        return draw_sweep(entries, scorer.name, path)
+
+    return Outcome(result, table(result), draw)
+
+
+def enough_steps(entries: Sequence[Mapping[str, Any]]) -> int | None:
+    """The fewest steps whose Gen-PPL is within `CLOSE` of the sweep's best; None for a model without a sweep."""
+    swept = [(e["sampler"]["steps"], e["measures"]["gen_ppl"]["mean"]) for e in entries if "steps" in e["sampler"]]
+    best = min((ppl for _, ppl in swept), default=0.0)
+    return min((steps for steps, ppl in swept if ppl <= (1 + CLOSE) * best), default=None)
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Ours, real text, and the paper's rows, which are of another scorer, text and size unless the first line says so."""
+    entries: Sequence[dict[str, Any]] = result["entries"]
+    rows = [_own_row(entry) for entry in entries]
+    for real in {entry["figures"]["real"]["gen_ppl"]: entry["figures"]["real"] for entry in entries}.values():
+        rows.append(["*real text*", "", "", f"{real['gen_ppl']:.1f}", f"{real['entropy']:.3f}", "", "", ""])
+    rows += [_paper_row(row) for row in result["paper"]["rows"]]
+    runs = entries[0]["runs"]
+    head = (
+        f"Gen-PPL by {result['scorer']}, protocol {result['protocol']}, {len(runs)} x {runs[0]['figures']['texts']} texts; "
+        f"± is the deviation over seeds. The paper's rows: {OWN} on LM1B, r = {result['paper']['rate']:g}, "
+        f"{paper_tables()['scorer']}, {result['paper']['seeds']} seeds."
+    )
+    sentences = [
+        f"{name}: {steps} steps come within {100 * CLOSE:.0f}% of the best Gen-PPL of the sweep."
+        for name, steps in result["enough"].items()
+        if steps is not None
+    ]
+    return "\n".join([head, "", markdown_table(COLUMNS, rows), "", *sentences])
+
+
+def _own_row(entry: Mapping[str, Any]) -> list[str]:
+    m = entry["measures"]
+    return [
+        f"{entry['name']} ({entry['title']})", str(entry["sampler"].get("steps", "")), str(entry["evaluations"]),
+        plus_minus(m["gen_ppl"], 1), plus_minus(m["entropy"], 3), plus_minus(m.get("mauve"), 3),
+        plus_minus(m.get("texts_per_second"), 2), "degenerate?" if entry["degenerate"] else "",
+    ]  # fmt: skip
+
+
+def _paper_row(row: Mapping[str, Any]) -> list[str]:
+    steps = row["steps"]
+    return [OWN, str(steps), str(steps + 1), f"{row['gen_ppl']:g}", f"{row['entropy']:g}", f"{row['mauve']:g}", "", "paper"]

@@ -1,0 +1,166 @@
+"""The runner of every study that trains: plan the variants, train each configuration once, evaluate.
+
+The three are apart because several processes may share the second: what they plan is the same, so that each finds what the
+others have done. A variant that fails is a row that says so.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jpeg_dlm import __version__
+from jpeg_dlm.api import load
+from jpeg_dlm.config import Config, override, validate
+from jpeg_dlm.errors import UsageError
+from jpeg_dlm.evaluation.evaluate import Evaluation, Request
+from jpeg_dlm.evaluation.scoring import Scorer
+from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.evaluation.summary import spread
+from jpeg_dlm.studies.budget import Budget
+from jpeg_dlm.studies.study import Outcome, Variant, read_base
+from jpeg_dlm.studies.variant_report import study_table
+from jpeg_dlm.studies.variants import TRAINING
+from jpeg_dlm.studies.workshop import Workshop, parameter_count, training_seconds
+
+MEASURES = ("gen_ppl", "entropy", "mauve")
+SHOWN = 4  # texts of each run kept in the result
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which study, from which preset, at what cost."""
+
+    study: str
+    base: Config  # of JPEG-DLM; every variant derives from it
+    shared: Mapping[str, Any] = field(default_factory=dict)  # options that every variant gets
+    budget: Budget | None = None
+    train_seeds: int = 1
+
+
+def ask(
+    study: str, preset: str, source: str | None, options: Mapping[str, Any], budget: Budget | None = None, train_seeds: int = 1
+) -> Question:
+    """A question as a person asks it; what a study sets itself cannot be given as well."""
+    for option in options:
+        if option.replace("-", "_") in TRAINING[study].sets:
+            raise UsageError(f"The study '{study}' sets {option} itself: leave --{option} out.")
+    return Question(study, *read_base(preset, source, options), budget, train_seeds)
+
+
+# ---------------------------------------------------------------- plan
+
+
+@dataclass
+class Row:
+    """A variant on its way: a configuration for each training seed, the runs as they finish, and what the result says."""
+
+    variant: Variant
+    title: str  # as messages name it
+    configs: list[Config] = field(default_factory=list)
+    runs: dict[int, Path] = field(default_factory=dict)  # by training seed
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a question asks to be trained."""
+
+    question: Question
+    rows: list[Row]
+    left_out: list[str]
+
+
+def plan(question: Question, workshop: Workshop) -> Plan:
+    """Every configuration of a study, on prepared text and with the steps that the budget buys."""
+    derived = TRAINING[question.study].variants(question.base)
+    rows = [Row(variant, f"{question.study}: {variant.label}") for variant in derived.variants]
+    for row in rows:
+        row.record |= {"label": row.variant.label, "paper": dict(row.variant.paper), "facts": dict(row.variant.facts)}
+        with workshop.recorded(row.record, row.title):
+            config = validate(override(row.variant.config, question.shared))
+            config = workshop.budgeted(workshop.conditions(config), question.budget)
+            # The seed comes last: text, encoder and steps are conditions, the same for every training of a variant.
+            seeds = range(config.train.seed, config.train.seed + question.train_seeds)
+            row.configs = [replace(config, train=replace(config.train, seed=seed)) for seed in seeds]
+    return Plan(question, rows, derived.left_out)
+
+
+# ---------------------------------------------------------------- train
+
+
+def train(planned: Plan, workshop: Workshop, wait: bool = True) -> None:
+    """Train what is planned; without `wait`, leave to other processes what they are at."""
+
+    def one(row: Row, config: Config) -> None:
+        with workshop.recorded(row.record, row.title):
+            row.runs[config.train.seed] = workshop.train(config)
+
+    # Every variant with its first seed before any with its second: unequal work then ends at about the same time.
+    rows = [row for row in planned.rows if row.configs]
+    pairs = [(row, row.configs[i]) for i in range(planned.question.train_seeds) for row in rows]
+    workshop.take_turns([partial(one, row, config) for row, config in pairs], wait)
+
+
+# ---------------------------------------------------------------- evaluate
+
+
+def evaluate(planned: Plan, workshop: Workshop, scorer: Callable[[], Scorer], request: Request, batch: int = 64) -> Outcome:
+    """Score every trained run and put the rows together."""
+    question, study, rows = planned.question, TRAINING[planned.question.study], planned.rows
+    if not any(row.runs for row in rows):  # one cause, most likely: told before a scorer is fetched
+        raise UsageError(f"No variant could be trained: {rows[0].record['error']}")
+    with workshop.alone(f"study-{question.study}"):  # another machine with the same command then finds it done
+        evaluation = Evaluation(scorer(), request, workshop.parts, workshop.console)
+        beside: dict[str, Any] = {}
+        for row in rows:
+            with workshop.recorded(row.record, row.title):
+                trained = [config for config in row.configs if config.train.seed in row.runs]
+                found = [_scored(row, config, workshop, evaluation, batch, beside) for config in trained]
+                row.record |= summary(found) if found else {}
+    result = {
+        "study": question.study, "title": study.title, "version": __version__, "preset": question.base.preset,
+        "budget": asdict(question.budget) if question.budget else None, "scorer": evaluation.scorer.name,
+        "protocol": asdict(request.protocol), "texts": request.n or request.protocol.n, "seeds": len(request.seeds),
+        "train_seeds": question.train_seeds, "left_out": planned.left_out, "rows": [row.record for row in rows], **beside,
+    }  # fmt: skip
+    return Outcome(result, study_table(result), partial(study.draw, result))
+
+
+def _scored(
+    row: Row, config: Config, workshop: Workshop, evaluation: Evaluation, batch: int, beside: dict[str, Any]
+) -> dict[str, Any]:
+    """What one trained run scores; the figures of real and shuffled text go into `beside`."""
+    run = row.runs[config.train.seed]
+    model = load(run, str(workshop.ranks.device))
+    heldout = workshop.blocks(Path(config.data.source), "heldout")
+    [entry] = evaluation.run([ModelSource(model, run.name, batch, heldout)])["entries"]
+    beside |= {name: entry["figures"][name] for name in ("real", "shuffled")}
+    return {
+        "run": run.name, "seed": config.train.seed, "steps": config.train.steps + getattr(config.objective, "codec_steps", 0),
+        "training_seconds": training_seconds(run), "parameters": parameter_count(model),
+        "measures": {name: entry["measures"][name] for name in MEASURES if name in entry["measures"]},
+        "reconstruction": entry["reconstruction"], "degenerate": entry["degenerate"], "notes": entry["notes"],
+        "samples": entry["runs"][0]["samples"][:SHOWN],
+    }  # fmt: skip
+
+
+def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A row of its trainings: several are spread by their means over sampling seeds, one by its sampling seeds."""
+    measures = runs[0]["measures"]
+    if len(runs) > 1:
+        names = [name for name in measures if all(name in run["measures"] for run in runs)]
+        measures = {name: spread([run["measures"][name]["mean"] for run in runs]) for name in names}
+    kept = [run["reconstruction"] for run in runs if run["reconstruction"] is not None]
+    return {
+        "runs": list(runs),
+        "measures": measures,
+        "reconstruction": spread(kept) if kept else None,
+        "training_seconds": statistics.fmean(run["training_seconds"] for run in runs),
+        "parameters": runs[0]["parameters"],
+        "degenerate": sorted({sentence for run in runs for sentence in run["degenerate"]}),
+    }

@@ -1,0 +1,170 @@
+"""Pictures of the studies that train: variants side by side, curves over rate and width, and two systems with arrows.
+
+Error bars are the deviations of the table, the dashed line is real text. The paper's figures are of another scorer, text
+and size, so they have panels of their own, which say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
+
+from jpeg_dlm.evaluation.pictures import GENERATED_COLOR, INK, LINE_COLORS, REAL_COLOR, dress, new_figure, save_png
+
+PAPER_COLOR, PAPER_GROUND = "#718096", "#f7fafc"
+WIDE = 5.0  # a perplexity that varies by more than this factor is shown on a logarithmic axis
+RATE = "compression rate r (latents per token)"
+SYSTEMS = {"COSMOS": (LINE_COLORS[3], "s-"), "JPEG-DLM": (GENERATED_COLOR, "o-"), "ELF": (LINE_COLORS[2], "D")}
+
+Result = Mapping[str, Any]
+Rows = Sequence[Mapping[str, Any]]
+
+
+def _shown(result: Result, fact: str | None = None) -> list[Mapping[str, Any]]:
+    """The rows that have figures, ordered by a fact."""
+    rows = [row for row in result["rows"] if "measures" in row]
+    return sorted(rows, key=lambda row: row["facts"][fact]) if fact else rows
+
+
+def _new(result: Result, names: Mapping[str, str], more: int = 0) -> tuple[Figure, list[Axes]]:
+    budget = result["budget"]["text"] if result["budget"] else "its own steps"
+    return new_figure(len(names) + more, f"{result['title']} (preset {result['preset']}, {budget} each)")
+
+
+def _names(result: Result) -> dict[str, str]:
+    """The measures that every row has, as axes name them."""
+    names = {"gen_ppl": f"Gen-PPL ({result['scorer']})", "entropy": "entropy (nats)", "mauve": "MAUVE"}
+    return {key: text for key, text in names.items() if all(key in row["measures"] for row in _shown(result))}
+
+
+def _scale_perplexity(axes: Axes, side: Literal["x", "y"], values: Sequence[float]) -> None:
+    if max(values) > WIDE * min(values):
+        axis: Axis = axes.xaxis if side == "x" else axes.yaxis
+        axes.set(**{f"{side}scale": "log"})
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FormatStrFormatter("%g"))
+        axis.set_minor_locator(NullLocator())
+
+
+# ---------------------------------------------------------------- variants side by side
+
+
+def draw_rows(result: Result, path: Path) -> Path | None:
+    """One dot per variant and measure; the paper's beside, in panels of their own."""
+    rows = _shown(result)
+    if not rows:
+        return None
+    names = _names(result)
+    papers = {"gen_ppl": "Gen-PPL (gpt2-large)", "mauve": "MAUVE"}
+    figure, panels = _new(result, names, len(papers))
+    figure.set_size_inches(2.6 * len(panels) + 2.0, 1.7 + 0.32 * len(rows))
+    for axes, (key, name) in zip(panels, names.items(), strict=False):
+        found = [row["measures"][key] for row in rows]
+        means = [m["mean"] for m in found]
+        bars = [m["sd"] or 0.0 for m in found]
+        axes.errorbar(means, range(len(rows)), xerr=bars, fmt="o", ms=6, capsize=3, color=GENERATED_COLOR)
+        if key in result["real"]:
+            axes.axvline(result["real"][key], color=REAL_COLOR, ls="--", lw=1.2, label="real text")
+        _dress_rows(axes, "ours", key, name, rows, means)
+    for axes, (key, name) in zip(panels[len(names) :], papers.items(), strict=True):
+        places = [i for i, row in enumerate(rows) if key in row["paper"]]
+        values = [rows[i]["paper"][key] for i in places]
+        axes.plot(values, places, "D", ms=5.5, color=PAPER_COLOR)
+        axes.set_facecolor(PAPER_GROUND)
+        _dress_rows(axes, "paper, OWT-128", key, name, rows, values)
+    panels[0].set_yticks(range(len(rows)), [row["label"] for row in rows])
+    panels[0].legend(fontsize=7.5, frameon=False, labelcolor=INK)
+    return save_png(figure, path)
+
+
+def _dress_rows(axes: Axes, heading: str, key: str, name: str, rows: Rows, values: Sequence[float]) -> None:
+    dress(axes, heading, "", name)
+    axes.set_yticks(range(len(rows)), [""] * len(rows))
+    axes.set_ylim(len(rows) - 0.5, -0.5)  # the first row on top
+    axes.margins(x=0.15)
+    if key == "gen_ppl" and values:
+        _scale_perplexity(axes, "x", values)
+
+
+# ---------------------------------------------------------------- curves
+
+
+def draw_rates(result: Result, path: Path) -> Path | None:
+    """Quality against r = N / L."""
+    return _draw_curve(result, path, "rate", RATE)
+
+
+def draw_widths(result: Result, path: Path) -> Path | None:
+    """Quality against d."""
+    return _draw_curve(result, path, "width", "width of a latent, d")
+
+
+def _draw_curve(result: Result, path: Path, fact: str, x: str) -> Path | None:
+    rows = _shown(result, fact)
+    if not rows:
+        return None
+    names = _names(result)
+    figure, panels = _new(result, names)
+    for axes, (key, name) in zip(panels, names.items(), strict=True):
+        _line(axes, rows, fact, key, "JPEG-DLM")
+        _dress_curve(axes, result, rows, fact, x, key, name)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    return save_png(figure, path)
+
+
+def _line(axes: Axes, rows: Rows, fact: str, key: str, system: str) -> None:
+    found = [row["measures"][key] for row in rows]
+    places, means, bars = [row["facts"][fact] for row in rows], [m["mean"] for m in found], [m["sd"] or 0.0 for m in found]
+    color, fmt = SYSTEMS[system]
+    axes.errorbar(places, means, bars, fmt=fmt, ms=5, lw=1.5, capsize=3, color=color, label=system)
+
+
+def _dress_curve(axes: Axes, result: Result, rows: Rows, fact: str, x: str, key: str, name: str) -> None:
+    if key in result["real"]:
+        axes.axhline(result["real"][key], color=REAL_COLOR, ls="--", lw=1.2, label="real text")
+    dress(axes, name, name, x)
+    axes.set_xscale("log", base=2)
+    ticks = sorted({row["facts"][fact] for row in rows})
+    axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks] if max(ticks) <= 1 else [f"{tick:g}" for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.margins(x=0.12, y=0.15)
+    if key == "gen_ppl":
+        _scale_perplexity(axes, "y", [row["measures"][key]["mean"] for row in rows])
+
+
+# ---------------------------------------------------------------- joint and two-stage training
+
+
+def draw_joint(result: Result, path: Path) -> Path | None:
+    """JPEG-DLM and COSMOS at each rate, arrows for the change from the second to the first, ELF as a diamond (Figure 4a)."""
+    rows = _shown(result, "rate")
+    if not rows:
+        return None
+    names = _names(result)
+    figure, panels = _new(result, names)
+    systems = {title: [row for row in rows if row["facts"]["method"] == title] for title in SYSTEMS}
+    joint = {row["facts"]["rate"]: row for row in systems["JPEG-DLM"]}
+    for axes, (key, name) in zip(panels, names.items(), strict=True):
+        for title, own in systems.items():
+            if own:
+                _line(axes, own, "rate", key, title)
+        for before in systems["COSMOS"]:
+            rate = before["facts"]["rate"]
+            if rate in joint and key != "entropy":  # of which neither more nor less is better
+                _arrow(axes, rate, before["measures"][key]["mean"], joint[rate]["measures"][key]["mean"])
+        _dress_curve(axes, result, rows, "rate", RATE, key, name)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    return save_png(figure, path)
+
+
+def _arrow(axes: Axes, x: float, before: float, after: float) -> None:
+    """From one value to the other, with the relative change."""
+    axes.annotate("", (x, after), (x, before), arrowprops={"arrowstyle": "->", "color": INK, "lw": 1.0})
+    said = f"{100 * (after / before - 1):+.0f}%" if before else ""
+    axes.annotate(said, (x, (before + after) / 2), (5, 0), textcoords="offset points", fontsize=7.5, color=INK, va="center")

@@ -1,0 +1,59 @@
+"""A study of variants as Markdown: ours with deviations, real text, and the paper's figures in columns of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jpeg_dlm.evaluation.report import markdown_table, plus_minus
+
+OURS = ("variant", "parameters", "training", "Gen-PPL", "entropy (nats)", "MAUVE", "tokens reconstructed")
+PAPER = ("paper: Gen-PPL", "paper: entropy", "paper: MAUVE")
+
+
+def study_table(result: Mapping[str, Any]) -> str:
+    """The conditions, the rows, and a sentence for whatever is missing or suspicious."""
+    rows = [_own(row) + _papers(row["paper"]) for row in result["rows"]]
+    for name in ("real", "shuffled"):
+        if name in result:
+            figures = [f"{result[name]['gen_ppl']:.1f}", f"{result[name]['entropy']:.3f}"]
+            rows.append([f"*{name} text*", "", "", *figures, *[""] * 5])
+    lines = [_conditions(result), "", markdown_table([*OURS, *PAPER], rows), "", *result["left_out"]]
+    for row in result["rows"]:
+        if "error" in row:
+            lines.append(f"{row['label']} failed: {row['error']}")
+        if row.get("degenerate"):
+            said = "; ".join(row["degenerate"])
+            lines.append(f"{row['label']}: look at the texts before believing the perplexity: {said}.")
+    return "\n".join(lines).rstrip()
+
+
+def _conditions(result: Mapping[str, Any]) -> str:
+    budget = result["budget"]["text"] if result["budget"] else "the preset's steps"
+    trained = result["train_seeds"]
+    texts = f"{result['seeds']} x {result['texts']} texts"
+    over = f"{trained} trainings, each the mean over {texts}" if trained > 1 else f"sampling seeds of one training, {texts}"
+    return (
+        f"{result['title'][0].upper()}{result['title'][1:]}. Preset {result['preset']}, equal budget of {budget} per training; "
+        f"Gen-PPL and MAUVE by {result['scorer']}, protocol {result['protocol']['name']}; ± is the deviation over {over}. "
+        "The paper's columns are of gpt2-large, OWT-128 and models of 105 M; where it shows only a picture they are empty."
+    )
+
+
+def _own(row: Mapping[str, Any]) -> list[str]:
+    if "measures" not in row:
+        return [row["label"], "failed", *[""] * 5]
+    m, kept = row["measures"], row["reconstruction"]
+    return [
+        row["label"] + (" (degenerate?)" if row["degenerate"] else ""),
+        f"{row['parameters'] / 1e6:.2f} M",
+        f"{row['training_seconds'] / 60:.1f} min",
+        plus_minus(m["gen_ppl"], 1),
+        plus_minus(m["entropy"], 3),
+        plus_minus(m.get("mauve"), 3),
+        plus_minus(kept, 3),
+    ]
+
+
+def _papers(paper: Mapping[str, float]) -> list[str]:
+    return [f"{paper[key]:g}" if key in paper else "" for key in ("gen_ppl", "entropy", "mauve")]

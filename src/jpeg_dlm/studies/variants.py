@@ -1,0 +1,175 @@
+"""The paper's studies that train variants of JPEG-DLM: Table 2, Figures 3 and 4a, and two tables of the appendix.
+
+The paper ran them on OWT-128 at r = 0.5 and d = 512. From another preset the variants differ in the same ways: by the same
+switches and values of sigma, at the same rates, and at widths in the same proportion to the preset's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from jpeg_dlm.config import Config
+from jpeg_dlm.evaluation.paper import paper_tables
+from jpeg_dlm.methods.registry import for_method, method_class
+from jpeg_dlm.studies.study import TrainingStudy, Variant, Variants
+from jpeg_dlm.studies.variant_pictures import draw_joint, draw_rates, draw_rows, draw_widths
+
+RATES = (1.0, 0.5, 0.25, 0.125)  # (paper)
+WIDTHS = (256, 512, 768, 1024)  # (paper)
+PAPER_WIDTH = 512  # (paper) of every other study
+CE_TIME_MIN = {"t=1": 1.0, "t in [0.5,1]": 0.5}  # (paper, Table 2)
+
+
+def _paper(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: row[key] for key in ("gen_ppl", "entropy", "mauve") if key in row}
+
+
+def _paper_base() -> dict[str, Any]:
+    """The paper's figures of r = 0.5 and d = 512; of other rates and widths it has pictures only."""
+    return _paper(paper_tables()["ablation"]["rows"][0])
+
+
+# ---------------------------------------------------------------- switches of the objective
+
+
+def ablations(base: Config) -> Variants:
+    """Table 2: separate networks, no JEP, no feature loss, other corruption, token loss at more times."""
+    found = []
+    for row in paper_tables()["ablation"]["rows"]:
+        o = base.objective
+        objective = replace(
+            o, sigma=row["sigma"], ce_time_min=CE_TIME_MIN[row["ce_times"]],
+            jep_weight=o.jep_weight if row["jep"] else 0.0, feat_weight=o.feat_weight if row["feat"] else 0.0,
+        )  # fmt: skip
+        model = replace(base.model, shared="sep. nets" not in row["variant"])
+        found.append(Variant(row["variant"], replace(base, model=model, objective=objective), _paper(row)))
+    return Variants(found)
+
+
+def regularizers(base: Config) -> Variants:
+    """SIGReg, and the variance and covariance terms of VICReg, each with and without the other."""
+    found = []
+    for row in paper_tables()["regularizers"]["rows"]:
+        off: dict[str, float] = {} if row["sigreg"] else {"sigreg_weight": 0.0}
+        off |= {} if row["vicreg"] else {"var_weight": 0.0, "cov_weight": 0.0}
+        names = [name for name, on in (("SIGReg", row["sigreg"]), ("variance + covariance", row["vicreg"])) if on]
+        label = " and ".join(names) or "no regularizer"
+        found.append(Variant(label, replace(base, objective=replace(base.objective, **off)), _paper(row)))
+    return Variants(found)
+
+
+# ---------------------------------------------------------------- sizes of the latents
+
+
+def _latent_lens(base: Config) -> tuple[dict[float, int], list[str]]:
+    """Latents at each of the paper's rates, and a sentence for each rate that leaves none."""
+    tokens = base.data.token_len
+    found = {rate: round(rate * tokens) for rate in RATES if rate * tokens >= 1}
+    left_out = [f"r = {rate:g} is left out: {tokens} tokens leave less than one latent." for rate in RATES if rate not in found]
+    return found, left_out
+
+
+def _with_latents(base: Config, latent_len: int) -> Config:
+    return replace(base, model=replace(base.model, latent_len=latent_len))
+
+
+def _rate_facts(config: Config) -> dict[str, Any]:
+    return {"rate": config.rate, "latent_len": config.model.latent_len, "method": method_class(config.method).title}
+
+
+def _rate_label(latent_len: int, token_len: int) -> str:
+    """The rate that N of L latents really are: not every length divides."""
+    rate = latent_len / token_len
+    return f"r = {rate:g}" if rate in RATES else f"r = {latent_len}/{token_len}"
+
+
+def rates(base: Config) -> Variants:
+    """Figure 3a: from one latent per token to one for eight."""
+    lens, left_out = _latent_lens(base)
+    found = []
+    for rate, latent_len in lens.items():
+        config = _with_latents(base, latent_len)
+        paper = _paper_base() if rate == 0.5 else {}
+        found.append(Variant(_rate_label(latent_len, base.data.token_len), config, paper, _rate_facts(config)))
+    return Variants(found, left_out)
+
+
+def widths(base: Config) -> Variants:
+    """Figure 3b: narrower and wider latents, at widths that the heads of the codec divide into pairs."""
+    unit = 2 * base.model.codec_heads
+    found: dict[int, Variant] = {}
+    for paper_width in WIDTHS:
+        width = max(unit, round(base.model.latent_dim * paper_width / PAPER_WIDTH / unit) * unit)
+        width = base.model.latent_dim if paper_width == PAPER_WIDTH else width
+        config = replace(base, model=replace(base.model, latent_dim=width))
+        paper = _paper_base() if paper_width == PAPER_WIDTH else {}
+        facts = {"width": width, "paper_width": paper_width}
+        if width not in found or paper:
+            found[width] = Variant(f"d = {width}", config, paper, facts)
+    return Variants([found[width] for width in sorted(found)])
+
+
+# ---------------------------------------------------------------- the two-stage system
+
+
+def _cosmos_paper() -> dict[float, dict[str, Any]]:
+    layers = paper_tables()["cosmos_layers"]
+    return {1.0: _paper(layers["rows"][0]), 0.5: _paper(layers["at_rate_0.5_layer_-1"])}
+
+
+def joint_vs_two_stage(base: Config) -> Variants:
+    """Figure 4a: JPEG-DLM and COSMOS at each rate, ELF as the reference without compression."""
+    lens, left_out = _latent_lens(base)
+    paper = {"jpeg-dlm": {0.5: _paper_base()}, "cosmos": _cosmos_paper()}
+    found = []
+    for method, figures in paper.items():
+        for rate, latent_len in lens.items():
+            config = for_method(_with_latents(base, latent_len), method)
+            facts = _rate_facts(config)
+            label = f"{facts['method']}, {_rate_label(latent_len, base.data.token_len)}"
+            found.append(Variant(label, config, figures.get(rate, {}), facts))
+    elf = for_method(base, "elf")
+    title = method_class("elf").title
+    found.append(Variant(title, elf, {}, {"rate": 1.0, "latent_len": base.data.token_len, "method": title}))
+    return Variants(found, left_out)
+
+
+def _layers(base: Config) -> Iterator[tuple[Mapping[str, Any], bool]]:
+    """The paper's rows, and whether the encoder has that layer; those of pretrained encoders all do (6 layers or more)."""
+    e = base.encoder
+    for row in paper_tables()["cosmos_layers"]["rows"]:
+        yield row, e.kind not in ("small", "random") or e.depth + 1 + row["layer"] >= 0
+
+
+def encoder_layers(base: Config) -> Variants:
+    """COSMOS with one latent per token, on features of the last layers of the text encoder."""
+    cosmos = for_method(_with_latents(base, base.data.token_len), "cosmos")
+    found, left_out = [], []
+    for row, exists in _layers(base):
+        layer = row["layer"]
+        if not exists:
+            left_out.append(f"Layer {layer} is left out: the text encoder has {base.encoder.depth} above its embeddings.")
+            continue
+        config = replace(cosmos, encoder=replace(cosmos.encoder, layer=layer))
+        found.append(Variant(f"layer {layer}", config, _paper(row), {"layer": layer}))
+    return Variants(found, left_out)
+
+
+TRAINING: dict[str, TrainingStudy] = {
+    "ablations": TrainingStudy(
+        "what each part of the objective is worth", ablations, draw_rows,
+        ("model.shared", "objective.sigma", "objective.ce_time_min"),
+    ),
+    "regularizers": TrainingStudy("regularizers of the latents", regularizers, draw_rows),
+    "rates": TrainingStudy("quality against the compression rate", rates, draw_rates, ("model.latent_len",)),
+    "widths": TrainingStudy("quality against the width of a latent", widths, draw_widths),
+    "joint-vs-two-stage": TrainingStudy(
+        "joint against two-stage training", joint_vs_two_stage, draw_joint, ("model.latent_len",)
+    ),
+    "encoder-layers": TrainingStudy(
+        "COSMOS at r = 1 on features of several encoder layers", encoder_layers, draw_rows,
+        ("model.latent_len", "encoder.layer"),
+    ),
+}  # fmt: skip

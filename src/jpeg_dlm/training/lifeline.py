@@ -1,0 +1,129 @@
+"""If one process of a run ends, the others end too, soon and whatever they wait for.
+
+Each process holds a connection to the main one. The kernel closes it when a process ends, however that happened, and probes it
+in case a whole machine is gone. A process that is only slow, or busy saving, keeps its connection: this is about ends, not
+delays, for which collectives have their timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import struct
+import sys
+import threading
+from types import TracebackType
+
+import torch
+import torch.distributed as torch_dist
+
+from jpeg_dlm.errors import JpegDlmError
+from jpeg_dlm.training.dist import Ranks
+
+CONNECT_S = 30.0  # assumed: all processes come here together
+GRACE_S = 4.0  # for an error of this process's own to be told first; main to other processes makes it twice that (assumed)
+POLL_S = 0.2
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}  # a machine without power is missed after 14 s (assumed)
+HELLO = struct.Struct("!q")
+GOODBYE = b"."
+LOST = "Another process of this run has ended, so this one ends too: earlier checkpoints are intact, go on with --resume."
+
+
+class Lifeline:
+    """Within the block, the end of any process is the end of all. With one process it does nothing."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._peers: list[socket.socket] = []
+        self._left, self._lost = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)
+
+    def __enter__(self) -> Lifeline:
+        if self._ranks.world > 1:
+            self._peers = _accept(self._ranks) if self._ranks.is_main else _connect(self._ranks)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # A collective that failed because of another process's end is told as what it is.
+        bereft = isinstance(error, RuntimeError) and bool(self._peers) and self._lost.wait(2 * POLL_S)
+        self._left.set()
+        for peer in self._peers:
+            with contextlib.suppress(OSError), peer:
+                if error is None:
+                    peer.sendall(GOODBYE)
+        if bereft:
+            raise JpegDlmError(LOST) from error
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for peer in self._peers:
+                selector.register(peer, selectors.EVENT_READ)
+            while selector.get_map() and not self._left.is_set():
+                for key, _ in selector.select(POLL_S):
+                    peer = key.fileobj
+                    assert isinstance(peer, socket.socket)
+                    selector.unregister(peer)
+                    if not self._left.is_set() and _received(peer, 1) != GOODBYE:
+                        return self._bereft()
+
+    def _bereft(self) -> None:
+        self._lost.set()
+        if not self._left.wait(GRACE_S):
+            # The main thread waits in a collective that nothing but the end of this process can break.
+            sys.stderr.write(f"error: {LOST}\n")
+            sys.stderr.flush()
+            os._exit(JpegDlmError.exit_code)
+
+
+def _accept(ranks: Ranks) -> list[socket.socket]:
+    """The connections of all others, who learn by broadcast where and with which word to knock."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    with socket.create_server(("", 0), family=family, backlog=ranks.world, dualstack_ipv6=dual) as server:
+        word = int.from_bytes(os.urandom(7), "big")
+        torch_dist.broadcast(torch.tensor([server.getsockname()[1], word], device=ranks.device), 0)
+        server.settimeout(CONNECT_S)
+        peers: list[socket.socket] = []
+        while len(peers) < ranks.world - 1:
+            try:
+                peer = server.accept()[0]
+            except TimeoutError:
+                sys.stderr.write("warning: Not every process could be reached, so the end of one may go unnoticed for long.\n")
+                break
+            peer.settimeout(CONNECT_S)
+            if _received(peer, HELLO.size) == HELLO.pack(word):
+                peers.append(_kept_alive(peer))
+            else:
+                peer.close()
+    return peers
+
+
+def _connect(ranks: Ranks) -> list[socket.socket]:
+    """The connection to the main process; none if a firewall forbids it, and then only timeouts tell of its end."""
+    address = torch.zeros(2, dtype=torch.int64, device=ranks.device)
+    torch_dist.broadcast(address, 0)
+    port, word = address.tolist()
+    try:
+        peer = socket.create_connection((os.environ["MASTER_ADDR"], port), CONNECT_S)
+        peer.sendall(HELLO.pack(word))
+    except OSError:
+        return []
+    return [_kept_alive(peer)]
+
+
+def _received(peer: socket.socket, size: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return peer.recv(size)
+    return b""
+
+
+def _kept_alive(peer: socket.socket) -> socket.socket:
+    peer.settimeout(None)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):  # not every system lets a program choose
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return peer

@@ -1,0 +1,74 @@
+"""Small folders as the verbs write them, made without training anything."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from pathlib import Path
+
+import torch
+
+from jpeg_dlm.config import override, to_dict
+from jpeg_dlm.presets import preset
+from jpeg_dlm.training.checkpoint import save_checkpoint
+from jpeg_dlm.training.metrics import MetricsLog
+
+HOSTILE = '<script>alert("x")</script></style><img src=x onerror=alert(1)>\u202e"\'&amp; `|*'
+
+
+def tiny_png(width: int = 3, height: int = 2) -> bytes:
+    """Gray pixels, by the specification of the format."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    pixels = zlib.compress((b"\0" + b"\x80" * width) * height)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def make_run(folder: Path, text: str = "The farmer plants corn.", steps: int = 20) -> Path:
+    config = override(preset("smoke"), {"train.steps": steps, "data.source": "stories.txt", "train.seed": 7})
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(to_dict(config)))
+    with MetricsLog(folder / "metrics.jsonl", None) as log:
+        for step in (10, 20):
+            log.log(step, {"ce": 5.0 - step / 10, "loss": 6.25 - step / 10, "grad_norm": 1.5, "rows_per_s": 64.0})
+            log.log(step, {"heldout_ce": 4.5, "heldout_accuracy": 0.125})
+    (folder / "metrics.png").write_bytes(tiny_png(1200, 400))
+    (folder / "samples").mkdir()
+    (folder / "samples" / "step-00000010.txt").write_text("[0] early\n")
+    (folder / "samples" / "step-00000020.txt").write_text(f"[0] {text}\n[1] two\nlines [7] here\n[2] \n", "utf-8")
+    state = {"step": 20, "config": to_dict(config), "provenance": {"data": "d" * 64, "tokenizer": "e" * 64}}
+    save_checkpoint(folder, 20, {"ema": {"w": torch.zeros(2)}, "model": {"w": torch.ones(2)}}, state, 2)
+    return folder
+
+
+def make_results(folder: Path, name: str = "results", key: str = "entries", text: str = "one") -> Path:
+    """An evaluation; with other names a comparison or a study."""
+    folder.mkdir(parents=True, exist_ok=True)
+    entry = {
+        "name": text, "sampler_label": "8 euler steps", "seeds": [0, 1],
+        "config": {"preset": "smoke", "method": "jpeg-dlm", "train": {"steps": 3}},
+        "reference": "held-out 123456", "identity": {"checkpoint_sha256": "c" * 64, "tokenizer": "e" * 64, "device": "cpu"},
+        "runs": [{"samples": [text, "second"]}],
+    }  # fmt: skip
+    rows = [entry] if key == "entries" else [{"entry": entry}, {"error": "no luck"}]
+    result = {"version": "0.1.0", "scorer": "small", "title": "a title", "protocol": {"name": "default"}, key: rows}
+    (folder / f"{name}.json").write_text(json.dumps(result))
+    table = "| system | Gen-PPL |\n| --- | --- |\n| *real text* | 12.5 ± 0.1 |\n"
+    (folder / f"{name}.md").write_text(f"By {text}.\n\n{table}\nA `code`.\n", "utf-8")
+    return folder
+
+
+def make_workshop(folder: Path) -> Path:
+    """A comparison, two studies, an evaluation and two runs."""
+    make_results(folder, "compare", "rows")
+    (folder / "compare.png").write_bytes(tiny_png(900, 300))
+    make_results(folder, "study-rates", "rows")
+    make_results(folder, "study-new", "rows")
+    make_results(folder / "scored")
+    for name in ("jpeg-dlm-1", "ar-2"):
+        make_run(folder / "runs" / name)
+    return folder
