@@ -10,8 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpeg_dlm.config import Config, flatten, from_dict, groups_of, option_names, override, read_json_file, to_dict, validate
+from jpeg_dlm.config import (
+    Config,
+    TrainConfig,
+    changed,
+    flatten,
+    from_dict,
+    groups_of,
+    option_names,
+    override,
+    read_json_file,
+    to_dict,
+    validate,
+)
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import PRESETS, preset
 
 # ---------------------------------------------------------------- strictness
@@ -304,3 +317,12 @@ def test_impossible_combinations_are_refused_in_one_sentence(options, says):
 def test_the_options_do_not_load_torch():
     code = "import sys, jpeg_dlm.config, jpeg_dlm.presets; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_tells_configs_apart_is_what_was_changed():
+    base = for_method(preset("smoke"), "mdlm")
+    again = override(base, {"train.seed": str(TrainConfig.seed + 1)})
+    assert changed(again) == changed(base) | {"train.seed": TrainConfig.seed + 1}
+    assert changed(Config()) == {"method": "jpeg-dlm"}
+    elf = for_method(preset("smoke"), "elf")
+    assert changed(dataclasses.replace(elf, method="encoder"))["method"] == "encoder"  # a stage keeps the groups of its method

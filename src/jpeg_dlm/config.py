@@ -356,7 +356,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def changed(config: Config) -> dict[str, Any]:
     """The options that are not at their defaults: what tells two configs apart, whatever options later versions add."""
-    plain = Config(method=config.method, **{name: cls() for name, cls in groups_of(config.method).items()})
+    plain = Config(method=config.method, **{name: type(getattr(config, name))() for name in ("model", "objective", "sampler")})
     before, now = flatten(to_dict(plain)), flatten(to_dict(config))
     return {"method": config.method} | {name: value for name, value in now.items() if value != before[name]}
 

@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from jpeg_dlm.errors import CheckpointError
+from jpeg_dlm.strict_json import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 1 << 20  # a manifest lists a handful of files; anything larger was not written by us
-JSON_DEPTH = 32  # our own JSON nests five deep at most
 TEMP_PREFIX = ".tmp-"
 TEMP_NAME = re.compile(re.escape(TEMP_PREFIX) + r"((\d{1,9})\.\d+)@([^@]*)@[0-9a-f]+-.*", re.DOTALL)
 OLD_SUFFIX = ".old"
@@ -99,7 +99,8 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Write a whole file, or leave the previous one as it was."""
     with atomic_file(path) as handle:
-        _write(handle, content.encode() if isinstance(content, str) else content)
+        # A path may hold bytes that the system's encoding does not know; they are written as they are.
+        _write(handle, content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
@@ -200,23 +201,14 @@ def load_json(path: Path, max_bytes: int) -> dict[str, Any]:
             raw = handle.read(max_bytes + 1)
         if len(raw) > max_bytes:
             raise CheckpointError(f"'{path}' is larger than {max_bytes} bytes and is not read: restore it from a copy.")
-        values = json.loads(raw.decode())
+        values = parse_json(raw)
     except OSError as error:
         raise CheckpointError(f"Cannot read '{path}' ({error.strerror or error}): restore it from a copy.") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"'{path}' is damaged, it is not valid JSON ({error}): restore it from a copy.") from error
-    if not isinstance(values, dict) or _deeper_than(values, JSON_DEPTH):
-        raise CheckpointError(f"'{path}' is not a JSON object of moderate depth: restore it from a copy.")
+    if not isinstance(values, dict):
+        raise CheckpointError(f"'{path}' is not a JSON object: restore it from a copy.")
     return values
-
-
-def _deeper_than(values: Any, depth: int) -> bool:
-    level = [values]
-    for _ in range(depth):
-        level = [v for x in level for v in (x.values() if isinstance(x, dict) else x) if isinstance(v, (dict, list))]
-        if not level:
-            return False
-    return True
 
 
 def _sealed(body: Mapping[str, Any]) -> str:

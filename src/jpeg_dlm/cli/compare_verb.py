@@ -58,6 +58,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     request = Request(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
     workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet))
     result = compare(asked, workshop, lambda: build_scorer(args.scorer), request)
+    result["command"] = args.command
     text = compare_table(result, base.preset if base.preset == "owt1024" else "lm1b")
     print(text)
     write_atomic(args.out / "compare.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")

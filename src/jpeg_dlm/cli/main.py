@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -65,6 +66,7 @@ def run_verb(words: Sequence[str], overrides: Sequence[str]) -> int:
     args, unknown = build_parser(verb).parse_known_args(words)
     if unknown:
         raise unknown_option(unknown, args.known, hasattr(args, "preset"))
+    args.command = shlex.join(["jpeg-dlm", *words, *overrides])  # results say what made them
     return import_module(f"jpeg_dlm.cli.{args.verb}_verb").run(args, overrides) or 0
 
 

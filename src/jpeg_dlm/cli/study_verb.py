@@ -101,6 +101,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     outcome = RUN[STUDIES[args.study].takes](args, rest)
     if outcome is None:
         return 0
+    outcome.result["command"] = args.command
     print(outcome.table)
     written = outcome.write(args.out, args.study)
     if not args.quiet:

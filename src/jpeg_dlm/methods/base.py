@@ -166,6 +166,8 @@ def copy_tensors(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], origi
                 f"'{origin}' has {tuple(tensor.shape)} for '{name}' where the config needs {tuple(own[name].shape)}: "
                 "use the config it was trained with."
             )
+        if own[name].is_floating_point() != tensor.is_floating_point():
+            raise CheckpointError(f"'{origin}' has {tensor.dtype} for '{name}' where {own[name].dtype} is needed: restore it.")
     for name, tensor in tensors.items():
         own[name].copy_(tensor)
 

@@ -46,8 +46,7 @@ def evaluation_section(folder: Path) -> Section:
     pictures += _pictures([folder / "sweep.png"], SWEEP_ALT, "Quality against cost.", trouble)
     asked = trouble.attempt("The request", lambda: read_json_file(folder / "request.json"), {})
     line = trouble.attempt("The command", lambda: evaluate_command(asked, result.get("mauve")) if asked else "", "")
-    command = [Paragraph(plain("To evaluate again:")), Command(line)] if line else []
-    return _section(f"Evaluation {folder.resolve().name}", folder / "results.md", result, pictures, trouble, command)
+    return _section(f"Evaluation {folder.resolve().name}", folder / "results.md", result, pictures, trouble, line)
 
 
 def comparison_section(folder: Path) -> Section:
@@ -73,7 +72,7 @@ def _section(
     result: Mapping[str, Any],
     pictures: Sequence[Figure],
     trouble: Trouble,
-    command: Sequence[Block] = (),
+    command: str = "",
     about: Sequence[Block] = (),
 ) -> Section:
     tables = trouble.attempt(table.name, lambda: parse(read_text(table), f"Table of {title}"), [])
@@ -81,7 +80,9 @@ def _section(
     samples = trouble.attempt("The samples", lambda: _samples(entries), [])
     options = trouble.attempt("The configurations", lambda: _configurations(entries), [])
     provenance = trouble.attempt("The provenance", lambda: _provenance(result, entries), [])
-    parts = {"Samples": samples, "Configuration": options, "Provenance": [*provenance, *command]}
+    command = command or str(result.get("command", ""))
+    again = [Paragraph(plain("To make it again:")), Command(command)] if command else []
+    parts = {"Samples": samples, "Configuration": options, "Provenance": [*provenance, *again]}
     return Section(
         title,
         (*trouble.notes(), *about, *tables, *pictures),
@@ -133,7 +134,8 @@ def _configurations(entries: Sequence[Mapping[str, Any]]) -> list[Block]:
 
 
 def _provenance(result: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> list[Block]:
-    plain_values = [(name, value) for name, value in result.items() if isinstance(value, (str, int, float)) and name != "title"]
+    shown_elsewhere = ("title", "command")
+    plain_values = [(k, v) for k, v in result.items() if isinstance(v, (str, int, float)) and k not in shown_elsewhere]
     groups = {name: value for name, value in result.items() if isinstance(value, dict)}
     conditions = {name: value for name, value in flatten(groups).items() if isinstance(value, (str, int, float))}
     blocks: list[Block] = []

@@ -12,6 +12,7 @@ Any number of processes, on one machine or several, may work in one folder: each
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 import traceback
@@ -111,7 +112,7 @@ class Workshop:
 
     def prepared(self, config: Config) -> Path:
         """The prepared text of a config."""
-        source = Path(config.data.source).expanduser()
+        source = Path(os.path.expanduser(config.data.source))  # Path's own refuses a user that does not exist
         if (source / "index.json").is_file():
             return source
         folder = self.folder / f"data-{key_of(to_dict(config.data))[:8]}"

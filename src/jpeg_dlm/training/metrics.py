@@ -27,7 +27,7 @@ class MetricsLog:
     def __init__(self, path: Path, resume: int | None) -> None:
         self.path = path
         _rewind(path, resume)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append one line; a number may also be a tensor or array of one element."""

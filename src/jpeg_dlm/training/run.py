@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,6 +93,9 @@ def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume:
         try:
             folder = prepared_folder(config, run, ranks, console, stop)
             bench = Bench(Blocks(folder, "train"), Blocks(folder, "heldout"), ranks, console, stop)
+            if resume and ranks.is_main:  # the index says what the text was, not what the disk holds now
+                bench.blocks.verify()
+                bench.heldout.verify()
             config = fit_to_data(config, bench.blocks, ranks.world)
             if method_class(config.method).uses_encoder:
                 bench = with_encoder(config, run, bench)
@@ -113,7 +117,7 @@ def _check_fresh(run: Path, resume: bool) -> None:
 
 def prepared_folder(config: Config, run: Path, ranks: Ranks, console: Console, stop: StopSignal) -> Path:
     """The named folder if it is prepared already, else RUN/data, prepared now by the main process."""
-    source = Path(config.data.source).expanduser()
+    source = Path(os.path.expanduser(config.data.source))  # Path's own refuses a user that does not exist
     if config.data.source and (source / "index.json").is_file():
         return source
     if ranks.is_main:
