@@ -163,7 +163,7 @@ def test_bits_all_over_a_manifest_count(tmp_path):
     (lambda p: (p / "manifest.json").write_bytes(b""), "manifest.json' is damaged"),
     (lambda p: (p / "manifest.json").write_bytes(b"[]"), "manifest.json' is not a JSON object"),
     (lambda p: (p / "manifest.json").write_bytes(b'{"a":' * 100_000), "manifest.json' is damaged"),
-    (lambda p: (p / "manifest.json").write_bytes(b'{"a":' * 40 + b"1" + b"}" * 40), "moderate depth"),
+    (lambda p: (p / "manifest.json").write_bytes(b'{"a":' * 40 + b"1" + b"}" * 40), "nested too deeply"),
     (lambda p: (p / "manifest.json").write_bytes(b" " * (2 << 20)), "larger than"),
     (lambda p: (p / "manifest.json").write_bytes(b'{"a":' + b"9" * 10_000 + b"}"), "manifest.json' is damaged"),
     (lambda p: (p / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json' is damaged"),

@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, LogFormatter, MaxNLocator
 
 from jpeg_dlm.errors import DataError
 from jpeg_dlm.files import write_atomic
@@ -77,7 +77,7 @@ def _draw_run(run: Path) -> Path:
     columns = min(4, len(panels)) if len(panels) != 4 else 2
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(PANEL_SIZE[0] * columns, PANEL_SIZE[1] * rows + 0.5), facecolor="white")
-    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.08)
+    _set_margins(figure, rows, columns)
     FigureCanvasAgg(figure)
     figure.suptitle(run.resolve().name, fontsize=12, color=INK, fontweight="bold")
     steps = [s for one in series.values() for s in one.steps]
@@ -92,6 +92,17 @@ def _draw_run(run: Path) -> Path:
     path = run / "metrics.png"
     write_atomic(path, out.getvalue())
     return path
+
+
+def _set_margins(figure: Figure, rows: int, columns: int) -> None:
+    """Fixed room for titles and labels, in inches: a layout engine would draw everything twice (measured: half the time)."""
+    width, height = figure.get_size_inches()
+    left, bottom, between_x, between_y = 0.75, 0.55, 0.95, 0.75
+    figure.subplots_adjust(
+        left=left / width, right=1 - 0.2 / width, bottom=bottom / height, top=1 - 0.7 / height,
+        wspace=between_x / ((width - left - 0.2 - (columns - 1) * between_x) / columns),
+        hspace=between_y / ((height - bottom - 0.7 - (rows - 1) * between_y) / rows),
+    )  # fmt: skip
 
 
 def _collect(rows: Sequence[dict[str, Any]]) -> dict[str, _Series]:
@@ -152,6 +163,8 @@ def _draw_panel(axes: Axes, series: dict[str, _Series]) -> None:
     finite = finite[np.isfinite(finite)]
     if not linear and len(finite) and finite.min() > 0 and finite.max() > LOG_RANGE * finite.min():
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(LogFormatter())  # plain text: formulas are slow to set
+        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     if axes.get_legend_handles_labels()[1] not in ([], ["train"]):
         axes.legend(fontsize=7.5, frameon=False, handlelength=1.4, labelcolor=INK)
 
@@ -188,7 +201,7 @@ def _dress(axes: Axes, title: str, unit: str, span: tuple[int, int]) -> None:
         axes.set_xlim(span[0] - pad, span[1] + pad)  # one span for all panels, so that they can be compared by eye
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.tick_params(labelsize=8, colors=INK, length=3)
+    axes.tick_params(which="both", labelsize=8, colors=INK, length=3)
     axes.grid(True, color="#e2e8f0", lw=0.7)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -196,5 +209,5 @@ def _dress(axes: Axes, title: str, unit: str, span: tuple[int, int]) -> None:
     for side in ("left", "bottom"):
         axes.spines[side].set_color("#a0aec0")
     if axes.get_yscale() == "linear":
-        axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useMathText=True)
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4))
         axes.yaxis.get_offset_text().set_fontsize(8)
