@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Two processes of one thread each: most tests start many small operations, which more threads only slow down.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 .PHONY: demo test slow all-tests browser lint bench clean
 
@@ -19,7 +21,7 @@ demo: $(STAMP)
 	@$(BIN)/jpeg-dlm demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST) --dist loadfile
 
 # The slow tests open a report in a browser: Debian's Chromium, with sudo where this user is not root.
 browser:
@@ -30,10 +32,10 @@ browser:
 	} || { echo 'error: The slow tests need chromium and chromedriver, which could not be installed: install both by hand.' >&2; exit 1; }
 
 slow: $(STAMP) browser
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) --dist worksteal -m slow
 
 all-tests: $(STAMP) browser
-	$(BIN)/python -m pytest -m 'slow or not slow'
+	$(PYTEST) --dist worksteal -m 'slow or not slow'
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks
