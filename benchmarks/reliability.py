@@ -259,7 +259,7 @@ def resume(short: bool, scratch: Path) -> list[Figure]:
 
 
 def soaked(short: bool, scratch: Path) -> list[Figure]:
-    steps = 500 if short else 3000
+    steps = 1000 if short else 3000
     found = soak(steps, prepare_text(scratch), scratch)
     later = found.settled()
     low, high = int(later.handles.min()), int(later.handles.max())

@@ -308,7 +308,7 @@ def run_measuring(words: list[str], every: int, out) -> None:
 
 def soak(steps: int, data: Path, scratch: Path) -> Soak:
     """A run of many steps with saves, and with evaluations that write samples and a picture; of the quickest method."""
-    changes = {"train__steps": steps, "train__save_every": 50, "train__eval_every": 250, "train__log_every": 10}
+    changes = {"train__steps": steps, "train__save_every": 50, "train__eval_every": steps // 10, "train__log_every": 10}
     words = train_words("ar", data, scratch / "run", **changes)
     inlet, outlet = SERVER.Pipe(duplex=False)
     process = SERVER.Process(target=run_measuring, args=(words, SOAK_EVERY, outlet), daemon=True)

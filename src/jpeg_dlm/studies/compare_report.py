@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+
 from jpeg_dlm.evaluation.paper import paper_tables
 from jpeg_dlm.evaluation.pictures import INK, LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.evaluation.report import markdown_table, plus_minus
@@ -91,6 +93,9 @@ def draw_comparison(result: Mapping[str, Any], path: Path) -> Path | None:
             axes.axhline(real[key], color=INK, ls="--", lw=1.0, label="real text")
         dress(axes, text, text, "texts per second")
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.margins(x=0.25, y=0.15)
         if key == "gen_ppl":
             axes.set_yscale("log")
