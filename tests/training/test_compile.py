@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from small_runs import prepare_blocks, start
@@ -13,7 +11,6 @@ from jpeg_dlm.training.dist import Ranks
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("changes", [{}, {"train__checkpoint_layers": True}])
 def test_losses_of_a_compiled_run_match(corpus_file, tmp_path, changes):
     blocks = Blocks(prepare_blocks(corpus_file, tmp_path / "blocks"))
