@@ -24,6 +24,8 @@ def test_a_leak_would_be_seen():
     steps = np.arange(0, 500, 10.0)
     filling = 400 + 50 * np.minimum(steps / 80, 1)  # pools that fill in the beginning are no leak
     flat = Soak(steps, filling, np.full_like(steps, 9)).settled()
+    once = Soak(steps, filling + 4 * (steps > 300), np.full_like(steps, 9)).settled()
     leaking = Soak(steps, filling + steps * 0.004, np.full_like(steps, 9)).settled()
     assert flat.mb_per_1000_steps == pytest.approx(0, abs=1e-9) and flat.steps[0] > 98
+    assert once.mb_per_1000_steps == pytest.approx(0, abs=1e-9)  # memory that the allocator takes and keeps
     assert leaking.mb_per_1000_steps == pytest.approx(4.0) and leaking.mb_per_1000_steps > FLAT_MB
