@@ -47,7 +47,8 @@ def _scale_perplexity(axes: Axes, side: Literal["x", "y"], values: Sequence[floa
     if max(values) > WIDE * min(values):
         axis: Axis = axes.xaxis if side == "x" else axes.yaxis
         axes.set(**{f"{side}scale": "log"})
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        close = max(values) < 300 * min(values)  # further apart there is no room for more than powers of ten
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if close else (1.0,)))
         axis.set_major_formatter(FormatStrFormatter("%g"))
         axis.set_minor_locator(NullLocator())
 
