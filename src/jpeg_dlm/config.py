@@ -14,7 +14,8 @@ import difflib
 import reprlib
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,8 @@ from jpeg_dlm.strict_json import parse_json
 
 LARGEST_INT = (1 << 63) - 1  # what a whole number of 64 bits holds, so every library takes it
 LARGEST_SIZE = 1 << 24  # of anything a model has so many of (assumed: far beyond every published one)
+LOGITS_AT_ONCE = 1 << 23  # 32 MB of them: larger blocks are handed back to the system and cleared by it each time (assumed)
+FAST_EVALUATIONS = 12  # of the network by the fast sampler, the decode evaluation among them
 LARGEST_FILE = 1 << 20  # bytes of a file of options; a whole config has 3,000
 
 Checks = list[tuple[bool, str]]  # what must hold, and the sentence for when it does not
@@ -159,7 +162,7 @@ class ObjectiveConfig:
     target_ema_end: float = opt(0.999, "momentum of the target compressor at the last step (paper)")
     standardize_momentum: float = opt(0.99, "momentum of the latent statistics (paper)")
     standardize_steps: int = opt(0, "steps until the latent statistics freeze; 0 is min(10%, 2000) (assumed)")
-    ce_chunk: int = opt(0, "token positions whose logits exist at once, recomputed in backward; 0 keeps all (assumed)")
+    ce_chunk: int = opt(0, "token positions whose logits exist at once; 0 takes 32 MB of them (assumed)")
 
     def checks(self, config: Config) -> Checks:
         o = self
@@ -225,19 +228,58 @@ class SamplerConfig:
 
     steps: int = opt(32, "K, solver steps (paper: 32, OWT-128 64)")
     solver: Literal["euler", "heun", "multistep"] = opt("euler", "ODE solver (paper: Euler)")
-    grid: Literal["quantile", "random", "uniform"] = opt("quantile", "how the K+1 times are placed (released)")
+    grid: Literal["quantile", "random", "uniform", "stored"] = opt(
+        "quantile", "how the K+1 times are placed (released); 'stored' are those of `times`"
+    )
     w: float = opt(3.0, "self-conditioning guidance scale (paper: 3 on LM1B and OWT-128, 2 on OWT-1024)")
     grid_mean: float = opt(-1.5, "mean of logit(t) of the grid (released)")
     grid_std: float = opt(0.8, "deviation of logit(t) of the grid (released)")
     protocol: Literal["default", "released"] = opt(
         "default", "'released' draws random numbers in the order of the authors' code"
     )
+    times: tuple[float, ...] = opt((), "K+1 times from 0 to 1, which `jpeg-dlm tune` finds and stores with a model")
+    fast_solver: Literal["euler", "heun", "multistep"] = opt("multistep", "solver of the fast sampler (measured)")
+    fast_w: float = opt(0.0, "guidance scale of the fast sampler; 0 is w")
 
     def checks(self, config: Config) -> Checks:
+        times = self.times
         return [
             (self.steps >= 1, "sampler.steps must be at least 1"),
             (self.w > 0 and self.grid_std > 0, "sampler.w and sampler.grid_std must be positive"),
+            (self.fast_w >= 0, "sampler.fast_w must not be negative"),
+            (
+                not times or (len(times) > 1 and times[0] == 0 and times[-1] == 1),
+                "sampler.times must begin with 0 and end with 1",
+            ),
+            (all(t < u for t, u in pairwise(times)), "sampler.times must increase"),
+            (
+                self.grid != "stored" or bool(times),
+                "sampler.grid 'stored' needs sampler.times: find them with  jpeg-dlm tune, or choose another grid",
+            ),
+            (
+                self.grid != "stored" or self.steps == len(times) - 1,
+                f"sampler.grid 'stored' has {len(times) - 1} steps, not {self.steps}: leave sampler.steps at that, or choose "
+                "another grid",
+            ),
+            (
+                self.grid != "stored" or self.protocol == "default",
+                "sampler.grid 'stored' is not in the released protocol: choose another grid",
+            ),
         ]
+
+    def fast(self) -> SamplerConfig:
+        """The stored times, or for a model without them as many steps of its grid as `FAST_EVALUATIONS` allow.
+
+        Few random times may leave a gap anywhere, so quantiles of the same distribution take their place. What is as quick
+        already, such as a distilled student, stays as it is.
+        """
+        if not self.times and self.evaluations(0) <= FAST_EVALUATIONS:
+            return self
+        sampler = replace(self, solver=self.fast_solver, w=self.fast_w or self.w, protocol="default")
+        if self.times:
+            return replace(sampler, grid="stored", steps=len(self.times) - 1)
+        grid = "quantile" if self.grid == "random" else self.grid
+        return replace(sampler, grid=grid, steps=steps_within(FAST_EVALUATIONS, self.fast_solver))
 
     def label(self) -> str:
         """As tables name it."""
@@ -246,6 +288,19 @@ class SamplerConfig:
     def evaluations(self, token_len: int) -> int:
         """Network evaluations of one sample: K (Heun: two a step but the last) and the decode evaluation."""
         return (2 * self.steps - 1 if self.solver == "heun" else self.steps) + 1
+
+
+def logit_rows(chunk: int, vocab_size: int) -> int:
+    """Token positions whose logits exist at once: `ce_chunk`, or what it chooses at 0."""
+    return chunk or max(1, LOGITS_AT_ONCE // vocab_size)
+
+
+def steps_within(evaluations: int, solver: str) -> int:
+    """The most steps whose evaluations, the decode evaluation among them, are at most so many."""
+    steps = evaluations // 2 if solver == "heun" else evaluations - 1
+    if steps < 1:
+        raise UsageError("A sampler needs at least 2 network evaluations: one step and the decode evaluation.")
+    return steps
 
 
 @dataclass(frozen=True)
@@ -309,6 +364,10 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
         if value not in choices:
             raise UsageError(f"'{path}' must be one of {', '.join(map(str, choices))}, not {reprlib.repr(value)}.")
         return value
+    if typing.get_origin(hint) is tuple:  # of numbers: a list in JSON, commas on the command line
+        items = [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+        if isinstance(items, (list, tuple)):
+            return tuple(_convert(item, typing.get_args(hint)[0], path) for item in items)
     if hint is bool:
         table = {True: True, False: False, "true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
         key = value.lower() if isinstance(value, str) else value
@@ -350,8 +409,12 @@ def from_dict(values: Mapping[str, Any], cls: type = Config, path: str = "") -> 
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The inverse of `from_dict`."""
-    return dataclasses.asdict(config)
+    """The inverse of `from_dict`, as JSON gives it back: with lists for tuples."""
+
+    def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in items}
+
+    return dataclasses.asdict(config, dict_factory=plain)
 
 
 def changed(config: Config) -> dict[str, Any]:

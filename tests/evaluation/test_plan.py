@@ -205,7 +205,7 @@ def test_what_cannot_fit_is_said():
     found = plan.make_plan(preset("lm1b"), plan.parse_devices("1x0.5GB"), SPEED)
     assert all(way["batch"] == 0 for way in found["ways"])
     assert "Not even one row fits" in plan.advice(found)[0]
-    wide = override(preset("lm1b"), {"objective.ce_chunk": 0})
+    wide = override(for_method(preset("lm1b"), "ar"), {"objective.ce_chunk": 0, "train.batch": 384})
     said = " ".join(plan.advice(plan.make_plan(wide, plan.parse_devices("8x40GB"), SPEED)))
     assert "--objective.ce-chunk 8192" in said
     unknown = override(preset("lm1b"), {"encoder.name": "someone/large"})

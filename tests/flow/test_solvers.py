@@ -53,7 +53,7 @@ def test_multistep_is_exact_for_a_prediction_linear_in_time_except_at_the_ends()
     assert states[1][0] > 0 and len(rest) == 7
 
 
-def test_multistep_holds_the_prediction_in_its_first_and_last_step():
+def test_multistep_holds_its_first_prediction_and_extends_its_last_by_no_more_than_a_step():
     calls = []
 
     def predict(z, t):
@@ -64,8 +64,10 @@ def test_multistep_holds_the_prediction_in_its_first_and_last_step():
     one = multistep(predict, z0, [0.0, 1.0])
     assert one.item() == 1.0
     two = multistep(predict, z0, [0.0, 0.5, 1.0])
-    assert two.item() == pytest.approx(1 + 5 * 0.5)  # the last prediction, wherever the state was
-    assert calls == [0.0, 0.0, 0.5]
+    assert two.item() == pytest.approx(1 + 5 * 1.0)  # the prediction for t = 1, wherever the state was
+    long = multistep(predict, z0, [0.0, 0.2, 1.0])
+    assert long.item() == pytest.approx(1 + 5 * 0.4)  # as far beyond 0.2 as the past lies before it
+    assert calls == [0.0, 0.0, 0.5, 0.0, 0.2]
 
 
 # Data N(0, s^2): the posterior mean is x(z, t) = t s^2 z / c(t)^2 with c(t)^2 = t^2 s^2 + (1 - t)^2, the variance of

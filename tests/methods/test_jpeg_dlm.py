@@ -334,7 +334,9 @@ def self_conditioned(method, w, rows=64):
     z_t, z_tgt = torch.randn(rows, 3, 12, generator=g), torch.randn(rows, 3, 12, generator=g)
     t = torch.rand(rows, generator=g)
     w = torch.full((rows,), w) if isinstance(w, float) else w
-    s, target = method.self_condition(z_t, t, w, z_tgt, noise(rows))
+    chosen = noise(rows).uniform("self_condition") < method.config.objective.sc_prob
+    s = method.self_condition(z_t, t, w, chosen)
+    target = method.flow_target(z_tgt, method.dit(z_t, t, s, w), chosen, z_t, t, s, w)
     return z_t, t, w, z_tgt, s, target
 
 
@@ -343,8 +345,10 @@ def test_at_scale_one_the_target_is_the_clean_one():
     assert torch.allclose(target, z_tgt, atol=1e-6) and s.any()
 
 
-def test_the_coin_is_thrown_for_each_example():
-    method = build()
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_coin_is_thrown_for_each_example(dropout):
+    method = build(model__dropout=dropout)
+    method.dit.train(dropout == 0)  # else the network below would drop as well
     z_t, t, w, z_tgt, s, target = self_conditioned(method, 3.0)
     chosen = noise(64).uniform("self_condition") < 0.5
     assert 15 < int(chosen.sum()) < 49

@@ -6,7 +6,8 @@ import pytest
 import torch
 from reference import slow_dit
 
-from jpeg_dlm.nn.dit import DiT, rope_table, rotate, scalar_embedding
+from jpeg_dlm.nn.dit import DiT, rope_table, scalar_embedding
+from jpeg_dlm.nn.lean import rotate
 
 B, N, D, H, HEADS, DEPTH, FREQ = 3, 5, 6, 24, 3, 2, 8
 TOKENS = (2, 3, 1)  # time, scale and mode tokens, all different so that none can be confused

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jpeg_dlm.config import Config
+from jpeg_dlm.config import Config, logit_rows
 from jpeg_dlm.evaluation.counts import codec_inner, network_ids, parameter_counts, prefix_len, swiglu_inner
 
 FP32, BF16 = 4, 2  # bytes
 
 # (bytes per H, bytes per I) of one position in one layer, in fp32 and under bf16 autocast (measured)
 KEPT = {
-    "dit": ((60.3, 16), (50.3, 8)),
+    "dit": ((32.6, 8), (20.6, 4)),
     "ddit": ((57.2, 8), (36.8, 4)),  # modulated and gated by the noise level
     "capped": ((49.7, 8), (37.0, 4)),  # the same with capped attention, beside its scores
     "causal": ((40.2, 8), (24.2, 4)),
-    "unet": ((48.2, 16), (33.6, 8)),  # the network of COSMOS
-    "codec": ((85.3, 8), (69.3, 4)),  # a position is a query on one side of the codec and context on the other
+    "unet": ((40.3, 16), (26.1, 8)),  # the network of COSMOS
+    "codec": ((55.7, 4), (32.5, 2)),  # a position is a query on one side of the codec and context on the other
 }
 DROPOUT = (8, 4)  # more bytes per H where a transformer over tokens has dropout (measured)
 CAPPED_SCORE = (7.25, 9.6)  # bytes of a score of capped attention, mostly its tanh and its softmax (measured)
@@ -80,6 +80,8 @@ def logit_bytes(config: Config) -> int:
     with_logits = positions * config.objective.decode_prob if method == "elf" else positions
     with_logits = with_logits / 2 if method in HALF_MASKED else with_logits
     chunk = config.objective.ce_chunk
+    if method == "jpeg-dlm":  # its loss makes gradients chunk by chunk, in place of the logits
+        return round(FP32 * network_ids(config) * min(logit_rows(chunk, network_ids(config)), positions))
     with_logits = min(chunk, with_logits) if chunk > 0 else with_logits
     kept = with_logits * LOGIT.get(method, PLAIN_LOGIT) + (positions * FP32 if wide_input else 0)
     return round(network_ids(config) * kept)

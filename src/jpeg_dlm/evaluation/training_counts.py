@@ -40,10 +40,19 @@ class Step:
 # ---------------------------------------------------------------- the systems
 
 
+def _shared_queries(config: Config, positions: int) -> float:
+    """Products of a first layer with learned queries: ours does them once a batch, which is next to nothing a row."""
+    return 3 * positions * config.model.latent_dim**2
+
+
+def _codec_encoding(config: Config) -> float:
+    return compressor_macs(config) - _shared_queries(config, config.model.latent_len)
+
+
 def _codec_decoding(config: Config) -> float:
-    """The decompressor as ours runs it: the base query's network once a batch, which is next to nothing a row."""
+    """The decompressor as ours runs it: the base query's network once a batch as well."""
     m, tokens = config.model, config.data.token_len
-    return decompressor_macs(config, m.latent_len) - tokens * query_macs(config)
+    return decompressor_macs(config, m.latent_len) - tokens * query_macs(config) - _shared_queries(config, tokens)
 
 
 def _jpeg_dlm(config: Config) -> Step:
@@ -55,9 +64,10 @@ def _jpeg_dlm(config: Config) -> Step:
     slices = o.sigreg_slices if o.sigreg_weight else 0
     regularizers = vectors * m.latent_dim * (m.latent_dim + slices)
     return Step(
-        forward=compressor_macs(config) + 2 * dit + decodings * decoding + regularizers,
+        forward=_codec_encoding(config) + 2 * dit + decodings * decoding + regularizers,
         logits=decodings * logits,
-        frozen=compressor_macs(config) + 2 * o.sc_prob * dit,  # the target, and the two passes of self-conditioning
+        # The target, and the first pass of self-conditioning; the second is the trained one where nothing is dropped.
+        frozen=_codec_encoding(config) + (2 if m.dropout else 1) * o.sc_prob * dit,
     )
 
 
@@ -73,11 +83,11 @@ def _cosmos(config: Config) -> Step:
     conditions = m.hidden**2 + n * m.latent_dim * m.hidden  # of time and of the prediction before, in every layer
     ends = 0 if m.latent_dim == m.hidden else 2 * n * m.latent_dim * m.hidden
     network = m.depth * (block + conditions) + ends + 4 * m.hidden**2
-    return Step(network, 0, frozen=compressor_macs(config) + o.sc_prob * network)
+    return Step(network, 0, frozen=_codec_encoding(config) + o.sc_prob * network)
 
 
 def _cosmos_codec(config: Config) -> Step:
-    return Step(compressor_macs(config) + _codec_decoding(config), projection_macs(config))
+    return Step(_codec_encoding(config) + _codec_decoding(config), projection_macs(config))
 
 
 def _tokens(config: Config, positions: int) -> float:
@@ -183,12 +193,13 @@ def training_macs(config: Config, recompute: bool = False) -> dict[str, float]:
         raise UsageError(f"There is no plan for '{config.method}': choose one of {', '.join(STEPS)}.")
     step, batch, tokens = STEPS[config.method](config), config.train.batch, config.data.token_len
     encoder = encoder_size(config.encoder, config.data.vocab_size) if config.method in USES_ENCODER else None
-    chunk = getattr(config.objective, "ce_chunk", 0)
+    # JPEG-DLM makes its gradients with the loss, chunk by chunk; the others compute a chunk's logits again in backward.
+    logits_again = config.method != "jpeg-dlm" and 0 < getattr(config.objective, "ce_chunk", 0) < batch * tokens
     parts = {
         "encoder": 0.0 if encoder is None or config.data.cache_features else float(encoder.macs(tokens)),
         "frozen": step.frozen,
         "forward": step.forward + step.logits + step.inputs,
         "backward": 2 * (step.forward + step.logits) + step.inputs,
-        "again": (step.logits if 0 < chunk < batch * tokens else 0.0) + (step.forward if recompute else 0.0),
+        "again": (step.logits if logits_again else 0.0) + (step.forward if recompute else 0.0),
     }
     return parts | {"total": sum(parts.values())}

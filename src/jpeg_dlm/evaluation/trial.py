@@ -88,11 +88,11 @@ def main() -> None:
     config, trial = from_dict(request["config"]), Trial(**request["trial"])
     torch.set_num_threads(trial.threads)
     device = torch.device(trial.device)
-    empty = _peak(device)
+    empty = peak_bytes(device)
     method = build_method(config).to(device).train(trial.work == "train")
     batch = random_batch(config, trial.batch, device, type(method).uses_encoder) if trial.work == "train" else None
 
-    built = _peak(device)
+    built = peak_bytes(device)
 
     def run(number: int) -> float:
         began = time.perf_counter()
@@ -108,10 +108,10 @@ def main() -> None:
     seconds = run(0)
     if seconds < trial.limit / 2:  # the first is slower; where that is the price of waiting twice, it is good enough
         seconds = run(1)
-    print(json.dumps({"seconds": seconds, "built_bytes": built - empty, "peak_bytes": _peak(device) - built}))
+    print(json.dumps({"seconds": seconds, "built_bytes": built - empty, "peak_bytes": peak_bytes(device) - built}))
 
 
-def _peak(device: torch.device) -> int:
+def peak_bytes(device: torch.device) -> int:
     """The most bytes held so far."""
     if device.type == "cuda":
         import torch

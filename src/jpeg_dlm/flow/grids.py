@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,8 +30,12 @@ def _with_ends(inner: Tensor) -> Tensor:
     return torch.cat([inner.new_zeros(1), inner, inner.new_ones(1)]).float()
 
 
-def make_grid(kind: str, steps: int, mean: float, std: float, generator: torch.Generator) -> Tensor:
-    """The grid of a sampler config; only 'random' uses the generator."""
+def make_grid(
+    kind: str, steps: int, mean: float, std: float, generator: torch.Generator, times: Sequence[float] = ()
+) -> Tensor:
+    """The grid of a sampler config; only 'random' uses the generator, only 'stored' the times."""
+    if kind == "stored":
+        return torch.tensor(times)
     if kind == "uniform":
         return uniform_grid(steps)
     if kind == "quantile":

@@ -37,7 +37,7 @@ from jpeg_dlm.methods.base import (
 from jpeg_dlm.methods.regularizers import sigreg, unit_directions, variance_covariance
 from jpeg_dlm.nn.dit import DiT
 from jpeg_dlm.nn.perceiver import Compressor, Decompressor
-from jpeg_dlm.nn.token_loss import token_nll
+from jpeg_dlm.nn.token_loss import linear_cross_entropy
 from jpeg_dlm.rng import RowNoise
 
 VARIANCE_FLOOR = 1e-4  # assumed: keeps a dead channel from being blown up by standardization
@@ -57,6 +57,13 @@ def swiglu_ratio(inner: int, hidden: int) -> float:
         if int(expanded * 2 / 3) == inner and int(hidden * (expanded / hidden)) == expanded:
             return expanded / hidden
     raise CheckpointError(f"A SwiGLU width of {inner} does not fit a hidden width of {hidden}.")
+
+
+def token_shares(tokens_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
+    """What each position counts in `masked_mean`."""
+    if mask_BL is None:
+        return torch.full(tokens_BL.shape, 1 / tokens_BL.numel(), device=tokens_BL.device)
+    return mask_BL / all_mean(mask_BL.float().sum()).clamp_min(1)
 
 
 class JpegDlm(Method):
@@ -117,9 +124,11 @@ class JpegDlm(Method):
         t = logit_normal(noise.normal("time"), o.time_mean, o.time_std)
         z_t = interpolate(z_tgt, noise.normal("latent", *z_tgt.shape[1:]), t)
         w = guidance_scale(noise.uniform("scale"), o.w_min, o.w_max)
-        s, z_flow = self.self_condition(z_t, t, w, z_tgt, noise)
+        chosen = noise.uniform("self_condition") < o.sc_prob
+        s = self.self_condition(z_t, t, w, chosen)
 
         zhat_tgt, zhat_1 = self.both_branches(z_c, z_t, t, s, w)
+        z_flow = self.flow_target(z_tgt, zhat_1, chosen, z_t, t, s, w)
         hhat = self.decompressor(self.unstandardize(zhat_tgt))  # hhat <- D(zhat_tgt)
 
         return {
@@ -160,19 +169,24 @@ class JpegDlm(Method):
         return predicted + z if self.config.model.decode_residual else predicted
 
     @torch.no_grad()
-    def self_condition(self, z_t: Tensor, t: Tensor, w: Tensor, z_tgt: Tensor, noise: RowNoise) -> tuple[Tensor, Tensor]:
-        """(s, target of the flow loss): for a random half of the rows the guided target, else zeros and z_tgt."""
-        s, target = torch.zeros_like(z_t), z_tgt.clone()
-        chosen = (noise.uniform("self_condition") < self.config.objective.sc_prob).nonzero().squeeze(1)
-        if len(chosen):
+    def self_condition(self, z_t: Tensor, t: Tensor, w: Tensor, chosen: Tensor, s: Tensor | None = None) -> Tensor:
+        """f(z_t, t; s, w) without dropout (ELF) for the chosen half of the rows, else zeros."""
+        out, rows = torch.zeros_like(z_t), chosen.nonzero().squeeze(1)
+        if len(rows):
             training = self.dit.training
-            self.dit.eval()  # the two extra passes see no dropout (ELF)
-            first = self.dit(z_t[chosen], t[chosen], None, w[chosen])
-            second = self.dit(z_t[chosen], t[chosen], first, w[chosen])
+            self.dit.eval()
+            out[rows] = self.dit(z_t[rows], t[rows], None if s is None else s[rows], w[rows])
             self.dit.train(training)
-            s[chosen] = first
-            target[chosen] = guided_target(z_tgt[chosen], second, first, w[chosen])
-        return s, target
+        return out
+
+    @torch.no_grad()
+    def flow_target(
+        self, z_tgt: Tensor, zhat_1: Tensor, chosen: Tensor, z_t: Tensor, t: Tensor, s: Tensor, w: Tensor
+    ) -> Tensor:  # fmt: skip
+        """The target of the flow loss: for the chosen rows moved by a second minus the first prediction, else z_tgt (ELF)."""
+        # The second is f(z_t, t; s, w) without dropout: where there is none, that is the prediction which is trained.
+        second = self.self_condition(z_t, t, w, chosen, s) if self.config.model.dropout else zhat_1
+        return torch.where(per_row(chosen, z_tgt), guided_target(z_tgt, second, s, w), z_tgt)
 
     def flow_loss(self, predicted: Tensor, target: Tensor, t: Tensor) -> Tensor:
         """The x-loss, or the same error as a velocity, weighted by (1 - t)**-2 (appendix)."""
@@ -181,9 +195,13 @@ class JpegDlm(Method):
             error = error / per_row((1 - t).clamp_min(self.config.objective.v_floor) ** 2, error)
         return error.mean()
 
-    def token_loss(self, hhat: Tensor, batch: Batch) -> Tensor:
-        nll = token_nll(self.project, hhat, batch.tokens_BL, self.config.objective.ce_chunk)
-        return masked_mean(nll, batch.mask_BL)
+    def token_loss(self, hhat: Tensor, batch: Batch, rows_B: Tensor | None = None) -> Tensor:
+        """Mean -log p(token) over real tokens; `rows_B` picks rows, and the others count as zeros in that mean."""
+        share_BL = token_shares(batch.tokens_BL, batch.mask_BL)
+        share_BL = share_BL if rows_B is None else share_BL * rows_B[:, None]
+        x = F.gelu(self.unembed_proj(hhat)).flatten(0, 1)
+        head, chunk = self.lm_head, self.config.objective.ce_chunk
+        return linear_cross_entropy(x, head.weight, head.bias, batch.tokens_BL.flatten(), share_BL.flatten(), chunk)
 
     def noisy_token_loss(self, zhat_1: Tensor, t: Tensor, batch: Batch) -> dict[str, Tensor]:
         """The ablation that extends the token loss to denoise predictions with t in [ce_time_min, 1]."""
@@ -191,24 +209,27 @@ class JpegDlm(Method):
             return {}
         late = t >= self.config.objective.ce_time_min
         hhat = self.decompressor(self.unstandardize(zhat_1))
-        nll = token_nll(self.project, hhat, batch.tokens_BL, self.config.objective.ce_chunk)
         # Normalized by all rows, not by the few late ones, so that the term's size does not jump with their number.
-        return {"ce_noisy": masked_mean(nll * late[:, None], batch.mask_BL)}
+        return {"ce_noisy": self.token_loss(hhat, batch, late)}
 
     def regularizers(self, z: Tensor, noise: RowNoise) -> dict[str, Tensor]:
         """SIGReg, variance and covariance terms over the vectors of the context compressor (appendix)."""
-        o = self.config.objective
-        kept = max(1, o.reg_max_rows // (noise.total or len(z))) if o.reg_max_rows else z.shape[1]
-        if kept < z.shape[1]:  # equally many of each row, so that the choice does not depend on how a batch is split
-            chosen = noise.uniform("reg_rows", z.shape[1]).argsort(1)[:, :kept]
-            z = z.gather(1, chosen[..., None].expand(-1, -1, z.shape[2]))
-        u = z.flatten(0, 1).float()
+        o, u = self.config.objective, self.regularized(z, noise)
         terms = {}
         if o.sigreg_weight:
             directions = unit_directions(u.shape[1], o.sigreg_slices, noise.shared("sigreg"))
             terms["sigreg"] = sigreg(u, directions, o.sigreg_knots, o.sigreg_t_max)
         terms["var"], terms["cov"] = variance_covariance(u)
         return terms
+
+    def regularized(self, z: Tensor, noise: RowNoise) -> Tensor:
+        """The vectors (R, D) that the regularizers use."""
+        most = self.config.objective.reg_max_rows
+        kept = max(1, most // (noise.total or len(z))) if most else z.shape[1]
+        if kept < z.shape[1]:  # equally many of each row, so that the choice does not depend on how a batch is split
+            chosen = noise.uniform("reg_rows", z.shape[1]).argsort(1)[:, :kept]
+            z = z.gather(1, chosen[..., None].expand(-1, -1, z.shape[2]))
+        return z.flatten(0, 1).float()
 
     # ------------------------------------------------------------ latent standardization (appendix)
 
@@ -253,7 +274,9 @@ class JpegDlm(Method):
         refuse_given(given_BL, self.title)
         m = self.config.model
         z = noise.normal("sample", m.latent_len, m.latent_dim)  # z ~ N(0, I), one generator per row
-        grid = make_grid(sampler.grid, sampler.steps, sampler.grid_mean, sampler.grid_std, noise.shared("grid"))
+        grid = make_grid(
+            sampler.grid, sampler.steps, sampler.grid_mean, sampler.grid_std, noise.shared("grid"), sampler.times
+        )  # fmt: skip
         return self.integrate(z, grid, sampler, watch)
 
     @torch.no_grad()

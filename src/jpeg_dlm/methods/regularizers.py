@@ -6,6 +6,9 @@ not depend on how a batch is split.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,18 +24,53 @@ def unit_directions(dim: int, slices: int, generator: torch.Generator) -> Tensor
 def epps_pulley(y: Tensor, knots: int = 17, t_max: float = 3.0) -> Tensor:
     """The Epps-Pulley distance of each column of y (R, M) from N(0, 1), times R: shape (M,).
 
-    Trapezoidal quadrature on [-t_max, t_max], folded onto the half line by symmetry, with the Gaussian weight of
-    LeJEPA. Looping over the knots keeps memory at R x M instead of R x M x knots.
+    Trapezoidal quadrature on [-t_max, t_max], folded onto the half line by symmetry, with the Gaussian weight of LeJEPA.
     """
     t = torch.linspace(0.0, t_max, knots, dtype=torch.float32, device=y.device)
     dt = t_max / (knots - 1)
     phi = torch.exp(-0.5 * t**2)
     weights = torch.full_like(t, 2 * dt)
     weights[0] = weights[-1] = dt
-    means = [torch.stack([(t[k] * y).cos().mean(0), (t[k] * y).sin().mean(0)]) for k in range(knots)]
-    real_KM, imag_KM = all_mean(torch.stack(means, 1))  # once for all knots: processes meet here
+    real_KM, imag_KM = all_mean(wave_means(y, knots, dt))  # once for all knots: processes meet here
     distance_KM = (real_KM - phi[:, None]) ** 2 + imag_KM**2
     return (weights * phi) @ distance_KM * (len(y) * world_size())
+
+
+def wave_means(y: Tensor, knots: int, dt: float) -> Tensor:
+    """Means of cos(k dt y) and sin(k dt y) over the rows of y (R, M), for k = 0 .. knots - 1: shape (2, knots, M).
+
+    The waves are made one after the other by turning, in forward and again in backward, so that only y is kept.
+    """
+    return _WaveMeans.apply(y, knots, dt)  # pyright: ignore[reportReturnType]
+
+
+def _waves(y: Tensor, knots: int, dt: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """cos(k dt y) and sin(k dt y); a pair is overwritten by those that follow."""
+    angle = dt * y
+    cos, sin = angle.cos(), angle.sin_()
+    real, imag, spare = torch.ones_like(y), torch.zeros_like(y), torch.empty_like(y)
+    for _ in range(knots):
+        yield real, imag
+        torch.mul(real, cos, out=spare).addcmul_(imag, sin, value=-1)
+        imag.mul_(cos).addcmul_(real, sin)
+        real, spare = spare, real
+
+
+class _WaveMeans(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, knots: int, dt: float) -> Tensor:
+        ctx.save_for_backward(y)
+        ctx.dt = dt
+        return torch.stack([torch.stack([real.mean(0), imag.mean(0)]) for real, imag in _waves(y, knots, dt)], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (y,) = ctx.saved_tensors
+        dy = torch.zeros_like(y)
+        for k, (real, imag) in enumerate(_waves(y, g.shape[1], ctx.dt)):
+            t = k * ctx.dt / len(y)
+            dy.addcmul_(imag, g[0, k], value=-t).addcmul_(real, g[1, k], value=t)
+        return dy, None, None
 
 
 def sigreg(u: Tensor, directions: Tensor, knots: int = 17, t_max: float = 3.0) -> Tensor:

@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jpeg_dlm.nn.lean import norm_linear, rms_norm, swiglu_linear
 from jpeg_dlm.nn.precision import fp32_island
+
+NORM_EPS = 1e-6  # (released)
 
 
 def scalar_embedding(x_B: Tensor, dim: int) -> Tensor:
@@ -28,12 +31,6 @@ def rope_table(prefix: int, length: int, head_dim: int) -> tuple[Tensor, Tensor]
     angles = torch.outer(torch.arange(length, dtype=torch.float32), inv).repeat_interleave(2, dim=-1)
     angles = torch.cat([torch.zeros(prefix, head_dim), angles])
     return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (2i, 2i + 1) of the last axis."""
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    return x * cos + torch.stack([-odd, even], dim=-1).flatten(-2) * sin
 
 
 class ScalarEmbedder(nn.Module):
@@ -66,17 +63,19 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.q_norm = nn.RMSNorm(hidden // heads, eps=1e-6)
-        self.k_norm = nn.RMSNorm(hidden // heads, eps=1e-6)
+        self.q_norm = nn.RMSNorm(hidden // heads, eps=NORM_EPS)
+        self.k_norm = nn.RMSNorm(hidden // heads, eps=NORM_EPS)
         self.proj = nn.Linear(hidden, hidden)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # 3 B heads S head_dim
-        v = qkv[2]
-        # q and k go through norm and rotation together: one pass over memory instead of two.
-        gain = torch.stack([self.q_norm.weight, self.k_norm.weight])[:, None, None, None]
-        q, k = rotate(F.rms_norm(qkv[:2].float(), (qkv.shape[-1],), eps=1e-6) * gain, cos, sin).to(v.dtype)
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Of x normed with `gain`."""
+        (qkv,) = norm_linear(x, gain, NORM_EPS, (self.qkv.weight, self.qkv.bias))
+        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)  # B S heads head_dim
+        rope = cos[:, None], sin[:, None]
+        q = rms_norm(q, self.q_norm.weight, NORM_EPS, rope).to(v.dtype)
+        k = rms_norm(k, self.k_norm.weight, NORM_EPS, rope).to(v.dtype)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -86,23 +85,24 @@ class SwiGLU(nn.Module):
         self.w12 = nn.Linear(hidden, 2 * inner)
         self.w3 = nn.Linear(inner, hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.w12(x).chunk(2, dim=-1)
-        return self.w3(F.silu(gate) * up)
+    def forward(self, x: Tensor, gain: Tensor) -> Tensor:
+        """Of x normed with `gain`."""
+        (gate_up,) = norm_linear(x, gain, NORM_EPS, (self.w12.weight, self.w12.bias))
+        return swiglu_linear(gate_up, self.w3.weight, self.w3.bias)
 
 
 class Block(nn.Module):
     def __init__(self, hidden: int, heads: int, ratio: float, dropout: float) -> None:
         super().__init__()
-        self.norm1 = nn.RMSNorm(hidden, eps=1e-6)
+        self.norm1 = nn.RMSNorm(hidden, eps=NORM_EPS)
         self.attn = Attention(hidden, heads)
-        self.norm2 = nn.RMSNorm(hidden, eps=1e-6)
+        self.norm2 = nn.RMSNorm(hidden, eps=NORM_EPS)
         self.mlp = SwiGLU(hidden, ratio)
         self.dropout = dropout
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + F.dropout(self.attn(self.norm1(x), cos, sin), self.dropout, self.training)
-        return x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
+        x = x + F.dropout(self.attn(x, self.norm1.weight, cos, sin), self.dropout, self.training)
+        return x + F.dropout(self.mlp(x, self.norm2.weight), self.dropout, self.training)
 
 
 class Head(nn.Module):
@@ -110,11 +110,12 @@ class Head(nn.Module):
 
     def __init__(self, hidden: int, dim: int) -> None:
         super().__init__()
-        self.norm_final = nn.RMSNorm(hidden, eps=1e-6)
+        self.norm_final = nn.RMSNorm(hidden, eps=NORM_EPS)
         self.linear = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.norm_final(x))
+        (y,) = norm_linear(x, self.norm_final.weight, NORM_EPS, (self.linear.weight, self.linear.bias))
+        return y
 
 
 class LatentTransformer(nn.Module):

@@ -9,6 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jpeg_dlm.nn.lean import gelu_linear, norm_linear, rms_norm
+
+# rms_norm adds its eps to the mean square; 1e-16 there is the floor 1e-8 on the RMS to rounding (released).
+NORM_EPS = 1e-16
+
 
 class CodecRMSNorm(nn.Module):
     """x / max(rms(x), 1e-8) * gamma: the epsilon is a floor on the RMS, not an addend (released)."""
@@ -18,9 +23,7 @@ class CodecRMSNorm(nn.Module):
         self.gamma = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.float()
-        # rms_norm adds its eps to the mean square; 1e-16 there is the floor 1e-8 on the RMS to rounding.
-        return F.rms_norm(x, x.shape[-1:], self.gamma, eps=1e-16)
+        return rms_norm(x, self.gamma, NORM_EPS)
 
 
 class FeedForward(nn.Module):
@@ -34,7 +37,11 @@ class FeedForward(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
+        norm, expand, _, drop, contract = self.net
+        assert isinstance(drop, nn.Dropout) and isinstance(contract, nn.Linear)
+        if self.training and drop.p:
+            return self.net(x)
+        return gelu_linear(expand(norm(x)), contract.weight, contract.bias)
 
 
 class PerceiverAttention(nn.Module):
@@ -51,13 +58,18 @@ class PerceiverAttention(nn.Module):
         self.out = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor, ctx: Tensor, ctx_mask: Tensor | None = None) -> Tensor:
-        x, ctx = self.norm_latents(x), self.norm_ctx(ctx)
-        own, other = self.to_kv_latents(x), self.to_kv_ctx(ctx)
+        """`x` may be one row for all of a batch, as the learned queries of a first layer are: it is projected once."""
+        q, own = norm_linear(
+            x, self.norm_latents.gamma, NORM_EPS, (self.to_q.weight, None), (self.to_kv_latents.weight, None)
+        )  # fmt: skip
+        (other,) = norm_linear(ctx, self.norm_ctx.gamma, NORM_EPS, (self.to_kv_ctx.weight, None))
+        own = own.expand(len(ctx), -1, -1)
         kv = torch.cat([other, own] if self.context_first else [own, other], dim=1)
-        k, v = kv.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        q = self.to_q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = kv.unflatten(-1, (2, self.heads, -1)).unbind(2)  # B S heads head_dim
+        q = self.q_norm(q.unflatten(-1, (self.heads, -1))).to(v.dtype).expand(len(ctx), -1, -1, -1)
+        k = self.k_norm(k).to(v.dtype)
         y = F.scaled_dot_product_attention(
-            self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v, attn_mask=self._mask(ctx_mask, x.shape[1])
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=self._mask(ctx_mask, x.shape[1])
         )
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -143,7 +155,7 @@ class Compressor(nn.Module):
 
     def forward(self, h_BLF: Tensor, mask_BL: Tensor | None = None) -> Tensor:
         ctx_BLD = self.in_proj(h_BLF) + self.position_scale * self.pos_emb.weight
-        z_BND = self.latent_norm(self.latents).expand(len(h_BLF), -1, -1)
+        z_BND = self.latent_norm(self.latents)[None]  # of one row until it attends to the context
         for layer in self.layers:
             z_BND = layer(z_BND, ctx_BLD, mask_BL)
         return self.output_norm(z_BND)
@@ -168,7 +180,7 @@ class Decompressor(nn.Module):
 
     def forward(self, z_BND: Tensor) -> Tensor:
         query = self.query_gate(self.query_ffn(self.base_query)).float()  # no residual here (released)
-        x_BLD = (query + self.position_scale * self.pos_emb.weight).expand(len(z_BND), -1, -1)
+        x_BLD = query + self.position_scale * self.pos_emb.weight  # of one row until it attends to the context
         ctx_BND = z_BND + self.position_scale * self.pos_latent.weight
         for layer in self.layers:
             x_BLD = layer(x_BLD, ctx_BND)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from jpeg_dlm.config import logit_rows
+from jpeg_dlm.nn.precision import fp32_island
 
 
 def token_nll(project: Callable[[Tensor], Tensor], h_BLF: Tensor, tokens_BL: Tensor, chunk: int = 0) -> Tensor:
@@ -27,3 +31,62 @@ def token_nll(project: Callable[[Tensor], Tensor], h_BLF: Tensor, tokens_BL: Ten
         parts = zip(rows.split(chunk), targets.split(chunk), strict=True)
         out = torch.cat([checkpoint(nll, part, target, use_reentrant=False) for part, target in parts])
     return out.view(tokens_BL.shape)
+
+
+def linear_cross_entropy(
+    x_RF: Tensor, weight_VF: Tensor, bias_V: Tensor, target_R: Tensor, share_R: Tensor, chunk: int = 0
+) -> Tensor:  # fmt: skip
+    """The sum over rows of share * -log softmax(W x + b)[target], with the logits of `chunk` rows at once (0: chosen).
+
+    Since shares are known beforehand, gradients are made with the loss, chunk by chunk: nothing as wide as the vocabulary is
+    kept for backward or computed again there. Products are of autocast's type, the softmax and all sums in fp32.
+    """
+    return _LinearCrossEntropy.apply(  # pyright: ignore[reportReturnType]
+        x_RF, weight_VF, bias_V, target_R, share_R, logit_rows(chunk, len(weight_VF))
+    )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_RF: Tensor, weight_VF: Tensor, bias_V: Tensor, target_R: Tensor, share_R: Tensor, chunk: int
+    ) -> Tensor:  # fmt: skip
+        device = x_RF.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_RF.dtype
+        x, weight, bias = (p.detach().to(dtype) for p in (x_RF, weight_VF, bias_V))
+        wide = torch.promote_types(dtype, torch.float32)
+        loss = torch.zeros((), dtype=wide, device=x.device)
+        ctx.gradients = gradients = None
+        if any(ctx.needs_input_grad):
+            ctx.gradients = gradients = (torch.empty_like(x_RF), torch.zeros_like(weight_VF), torch.zeros_like(bias_V))
+        with fp32_island(x):
+            for begin in range(0, len(x), chunk):
+                rows = slice(begin, begin + chunk)
+                share_R1, target_R1 = share_R[rows, None].to(wide), target_R[rows, None]
+                logits = torch.addmm(bias, x[rows], weight.T).to(wide)
+                peak, picked = logits.amax(1, keepdim=True), logits.gather(1, target_R1)
+                p = logits.sub_(peak).exp_()  # in place from here on: logits become their own gradient
+                total = p.sum(1, keepdim=True)
+                loss += (share_R1 * (total.log() + peak - picked)).sum()
+                if gradients is not None:
+                    p.mul_(share_R1 / total).scatter_add_(1, target_R1, -share_R1)
+                    _add_gradients(gradients, rows, p.to(dtype), x[rows], weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the gradients of this loss were already taken")
+        return *(d.mul_(g) for d in gradients), None, None, None  # in place, since they are the largest tensors of a step
+
+
+def _add_gradients(gradients: tuple[Tensor, Tensor, Tensor], rows: slice, g: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Those of the rows of one chunk, whose logits have the gradient g."""
+    dx, dweight, dbias = gradients
+    dx[rows] = g @ weight
+    dbias += g.sum(0)
+    if g.dtype == dweight.dtype:
+        torch.addmm(dweight, g.T, x, out=dweight)
+    else:
+        dweight += g.T @ x
