@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jpeg_dlm import load
 from jpeg_dlm.cli.main import main
+from jpeg_dlm.config import FAST_EVALUATIONS
 from jpeg_dlm.files import verify_manifest
+from jpeg_dlm.flow.grids import uniform_grid
 from jpeg_dlm.model_folder import bundled_folder
 from jpeg_dlm.presets import preset
+from jpeg_dlm.sampling.grid_search import latent_error
 
 # Written for this test in the manner of the training text; none of them is in it.
 SENTENCES = [
@@ -31,10 +36,19 @@ def test_its_files_are_whole_and_small():
 
 def test_it_has_the_sizes_text_and_sampler_of_the_preset(model):
     expected = preset("tiny")
-    for section in ("data", "encoder", "model", "sampler"):
+    for section in ("data", "encoder", "model"):
         assert getattr(model.config, section) == getattr(expected, section)
+    assert replace(model.config.sampler, times=()) == expected.sampler
     assert model.config.rate == 0.25
     assert model.tokenizer.vocab_size == expected.data.vocab_size
+
+
+def test_its_stored_times_come_closer_to_many_steps_than_uniform_ones(model):
+    """On noise that the search did not see."""
+    fast = model.config.sampler.fast()
+    assert fast.grid == "stored" and fast.evaluations(model.config.data.token_len) <= FAST_EVALUATIONS
+    error = latent_error(model.method, fast, rows=4, seed=0)
+    assert error(fast.times) < 0.6 * error(tuple(uniform_grid(fast.steps).tolist()))
 
 
 def test_a_text_is_the_same_in_any_batch_and_differs_between_seeds(model):

@@ -20,14 +20,18 @@ import torch
 from huggingface_hub import ModelHubMixin, snapshot_download
 from torch import Tensor
 
-from jpeg_dlm.config import Config, override, validate
+from jpeg_dlm.config import Config, SamplerConfig, override, validate
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.errors import AssetError, CheckpointError, DataError, UsageError, reason_of
+from jpeg_dlm.export.folder import is_exported, read_exported
+from jpeg_dlm.export.sampler import ExportedSampler
 from jpeg_dlm.methods.base import Batch, Method, Watch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.model_folder import ENCODER_FILES, MODEL_FILES, ModelParts, bundled_folder, read_model, write_model
+from jpeg_dlm.sampling.engine import Engine
 from jpeg_dlm.sampling.given import payload, prompt_row, template_row
-from jpeg_dlm.sampling.sampler import device_of, sample_batches
+from jpeg_dlm.sampling.linear import DTYPES, Dtype
+from jpeg_dlm.sampling.sampler import Writer, device_of, sample_batches
 from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer
 from jpeg_dlm.training.dist import read_ranks
 
@@ -39,6 +43,7 @@ class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-g
         self.parts = parts
         self.config: Config = parts.config
         self.method = parts.method.to(device)
+        self._engine: Engine | None = None
         self._scratch: Any = None  # a temporary folder that must live as long as the model
 
     # ------------------------------------------------------------ generation
@@ -57,15 +62,45 @@ class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-g
         if given is not None and given.shape != (self.config.data.token_len,):
             raise UsageError(f"`given` must have shape ({self.config.data.token_len},), not {tuple(given.shape)}.")
         options = self.sampler_options(**sampler)
-        return torch.cat(list(sample_batches(self.method, n, options, seed, batch, first, watch, given))).cpu()
+        return torch.cat(list(sample_batches(self.writer, n, options, seed, batch, first, watch, given))).cpu()
 
-    def sampler_options(self, **options: Any) -> Any:
-        """The options of the method's sampler with these in place."""
+    @property
+    def writer(self) -> Writer:
+        """What samples: the method as the paper writes it, or the engine that `accelerate` made of it."""
+        return self._engine or self.method
+
+    @property
+    def dtype(self) -> str:
+        """What the writer computes in, as results record it."""
+        if self._engine is not None:
+            return f"{self._engine.dtype} engine"
+        return str(next(self.method.parameters()).dtype).removeprefix("torch.")
+
+    @property
+    def can_accelerate(self) -> bool:
+        return isinstance(self.method, JpegDlm) and not isinstance(self.method, ExportedSampler)
+
+    def accelerate(self, dtype: Dtype = "fp32", compile: bool = False) -> Model:
+        """Sample with weights prepared as they are now, in this dtype; `compile` fuses what lies between matrix products."""
+        if dtype not in DTYPES:
+            raise UsageError(f"The dtype must be one of {', '.join(DTYPES)}, not '{dtype}'.")
+        if not self.can_accelerate:
+            raise UsageError(f"{self.method.title} samples as it is: a dtype and compilation are for jpeg-dlm.")
+        self._engine = Engine(self.codec, dtype, compile)
+        return self
+
+    def sampler_options(self, fast: bool = False, **options: Any) -> Any:
+        """The options of the method's sampler, or of its fast one, with these in place."""
+        config = self.config
+        if fast:
+            if not isinstance(config.sampler, SamplerConfig):
+                raise UsageError(f"{self.method.title} has no fast sampler: leave it at its own.")
+            config = dataclasses.replace(config, sampler=config.sampler.fast())
         known = [f.name for f in dataclasses.fields(self.config.sampler)]
         for name in options:
             if name not in known:
                 raise UsageError(f"The sampler of {self.method.title} has no option '{name}': it has {', '.join(known)}.")
-        return validate(override(self.config, {f"sampler.{name}": value for name, value in options.items()})).sampler
+        return validate(override(config, {f"sampler.{name}": value for name, value in options.items()})).sampler
 
     def generate(
         self, n: int = 1, *, seed: int = 0, prompt: str | None = None, template: str | None = None, **options: Any
@@ -276,10 +311,18 @@ class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-g
         return model
 
 
-def load(path: str | os.PathLike[str] | None = None, device: str | torch.device | None = None) -> Model:
-    """A model from a model folder, a run directory or a checkpoint; without a path, the bundled one.
+def load(
+    path: str | os.PathLike[str] | None = None, device: str | torch.device | None = None, dtype: Dtype | None = None,
+    compile: bool = False,
+) -> Model:  # fmt: skip
+    """A model from a model folder, an exported folder, a run directory or a checkpoint; without a path, the bundled one.
 
-    `device` None takes a GPU if there is one.
+    `device` None takes a GPU if there is one. `dtype` and `compile` are those of `Model.accelerate`, for jpeg-dlm.
     """
-    device = read_ranks(None if device is None else str(device), {}).device
-    return Model(read_model(Path(path) if path is not None else bundled_folder()), device)
+    folder = Path(path) if path is not None else bundled_folder()
+    if is_exported(folder):
+        if dtype or compile:
+            raise UsageError(f"'{folder}' is run as it was exported: leave the dtype and compilation out.")
+        return Model(read_exported(folder), "cpu")  # its runtimes are on the CPU
+    model = Model(read_model(folder), read_ranks(None if device is None else str(device), {}).device)
+    return model.accelerate(dtype or "fp32", compile) if dtype or compile else model

@@ -161,7 +161,12 @@ def write_model(parts: ModelParts, out: Path, extra: dict[str, str] | None = Non
     config = parts.config
     if config.encoder.kind == "small":  # the encoder's files travel along, so no path of the training machine is kept
         config = replace(config, encoder=replace(config.encoder, name=""))
-    config = replace(config, data=replace(config.data, source=Path(config.data.source).name))
+    data = replace(config.data, source=Path(config.data.source).name)
+    if parts.tokenizer and Path(data.tokenizer).is_file():  # it travels along as well
+        data = replace(data, tokenizer=TOKENIZER_FILE)
+    config = replace(config, data=data)
+    if teacher := getattr(config.objective, "teacher", ""):
+        config = replace(config, objective=replace(config.objective, teacher=Path(teacher).name))
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_directory(out) as temp:
         write_atomic(temp / "config.json", json.dumps(to_dict(config), indent=1) + "\n")

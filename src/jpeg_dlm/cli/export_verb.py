@@ -8,17 +8,32 @@ from pathlib import Path
 
 from jpeg_dlm.cli.options import refuse_rest
 
+FORMATS = {
+    "safetensors": "a model folder in the released layout (default)",
+    "onnx": "the networks of jpeg-dlm for onnxruntime",
+    "openvino": "the same for OpenVINO",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="run, checkpoint or model folder")
-    parser.add_argument("--out", type=Path, required=True, help="model folder to write")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    said = "; ".join(f"{name}: {text}" for name, text in FORMATS.items())
+    parser.add_argument("--format", choices=FORMATS, default="safetensors", help=said)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    refuse_rest(rest, ("--out",))
+    refuse_rest(rest, ("--out", "--format"))
 
     from jpeg_dlm.model_folder import read_model, write_model
 
-    write_model(read_model(args.checkpoint), args.out)
+    parts = read_model(args.checkpoint)
+    if args.format == "safetensors":
+        write_model(parts, args.out)
+    else:
+        from jpeg_dlm.export.folder import write_exported
+        from jpeg_dlm.training.console import Console
+
+        write_exported(parts, args.format, args.out, Console().say)
     print(f"Wrote '{args.out}': load it with  jpeg_dlm.load('{args.out}')  or  jpeg-dlm generate {args.out}")
     return 0

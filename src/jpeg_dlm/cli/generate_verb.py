@@ -8,9 +8,18 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jpeg_dlm.cli.options import parse_overrides
 from jpeg_dlm.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from jpeg_dlm.api import Model
+
+DTYPES = ("fp32", "bf16", "int8")  # those of `sampling.linear`, which needs torch: `--help` answers without it
+PRICED = 8  # texts that are written again in fp32 to tell what a reduced precision changed
 
 # Options of samplers that need no --sampler. before them; which of them a model has depends on its method.
 SHORTHANDS = ("steps", "solver", "grid", "w", "protocol", "temperature", "top_k", "top_p")
@@ -24,9 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--template", metavar="TEXT", help="the same with holes: [MASK] is one token to fill in, [MASK:5] are five"
     )
+    parser.add_argument("--fast", action="store_true", help="of jpeg-dlm: few steps at the times that were stored by tune")
     parser.add_argument("--steps", type=int, help="sampling steps")
     parser.add_argument("--solver", help="euler, heun or multistep")
-    parser.add_argument("--grid", help="quantile, random or uniform")
+    parser.add_argument("--grid", help="quantile, random, uniform or stored")
     parser.add_argument("--w", type=float, help="self-conditioning guidance scale")
     parser.add_argument("--protocol", help="default, or released: random numbers in the order of the authors' code")
     parser.add_argument("--temperature", type=float, help="of ar: divides the logits, 0 is greedy")
@@ -34,6 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, help="of ar: draw from the fewest tokens with this probability")
     parser.add_argument("--batch", type=int, default=64, help="texts at once (default: 64)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of jpeg-dlm: prepared weights of this type; bf16 and int8 change texts a little"
+    )
+    parser.add_argument("--compile", action="store_true", help="of jpeg-dlm: fuse operations; pays for many texts")
     parser.add_argument("--watch", action="store_true", help="show the first text form step by step")
     parser.add_argument("--tokens", action="store_true", help="print token ids instead of text")
     parser.add_argument("--out", type=Path, help="write JSON lines to this file instead of printing")
@@ -46,6 +60,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         raise UsageError(f"'--{wrong[0]}' cannot be changed when generating; only --sampler.* options can.")
     options = {name.removeprefix("sampler.").replace("-", "_"): value for name, value in extra.items()}
     options |= {name: getattr(args, name) for name in SHORTHANDS if getattr(args, name) is not None}
+    options |= {"fast": True} if args.fast else {}
     if args.out and args.out.exists():
         raise UsageError(f"'{args.out}' already exists: name another file, nothing was overwritten.")
 
@@ -54,6 +69,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
     model = load(args.checkpoint, args.device)
     given = model.given(args.prompt, args.template)
+    # In fp32 the engine writes the tokens of the method itself (measured), sooner.
+    if args.dtype or args.compile or model.can_accelerate:
+        model.accelerate(args.dtype or "fp32", args.compile)
     watch = None
     if args.watch:
         from jpeg_dlm.cli.watch import Watcher
@@ -71,4 +89,18 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         for i, row in enumerate(tokens.tolist()):
             print(" ".join(map(str, row)) if texts is None else f"[{i}] {texts[i]}")
     print(f"{args.n} texts of {tokens.shape[1]} tokens in {seconds:.1f} s", file=sys.stderr)
+    if args.dtype in ("bf16", "int8"):
+        print(price(model, tokens, args, options), file=sys.stderr)
     return 0
+
+
+def price(model: Model, tokens: Tensor, args: argparse.Namespace, options: dict[str, Any]) -> str:
+    """How far the first texts of a reduced precision are from those of fp32."""
+    released = model.sampler_options(**options).protocol == "released"  # in which a text depends on its whole batch
+    n = min(args.n, args.batch if released else PRICED)
+    exact = model.accelerate("fp32").sample(n, seed=args.seed, batch=args.batch, **options)
+    share = (exact == tokens[:n]).float().mean().item()
+    return (
+        f"{args.dtype} against fp32: {share:.1%} of the tokens of the first {n} texts are the same; one that differs early "
+        "changes those after it, so see what quality it costs with  python benchmarks/price.py"
+    )

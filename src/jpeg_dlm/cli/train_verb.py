@@ -18,7 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(preset=None)  # to tell 'not given' from 'tiny' when a run is resumed
     parser.add_argument(
         "--method", metavar="NAME",
-        help=f"which system to train: {', '.join(METHODS)} (the small text encoder alone; default: jpeg-dlm)",
+        help=f"which system to train: {', '.join(METHODS)} (the small text encoder alone), distill (default: jpeg-dlm)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--teacher", type=Path, metavar="MODEL",
+        help="of distill: model folder, run or checkpoint that the student learns from ('bundled': the bundled model)",
     )  # fmt: skip
     parser.add_argument(
         "--data", help="text file, folder, .jsonl, prepared folder, named corpus or hf:NAME (default: the preset's)"
@@ -36,7 +40,7 @@ def base_config(args: argparse.Namespace) -> Config:
     """What the run in --out was started with, when it is resumed; else the preset."""
     stored = args.out / "config.json"
     if not (args.resume and stored.is_file()):
-        return preset(args.preset or "tiny")
+        return student_of(args.teacher) if args.teacher else preset(args.preset or "tiny")
     config = from_dict(read_json_file(stored))
     if args.preset and args.preset != config.preset:
         raise UsageError(
@@ -49,7 +53,18 @@ def base_config(args: argparse.Namespace) -> Config:
     return config
 
 
+def student_of(teacher: Path) -> Config:
+    """What a student of a trained model starts with."""
+    from jpeg_dlm.methods.distill import student_config
+    from jpeg_dlm.model_folder import bundled_folder, read_model
+
+    parts = read_model(bundled_folder() if str(teacher) == "bundled" else teacher)
+    return student_config(parts.config, parts.origin, parts.tokenizer, parts.encoder)
+
+
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    if args.teacher and (args.method != "distill" or args.preset):
+        raise UsageError("--teacher belongs to --method distill, which takes sizes and text from it and knows no --preset.")
     config = read_config(args, rest, base_config(args), **{"method": args.method, "data.source": args.data})
     if not config.data.source:
         raise UsageError("There is no text to train on: name it with --data.")

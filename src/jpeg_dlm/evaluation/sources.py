@@ -100,7 +100,7 @@ class ModelSource:
             "seed": run,
             "sampler": to_dict(options),
             "batch": self.batch if released else None,  # else it changes nothing
-            "dtype": str(next(self.model.method.parameters()).dtype).removeprefix("torch."),
+            "dtype": self.model.dtype,
             "device": device_of(self.model.method).type,
         }
 

@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -86,6 +87,11 @@ class Method(nn.Module, ABC):
     @classmethod
     def first_stage(cls, config: Config) -> Config | None:
         """What must be trained before this method, as a config of its own; None: nothing."""
+        return None
+
+    @classmethod
+    def trained_stage(cls, config: Config) -> Path | None:
+        """Where the model lies that this method begins with, if it is one that was trained already; None: there is none."""
         return None
 
     def start_from(self, stage: Method, batches: Iterable[Batch]) -> None:

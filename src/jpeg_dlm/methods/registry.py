@@ -28,14 +28,18 @@ METHODS = {
     "encoder": ("jpeg_dlm.methods.encoder_pretraining", "EncoderPretraining"),
 }
 
+# Made from a trained model, so that they are no systems of their own to compare.
+STUDENTS = {"distill": ("jpeg_dlm.methods.distill", "Distill")}
+
 STAGES = ("cosmos-codec", "encoder")  # trained for the sake of other systems: they write no text
 
 
 def method_class(name: str) -> type[Method]:
     """The class of a method, loaded only when it is asked for."""
-    if name not in METHODS:
-        raise UsageError(f"Unknown method '{name}'; choose one of {', '.join(METHODS)}.")
-    module, attribute = METHODS[name]
+    known = METHODS | STUDENTS
+    if name not in known:
+        raise UsageError(f"Unknown method '{name}'; choose one of {', '.join(known)}.")
+    module, attribute = known[name]
     return getattr(import_module(module), attribute)
 
 

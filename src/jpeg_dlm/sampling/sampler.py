@@ -13,15 +13,18 @@ from jpeg_dlm.flow.grids import quantile_grid, random_grid
 from jpeg_dlm.methods.base import Method, Watch, refuse_given
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.sampling.engine import Engine
+
+Writer = Method | Engine  # what samples
 
 
-def device_of(method: Method) -> torch.device:
-    return next(method.parameters()).device
+def device_of(method: Writer) -> torch.device:
+    return method.device if isinstance(method, Engine) else next(method.parameters()).device
 
 
 @torch.no_grad()
 def sample_batches(
-    method: Method, n: int, sampler: Any, seed: int = 0, batch: int = 64, first: int = 0,
+    method: Writer, n: int, sampler: Any, seed: int = 0, batch: int = 64, first: int = 0,
     watch: Watch | None = None, given_L: Tensor | None = None,
 ) -> Iterator[Tensor]:  # fmt: skip
     """Token ids of samples `first` to `first + n - 1`, batch by batch; `given_L` is kept in every one of them."""
@@ -40,14 +43,14 @@ def sample_batches(
 
 @torch.no_grad()
 def released_batches(
-    method: Method, n: int, sampler: Any, seed: int, batch: int, watch: Watch | None = None
+    method: Writer, n: int, sampler: Any, seed: int, batch: int, watch: Watch | None = None
 ) -> Iterator[Tensor]:
     """The random-number order of the authors' code, in which a sample depends on its batch.
 
     With the random grid (LM1B) the generator is seeded once per run and every batch draws noise, then a new grid. With
     the quantile grid (OWT) it is seeded anew with seed + number of the batch's first sample.
     """
-    if not isinstance(method, JpegDlm) or sampler.grid == "uniform":
+    if not isinstance(method, JpegDlm | Engine) or sampler.grid == "uniform":
         raise UsageError("The released protocol exists for jpeg-dlm with --sampler.grid random (LM1B) or quantile (OWT).")
     device, m = device_of(method), method.config.model
     g = torch.Generator(device).manual_seed(seed)

@@ -31,6 +31,7 @@ from jpeg_dlm.files import write_atomic
 from jpeg_dlm.methods.base import Method
 from jpeg_dlm.methods.encoder_pretraining import EncoderPretraining
 from jpeg_dlm.methods.registry import STAGES, build_method, method_class
+from jpeg_dlm.model_folder import read_model
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.prepare import prepare
@@ -289,8 +290,9 @@ def train_method(config: Config, run: Path, bench: Bench) -> Method:
 
 def new_method(config: Config, run: Path, bench: Bench, stream: BatchStream) -> Method:
     """The method before its first step; one that has a first stage starts from what that stage learned."""
-    before = method_class(config.method).first_stage(config)
+    before, trained = method_class(config.method).first_stage(config), method_class(config.method).trained_stage(config)
     stage = train_method(before, stage_folder(run, before.method), bench) if before else None
+    stage = read_model(trained).method if trained else stage
     method = build_method(config, bench.encoder).to(bench.ranks.device)
     if stage:
         method.start_from(stage, map(stream.batch, statistics_rows(bench.blocks)))

@@ -1,0 +1,186 @@
+"""Quality of the bundled model's texts against evaluations of the network, by solver and grid; and of distilled students.
+
+python benchmarks/fewer_steps.py                                     # eight minutes on two cores
+python benchmarks/fewer_steps.py --distilled students/8 students/4 students/2 students/1
+
+Students, each of twice as few steps as its teacher, ten minutes of a core for each:
+
+    train="jpeg-dlm train --method distill --train.lr 5e-4 --train.steps 600"
+    $train --teacher bundled    --sampler.steps 8 --objective.sub-steps 4 --out students/8
+    $train --teacher students/8 --sampler.steps 4 --objective.sub-steps 2 --out students/4
+    $train --teacher students/4 --sampler.steps 2 --objective.sub-steps 2 --out students/2
+    $train --teacher students/2 --sampler.steps 1 --objective.sub-steps 2 --out students/1
+
+Texts of different samplers begin with the same noise, so their figures share most of the chance that a seed brings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.ticker import NullLocator, ScalarFormatter
+
+from jpeg_dlm.config import steps_within
+from jpeg_dlm.evaluation.evaluate import Evaluation, Request
+from jpeg_dlm.evaluation.heldout import model_sources
+from jpeg_dlm.evaluation.parts import Parts
+from jpeg_dlm.evaluation.pictures import INK, LINE_COLORS, dress, new_figure, save_png
+from jpeg_dlm.evaluation.protocols import protocol
+from jpeg_dlm.evaluation.report import markdown_table, plus_minus
+from jpeg_dlm.evaluation.scoring import build_scorer
+from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.evaluation.summary import spread
+from jpeg_dlm.training.console import Console
+
+TEXTS, SEEDS = 100, 3  # the fewest that MAUVE takes; three seeds are the noise that differences are held against
+BATCH = 64
+MEASURES = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "mauve": "MAUVE"}
+COLUMNS = ("solver", "grid", "evaluations", *MEASURES.values(), "Gen-PPL / 32-step Euler's", "entropy - 32-step Euler's")
+
+Options = dict[str, Any]
+EULER_32: Options = {"solver": "euler", "grid": "uniform", "steps": 32}
+
+
+def at(evaluations: int, solver: str, grid: str) -> Options:
+    return {"solver": solver, "grid": grid, "steps": steps_within(evaluations, solver)}
+
+
+def sweep(fast: Options, short: bool = False) -> list[Options]:
+    """The level to reach, the fast sampler, each solver over its evaluations, and every grid at 12 of them."""
+    if short:
+        return [EULER_32, fast, at(12, "euler", "uniform"), at(12, "multistep", "uniform")]
+    lines = {"euler": (4, 8, 12, 16, 65), "multistep": (4, 8, 12, 16), "heun": (8, 12, 16)}
+    points = [at(n, solver, "uniform") for solver, counts in lines.items() for n in counts]
+    grids = [at(12, solver, grid) for grid in ("quantile", "random") for solver in ("euler", "multistep")]
+    return [EULER_32, fast, {**fast, "solver": "euler"}, *points, *grids]
+
+
+def fast_options(source: ModelSource) -> Options:
+    """What `generate --fast` samples with."""
+    fast = source.model.config.sampler.fast()
+    return {"solver": fast.solver, "grid": fast.grid, "steps": fast.steps, "w": fast.w}
+
+
+def measure(short: bool = False) -> dict[str, Any]:
+    """The bundled model at every point of the sweep."""
+    bench = Bench(16 if short else TEXTS, 1 if short else SEEDS)
+    [source] = bench.sources([None])
+    rows = bench.rows(source, sweep(fast_options(source), short))
+    level, fast = rows[:2]
+    return {
+        "title": "Fewer steps",
+        "markdown": bench.table(rows, level),
+        "rows": rows,
+        "ratios": {
+            "evaluations of 32-step Euler over fast": level["evaluations"] / fast["evaluations"],
+            "Gen-PPL of 32-step Euler over fast": level["measures"]["gen_ppl"]["mean"] / fast["measures"]["gen_ppl"]["mean"],
+        },
+    }
+
+
+def measure_distilled(runs: Sequence[Path]) -> dict[str, Any]:
+    """Students beside the bundled model with as many Euler steps, without distillation."""
+    bench = Bench(TEXTS, SEEDS)
+    teacher, *students = bench.sources([None, *runs])
+    counts = [student.model.config.sampler.steps for student in students]
+    plain = bench.rows(teacher, [EULER_32, *({"solver": "euler", "grid": "uniform", "steps": k} for k in counts)])
+    rows = plain + [row for student in students for row in bench.rows(student, [{}])]
+    return {"title": "Distilled students", "markdown": bench.table(rows, rows[0]), "rows": rows, "ratios": {}}
+
+
+class Bench:
+    """One scorer and its conditions."""
+
+    def __init__(self, texts: int, seeds: int) -> None:
+        self.console, self.texts, self.seeds = Console(), texts, tuple(range(seeds))
+        request = Request(protocol("default"), self.seeds, texts)
+        self.evaluation = Evaluation(build_scorer("smollm2"), request, Parts(), Console(quiet=True))
+
+    def sources(self, paths: Sequence[Path | None]) -> list[ModelSource]:
+        return model_sources(paths, "cpu", BATCH, None, self.console)
+
+    def rows(self, source: ModelSource, points: Sequence[Options]) -> list[dict[str, Any]]:
+        """Figures of every point."""
+        with self.console.progress(f"Scoring {source.name}", "samplers") as progress:
+            rows = []
+            for number, options in enumerate(points, 1):
+                rows.append(self.row(source, options))
+                progress(number, len(points))
+        return rows
+
+    def row(self, source: ModelSource, options: Options) -> dict[str, Any]:
+        entry = self.evaluation.entry(source, options)
+        name = f"student, {entry['sampler']['solver']}" if source.path else entry["sampler"]["solver"]
+        return {
+            "name": name, "grid": entry["sampler"]["grid"].replace("stored", "optimized"), "steps": entry["sampler"]["steps"],
+            "evaluations": entry["evaluations"],
+            "measures": {key: entry["measures"][key] for key in MEASURES if key in entry["measures"]},
+        }  # fmt: skip
+
+    def table(self, rows: Sequence[Mapping[str, Any]], level: Mapping[str, Any]) -> str:
+        head = (
+            f"Gen-PPL by {self.evaluation.scorer.name}, {len(self.seeds)} seeds of {self.texts} texts; evaluations include the "
+            "one that decodes; ± is the deviation over seeds, and in the last two columns that of the difference seed by seed."
+        )
+        return "\n".join([head, "", markdown_table(COLUMNS, (cells(row, level) for row in rows))])
+
+
+def cells(row: Mapping[str, Any], level: Mapping[str, Any]) -> list[str]:
+    m = row["measures"]
+    ratio = [a / b for a, b in zip(m["gen_ppl"]["values"], level["measures"]["gen_ppl"]["values"], strict=True)]
+    more = [a - b for a, b in zip(m["entropy"]["values"], level["measures"]["entropy"]["values"], strict=True)]
+    return [
+        row["name"], row["grid"], str(row["evaluations"]), plus_minus(m["gen_ppl"], 1), plus_minus(m["entropy"], 3),
+        plus_minus(m.get("mauve"), 3), plus_minus(spread(ratio), 3), plus_minus(spread(more), 3),
+    ]  # fmt: skip
+
+
+def draw(result: Mapping[str, Any], path: Path) -> Path:
+    """A line for each solver and grid; the band is what 32 Euler steps give, over seeds."""
+    level, *rows = result["rows"]
+    shown = {key: text for key, text in MEASURES.items() if all(key in row["measures"] for row in result["rows"])}
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        lines.setdefault(f"{row['name']}, {row['grid']}", []).append(row)
+    figure, panels = new_figure(len(shown), result["title"])
+    for axes, (key, text) in zip(panels, shown.items(), strict=True):
+        mean, sd = level["measures"][key]["mean"], level["measures"][key]["sd"] or 0.0
+        axes.axhspan(mean - sd, mean + sd, color=INK, alpha=0.12, lw=0, label="32-step Euler")
+        for i, (label, points) in enumerate(lines.items()):
+            points = sorted(points, key=lambda row: row["evaluations"])
+            found = [row["measures"][key] for row in points]
+            axes.errorbar(
+                [row["evaluations"] for row in points], [m["mean"] for m in found], [m["sd"] or 0.0 for m in found],
+                fmt=("o-", "s--")[i // len(LINE_COLORS) % 2], ms=3.5, lw=1.5, capsize=2,
+                color=LINE_COLORS[i % len(LINE_COLORS)], label=label,
+            )  # fmt: skip
+        dress(axes, text, text, "network evaluations per text")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({row["evaluations"] for row in rows}))
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_locator(NullLocator())
+        if key == "gen_ppl":
+            axes.set_yscale("log")
+    panels[0].legend(fontsize=7, frameon=False, labelcolor=INK)
+    return save_png(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--distilled", nargs="+", type=Path, metavar="RUN", help="students to score, in place of the sweep")
+    parser.add_argument("--short", action="store_true", help="few samplers, 16 texts of one seed")
+    parser.add_argument("--out", type=Path, help="write PREFIX.json and PREFIX.png as well", metavar="PREFIX")
+    args = parser.parse_args()
+    result = measure_distilled(args.distilled) if args.distilled else measure(args.short)
+    print(result["markdown"])
+    if args.out:
+        args.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+        draw(result, args.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What this machine can do at most: matrix products of each type, through the same kernels as the sampler's.
+
+python benchmarks/peak.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from jpeg_dlm.evaluation.report import markdown_table
+from jpeg_dlm.sampling.linear import DTYPES, ZERO_POINT, DenseLinear, Dtype, Int8Linear, linear_maker
+
+ROWS, WIDTH, OUT = 1024, 1024, 2048  # of the product; those of the DiT at batch 64 are 2816, 768 and 4096
+
+
+def measure(short: bool = False) -> dict:
+    """GFLOP/s of each type: the best of several products, since whatever disturbs one only makes it slower."""
+    rows = [{"dtype": dtype, "gflops": peak(dtype, 0.5 if short else 3.0)} for dtype in DTYPES]
+    base = rows[0]["gflops"]
+    cells = [[r["dtype"], f"{r['gflops']:.0f}", f"{r['gflops'] / base:.2f}x"] for r in rows]
+    return {
+        "title": "Peak of matrix products",
+        "markdown": markdown_table(["type", "GFLOP/s", "to fp32"], cells) + "\n",
+        "rows": rows,
+        "ratios": {f"{r['dtype']} peak": r["gflops"] / base for r in rows[1:]},
+    }
+
+
+@torch.inference_mode()
+def peak(dtype: Dtype, seconds: float = 1.0) -> float:
+    """GFLOP/s of the fastest product within so many seconds, at least two of them."""
+    act, best, tried = product(dtype), float("inf"), 0
+    end = time.perf_counter() + seconds
+    while tried < 2 or time.perf_counter() < end:
+        began = time.perf_counter()
+        act()
+        best, tried = min(best, time.perf_counter() - began), tried + 1
+    return 2 * ROWS * WIDTH * OUT / best / 1e9
+
+
+def product(dtype: Dtype) -> Callable[[], object]:
+    """The product alone, without what prepares its input."""
+    layer = linear_maker(dtype)(torch.randn(OUT, WIDTH), None)
+    if isinstance(layer, DenseLinear):
+        x = torch.randn(ROWS, WIDTH, dtype=layer.weight_KN.dtype)
+        return lambda: layer(x)
+    assert isinstance(layer, Int8Linear)
+    u = torch.randint(1, 256, (ROWS, WIDTH), dtype=torch.uint8)
+    return lambda: layer.integer_product(u, ZERO_POINT)
+
+
+def main() -> None:
+    print(measure()["markdown"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What a sampler of reduced precision costs: tokens that stay, Gen-PPL and entropy of the bundled model's texts.
+
+python benchmarks/price.py               # 128 texts of each mode
+python benchmarks/price.py --short
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from torch import Tensor
+
+from jpeg_dlm.api import Model, load
+from jpeg_dlm.evaluation.report import markdown_table
+from jpeg_dlm.evaluation.scoring import Scorer, build_scorer, gen_ppl, unigram_entropy
+from jpeg_dlm.sampling.linear import DTYPES
+
+PLAIN = "plain fp32"
+
+
+def measure(short: bool = False) -> dict:
+    """Every mode writes the same numbered texts of the same seed."""
+    n = 8 if short else 128
+    model, scorer = load(), build_scorer("smollm2")
+    exact = model.sample(n)
+    rows = [row(PLAIN, model, scorer, exact, exact)]
+    rows += [row(f"engine {dtype}", model, scorer, model.accelerate(dtype).sample(n), exact) for dtype in DTYPES]
+    cells = [
+        [r["mode"], f"{r['agreement']:.2%}", f"{r['same_texts']:.0%}", f"{r['ppl']:.2f}", f"{r['entropy']:.3f}"] for r in rows
+    ]
+    heading = ["mode", "same tokens", "same texts", f"Gen-PPL ({scorer.name})", "entropy (nats)"]
+    label = model.config.sampler.label()
+    return {
+        "title": "Numerical price of reduced precision",
+        "markdown": f"{n} texts of the bundled model, {label}, seed 0.\n\n" + markdown_table(heading, cells) + "\n",
+        "rows": rows,
+        "ratios": {f"{r['mode']} Gen-PPL, inverse": rows[0]["ppl"] / r["ppl"] for r in rows[1:]},
+    }
+
+
+def row(mode: str, model: Model, scorer: Scorer, tokens: Tensor, exact: Tensor) -> dict:
+    scores = scorer.nll(model.to_text(tokens))
+    same = tokens == exact
+    return {
+        "mode": mode,
+        "agreement": same.float().mean().item(),
+        "same_texts": same.all(1).float().mean().item(),
+        "ppl": gen_ppl(scores),
+        "entropy": unigram_entropy(score.token_ids for score in scores),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--short", action="store_true", help="8 texts")
+    print(measure(parser.parse_args().short)["markdown"])
+
+
+if __name__ == "__main__":
+    main()

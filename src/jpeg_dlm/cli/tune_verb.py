@@ -1,0 +1,65 @@
+"""jpeg-dlm tune"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from jpeg_dlm.cli.options import refuse_rest
+from jpeg_dlm.config import FAST_EVALUATIONS
+from jpeg_dlm.errors import UsageError
+
+KNOWN = ("--out", "--evaluations", "--solver", "--w", "--rows", "--trials", "--device")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", nargs="?", type=Path, help="model folder, run or checkpoint (default: the bundled model)")
+    parser.add_argument("--out", type=Path, required=True, help="model folder to write")
+    parser.add_argument(
+        "--evaluations", type=int, default=FAST_EVALUATIONS, metavar="N",
+        help=f"of the network for a text, the decode evaluation among them (default: {FAST_EVALUATIONS})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--solver", choices=("euler", "heun", "multistep"), help="solver of the fast sampler (default: its own)"
+    )
+    parser.add_argument("--w", type=float, help="guidance scale of the fast sampler (default: the model's)")
+    parser.add_argument("--rows", type=int, default=64, help="texts whose noise is searched on (default: 64)")
+    parser.add_argument("--trials", type=int, default=150, help="grids tried (default: 150)")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    refuse_rest(rest, KNOWN)
+    if min(args.rows, args.trials) < 1:
+        raise UsageError("--rows and --trials must be at least 1.")
+    if args.out.exists():
+        raise UsageError(f"'{args.out}' already exists: name another folder, nothing was overwritten.")
+
+    from dataclasses import replace
+
+    from jpeg_dlm.api import load
+    from jpeg_dlm.config import SamplerConfig, validate
+    from jpeg_dlm.model_folder import write_model
+    from jpeg_dlm.sampling.grid_search import tuned
+    from jpeg_dlm.training.console import Console
+
+    model = load(args.checkpoint, args.device)
+    config = model.config
+    if not isinstance(config.sampler, SamplerConfig):
+        raise UsageError(f"{model.method.title} has no times to search: tune needs a model of jpeg-dlm.")
+    sampler = replace(
+        config.sampler, fast_solver=args.solver or config.sampler.fast_solver,
+        fast_w=config.sampler.fast_w if args.w is None else args.w,
+    )  # fmt: skip
+    sampler = validate(replace(config, sampler=sampler)).sampler
+    console = Console()
+    with console.progress("Searching times", "grids") as progress:
+        sampler, found = tuned(model.method, sampler, args.evaluations, args.rows, args.trials, progress)
+    write_model(replace(model.parts, config=replace(config, sampler=sampler)), args.out)
+    evaluations = sampler.fast().evaluations(config.data.token_len)
+    print(
+        f"Wrote '{args.out}': {sampler.fast_solver} with {evaluations} evaluations, distance from {found.start_error:.4f} to "
+        f"{found.error:.4f}; use it with  jpeg-dlm generate {args.out} --fast"
+    )
+    return 0

@@ -1,0 +1,146 @@
+"""An exported model on disk, complete for sampling.
+
+    export.json  denoise.onnx  decode.onnx                              tokenizer.json  manifest.json
+    export.json  denoise.xml   denoise.bin   decode.xml   decode.bin    tokenizer.json  manifest.json
+
+The manifest has size and SHA-256 of every file; export.json has the format, the versions that wrote it, how closely it
+agreed with torch, and the config.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jpeg_dlm.config import Config, ModelConfig, from_dict, to_dict, validate
+from jpeg_dlm.errors import CheckpointError, UsageError
+from jpeg_dlm.export.graph import onnx_package
+from jpeg_dlm.export.graphs import write_network
+from jpeg_dlm.export.networks import DECODE, DENOISE, Opened, in_torch, input_sizes, random_inputs
+from jpeg_dlm.export.onnx_runtime import open_onnx
+from jpeg_dlm.export.openvino_runtime import convert_onnx, open_openvino
+from jpeg_dlm.export.sampler import ExportedSampler
+from jpeg_dlm.files import atomic_directory, dump_json, load_json, verify_manifest, write_atomic, write_manifest
+from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.model_folder import TOKENIZER_FILE, ModelParts
+
+EXPORT_FILE = "export.json"
+EXPORT_BYTES = 1 << 20  # a whole config has 3,000
+CHECK_ROWS = 4
+LARGEST_ERROR = 1e-3  # of the largest value of x (measured: 3e-6 at the sizes of LM1B)
+LEAST_AGREEMENT = 0.99  # share of tokens; rounding may turn over the few that are nearly as probable as another
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of file and its runtime."""
+
+    suffix: str
+    open: Callable[[Path], Opened]
+    runtime: str  # the package that runs it
+
+
+FORMATS = {
+    "onnx": Format(".onnx", open_onnx, "onnxruntime"),
+    "openvino": Format(".xml", open_openvino, "openvino"),
+}
+
+
+def is_exported(path: Path) -> bool:
+    return (path / EXPORT_FILE).is_file()
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_exported(parts: ModelParts, kind: str, out: Path, tell: Callable[[str], None] = lambda text: None) -> Path:
+    """The model as a folder of `kind`, one of FORMATS; nothing is written unless its networks agree with torch's."""
+    method = parts.method
+    if not isinstance(method, JpegDlm) or isinstance(method, ExportedSampler):
+        raise UsageError(f"Only jpeg-dlm has an {kind} form, not {parts.config.method}: use --format safetensors.")
+    if out.exists():
+        raise CheckpointError(f"'{out}' already exists: name another folder, nothing was overwritten.")
+    onnx_package()  # its absence is told before the work begins
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_directory(out) as temp:
+        agreement = {}
+        for name in (DENOISE, DECODE):
+            tell(f"Exporting the {name} network ...")
+            path = temp / f"{name}{FORMATS[kind].suffix}"
+            _write_file(name, method, kind, path)
+            agreement[name] = agreement_of(name, method, FORMATS[kind].open(path))
+        if parts.tokenizer:
+            shutil.copyfile(parts.tokenizer, temp / TOKENIZER_FILE)
+        said = {"format": kind, "versions": _versions(kind), "agreement": agreement}
+        write_atomic(temp / EXPORT_FILE, dump_json(said | {"config": to_dict(_without_paths(parts.config))}))
+        write_manifest(temp, {})
+    return out
+
+
+def _write_file(name: str, method: JpegDlm, kind: str, path: Path) -> None:
+    onnx = path.with_suffix(".onnx")
+    write_network(name, method, onnx)
+    if kind == "openvino":
+        convert_onnx(onnx, path)
+        onnx.unlink()
+
+
+def agreement_of(name: str, method: JpegDlm, opened: Opened) -> float:
+    """How closely a file does what torch does: the largest error relative to x, or the share of equal tokens."""
+    inputs = random_inputs(name, method.config, CHECK_ROWS)
+    wanted, found = in_torch(name, method, inputs), opened(**inputs)
+    if name == DENOISE:
+        agreement = float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-8))
+        agrees = agreement <= LARGEST_ERROR
+    else:
+        agreement = float((found == wanted).float().mean())
+        agrees = agreement >= LEAST_AGREEMENT
+    if not agrees:  # NaN does not
+        raise CheckpointError(
+            f"The exported {name} network does not compute what torch does ({agreement:g}), so nothing was written: "
+            "use --format safetensors."
+        )
+    return agreement
+
+
+def _versions(kind: str) -> dict[str, str]:
+    return {package: importlib.metadata.version(package) for package in ("torch", "onnx", FORMATS[kind].runtime)}
+
+
+def _without_paths(config: Config) -> Config:
+    """Nothing in an exported folder reads text, an encoder or a teacher, so no path of the training machine is kept."""
+    data = replace(config.data, source=Path(config.data.source).name)
+    objective = replace(config.objective, teacher="") if hasattr(config.objective, "teacher") else config.objective
+    return replace(config, data=data, encoder=replace(config.encoder, name=""), objective=objective)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_exported(path: Path) -> ModelParts:
+    """The parts of `jpeg_dlm.api.Model`, after every file proved to be what was written; the method is an `ExportedSampler`."""
+    verify_manifest(path)
+    said = load_json(path / EXPORT_FILE, EXPORT_BYTES)
+    kind, values = str(said.get("format")), said.get("config")
+    if kind not in FORMATS or not isinstance(values, dict):
+        raise CheckpointError(f"'{path / EXPORT_FILE}' names no format or config that is known here: export the model again.")
+    config = validate(from_dict(values))
+    if not isinstance(config.model, ModelConfig):
+        raise CheckpointError(f"'{path / EXPORT_FILE}' is of {config.method}, which is never exported: export the model again.")
+    opened = {name: _open(path, name, kind, config) for name in (DENOISE, DECODE)}
+    tokenizer = path / TOKENIZER_FILE
+    method = ExportedSampler(config, opened[DENOISE], opened[DECODE])
+    return ModelParts(method.eval(), config, path, tokenizer if tokenizer.is_file() else None, None)
+
+
+def _open(folder: Path, name: str, kind: str, config: Config) -> Opened:
+    path = folder / f"{name}{FORMATS[kind].suffix}"
+    if not path.is_file():
+        raise CheckpointError(f"'{path}' is missing: export the model again.")
+    opened = FORMATS[kind].open(path)
+    if opened.shapes != {key: (None, *sizes) for key, sizes in input_sizes(name, config).items()}:
+        raise CheckpointError(f"'{path}' does not take what its config says ({opened.shapes}): export the model again.")
+    return opened

@@ -1,0 +1,62 @@
+"""The two networks of Algorithm 2: what goes in and out, and what a runtime makes of their files.
+
+denoise: x = f(z, t; s, w), where s is zeros without self-conditioning
+decode: the decode evaluation at t = 1, D, W and the most probable tokens
+
+Shapes: B batch, N latents, D latent width, L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jpeg_dlm.config import Config
+from jpeg_dlm.errors import CheckpointError, reason_of
+from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.rng import RowNoise
+
+DENOISE, DECODE = "denoise", "decode"
+OUTPUTS = {DENOISE: "x", DECODE: "tokens"}
+
+
+def input_sizes(name: str, config: Config) -> dict[str, tuple[int, ...]]:
+    """The inputs of a network and their sizes after the batch."""
+    latents = (config.model.latent_len, config.model.latent_dim)
+    return {"z": latents, "t": (), "s": latents, "w": ()} if name == DENOISE else {"z": latents, "w": ()}
+
+
+def random_inputs(name: str, config: Config, rows: int) -> dict[str, Tensor]:
+    """Such as sampling meets them."""
+    noise = RowNoise(0, range(rows))
+    given = {"t": noise.uniform("t"), "w": torch.full((rows,), config.sampler.w)}
+    return {key: given[key] if key in given else noise.normal(key, *sizes) for key, sizes in input_sizes(name, config).items()}
+
+
+@torch.no_grad()
+def in_torch(name: str, method: JpegDlm, inputs: Mapping[str, Tensor]) -> Tensor:
+    """What a network must give."""
+    act = method.dit if name == DENOISE else method.tokens
+    return act(*inputs.values())
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A network in a runtime: arrays by name to its one output; `shapes` has None where a size is free."""
+
+    run: Callable[[dict[str, np.ndarray]], np.ndarray]
+    shapes: dict[str, tuple[int | None, ...]]
+
+    def __call__(self, **inputs: Tensor) -> Tensor:
+        device = inputs["z"].device
+        arrays = {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in inputs.items()}
+        return torch.from_numpy(self.run(arrays)).to(device)
+
+
+def not_runnable(path: Path, runtime: str, error: Exception) -> CheckpointError:
+    return CheckpointError(f"'{path}' is not a network that {runtime} can run ({reason_of(error)}): export it again.")

@@ -1,0 +1,166 @@
+"""Distillation: a student that takes in one evaluation a step for which its teacher takes several (ELF).
+
+The teacher is a trained JPEG-DLM, or a student of more steps. Over an interval [t_s, t_t] of the student's grid it goes from
+z_s to z_t in sub-steps, and the student learns the one prediction that leads there at once,
+x = z_s + (1 - t_s)/(t_t - t_s) (z_t - z_s). Only the denoising network is trained. Codec, token projection, statistics and
+the decode branch stay the teacher's, so a student is a JPEG-DLM with separate networks for its two branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jpeg_dlm.config import Checks, Config, ModelConfig, ObjectiveConfig, SamplerConfig, TrainConfig, opt
+from jpeg_dlm.errors import UsageError
+from jpeg_dlm.flow.grids import make_grid
+from jpeg_dlm.flow.path import interpolate, per_row
+from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, copy_tensors
+from jpeg_dlm.methods.jpeg_dlm import JpegDlm, build_dit
+from jpeg_dlm.rng import RowNoise
+
+NESTED = ("uniform", "quantile")  # grids of which every m-th time is the grid of m times fewer steps
+
+
+@dataclass(frozen=True)
+class DistillObjective(ObjectiveConfig):
+    """What the teacher was trained for, and how the student learns from it; sampler.steps is the student's number of steps."""
+
+    teacher: str = opt("", "model folder, run or checkpoint to learn from")
+    sub_steps: int = opt(4, "steps of the teacher for one of the student (ELF: 4 to 64)")
+
+    def checks(self, config: Config) -> Checks:
+        return [
+            *super().checks(config),
+            (bool(self.teacher), "a student needs a trained model to learn from: name it with --teacher"),
+            (self.sub_steps >= 1, "objective.sub_steps must be at least 1"),
+            (not config.model.shared, "a student needs --model.shared false: its decode branch stays the teacher's"),
+            (
+                config.sampler.grid in NESTED and config.sampler.solver == "euler",
+                f"a student steps by --sampler.solver euler on --sampler.grid {' or '.join(NESTED)}",
+            ),
+        ]
+
+
+def student_config(teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None) -> Config:
+    """A student of a model with this config, by default of 4 steps, which learns from the teacher's own text.
+
+    A tenth of the teacher's steps and learning rate, since it begins where the teacher ended (assumed).
+    """
+    if not isinstance(teacher.objective, ObjectiveConfig):
+        raise UsageError(f"'{path}' holds a model of {teacher.method}: a student needs a teacher of jpeg-dlm.")
+    s: SamplerConfig = teacher.sampler
+    sampler = replace(s, steps=4, solver="euler", grid=s.grid if s.grid in NESTED else "quantile", times=(), protocol="default")
+    t: TrainConfig = teacher.train
+    train = replace(t, steps=max(1, t.steps // 10), lr=t.lr / 10, schedule="constant", warmup=0, ema_warmup=True)
+    plain = {name: value for name, value in vars(teacher.objective).items() if name not in ("teacher", "sub_steps")}
+    return replace(
+        teacher, method="distill", train=train, sampler=sampler, model=replace(teacher.model, shared=False),
+        objective=DistillObjective(**plain, teacher=str(path)),
+        data=replace(teacher.data, tokenizer=str(tokenizer) if tokenizer else teacher.data.tokenizer),
+        encoder=replace(teacher.encoder, name=str(encoder)) if encoder else teacher.encoder,
+    )  # fmt: skip
+
+
+def jump_target(z_s: Tensor, z_t: Tensor, t_s: Tensor, t_t: Tensor) -> Tensor:
+    """The clean prediction at (z_s, t_s) whose straight line passes through z_t at t_t (ELF)."""
+    return z_s + per_row((1 - t_s) / (t_t - t_s), z_s) * (z_t - z_s)
+
+
+class Distill(JpegDlm):
+    """The student. Its teacher's network is kept beside it while it trains, and left out of a model folder."""
+
+    title = "JPEG-DLM, distilled"
+    groups = {"model": ModelConfig, "objective": DistillObjective, "sampler": SamplerConfig}
+
+    def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
+        super().__init__(config, encoder)
+        self.teacher = build_dit(config)
+        trained = {id(p) for p in self.dit.parameters() if p.requires_grad}
+        for parameter in self.parameters():
+            parameter.requires_grad_(id(parameter) in trained)
+        self.loss_weights = {"jump": 1.0}
+
+    @classmethod
+    def adapt(cls, base: Config, name: str) -> Config:
+        raise UsageError("A student takes its sizes from a trained model: name it with --teacher.")
+
+    @classmethod
+    def trained_stage(cls, config: Config) -> Path:
+        return Path(config.objective.teacher)
+
+    def start_from(self, stage: Method, batches: Iterable[Batch]) -> None:
+        """The student begins as its teacher."""
+        if not isinstance(stage, JpegDlm):
+            raise UsageError(f"A student needs a teacher of jpeg-dlm, not of {stage.title}.")
+        own = self.export_state()
+        decode = stage.dit if stage.predictor is None else stage.predictor
+        branches = {"dit.": stage.dit, "predictor.": decode}
+        given = {name: t for name, t in stage.export_state().items() if not name.startswith(tuple(branches))}
+        for prefix, network in branches.items():
+            given |= {prefix + name: t for name, t in network.state_dict().items()}
+        copy_tensors(own, given, "the teacher")
+        self.compressor.load_state_dict(self.target.state_dict())
+        self.teacher.load_state_dict(stage.dit.state_dict())
+
+    def train(self, mode: bool = True) -> Self:
+        """What is frozen never drops anything."""
+        super().train(False)
+        self.training = mode
+        self.dit.train(mode)
+        return self
+
+    # ------------------------------------------------------------ training
+
+    def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
+        z_1 = self.target_latents(self.features(batch), batch.mask_BL)
+        times, first = self.sub_times(noise)
+        t_s, t_t = times[first], times[first + self.sub_steps]
+        z_s = interpolate(z_1, noise.normal("latent", *z_1.shape[1:]), t_s)
+        w = torch.full_like(t_s, self.config.sampler.w)
+        s = self.earlier_prediction(z_s, t_s, w, noise)
+        z_t = self.by_teacher(z_s, s, w, times, first)
+        return {"jump": F.mse_loss(self.dit(z_s, t_s, s, w), jump_target(z_s, z_t, t_s, t_t))}
+
+    @property
+    def sub_steps(self) -> int:
+        return self.config.objective.sub_steps
+
+    def sub_times(self, noise: RowNoise) -> tuple[Tensor, Tensor]:
+        """(the teacher's grid, the place in it of each row's t_s): one of the student's own times, all equally likely."""
+        s: SamplerConfig = self.config.sampler
+        times = make_grid(s.grid, s.steps * self.sub_steps, s.grid_mean, s.grid_std, noise.shared("grid"))
+        interval = (noise.uniform("interval") * s.steps).long()
+        return times.to(interval.device), interval * self.sub_steps
+
+    @torch.no_grad()
+    def earlier_prediction(self, z_s: Tensor, t_s: Tensor, w: Tensor, noise: RowNoise) -> Tensor:
+        """What the step is self-conditioned on: nothing at t = 0 and in some other rows, else the teacher's own guess."""
+        none = (t_s == 0) | (noise.uniform("self_condition") >= self.config.objective.sc_prob)
+        return self.teacher(z_s, t_s, None, w) * per_row(~none, z_s)
+
+    @torch.no_grad()
+    def by_teacher(self, z: Tensor, s: Tensor, w: Tensor, times: Tensor, first: Tensor) -> Tensor:
+        """z_t: Euler steps of the teacher over each row's interval, each conditioned on the prediction before."""
+        for m in range(self.sub_steps):
+            t, u = times[first + m], times[first + m + 1]
+            s = self.teacher(z, t, s, w)
+            z = z + per_row((u - t) / (1 - t), z) * (s - z)
+        return z
+
+    def after_step(self, step: int, total: int) -> None:
+        """The target compressor is the teacher's."""
+
+    # ------------------------------------------------------------ files and optimization
+
+    def export_state(self) -> dict[str, Tensor]:
+        return {name: t for name, t in super().export_state().items() if not name.startswith("teacher.")}
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        return [group for group in super().parameter_groups() if group.parameters]

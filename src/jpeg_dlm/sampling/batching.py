@@ -1,0 +1,220 @@
+"""Many small requests from many threads, sampled in few batches; each gets the texts it would get alone.
+
+with BatchingService(model.method) as service:
+    waiting = [service.submit(1, model.sampler_options(steps=8), seed=s) for s in range(40)]
+    tokens = [future.result() for future in waiting]
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from jpeg_dlm.errors import UsageError
+from jpeg_dlm.rng import RowNoise, RowStreams
+
+MAX_BATCH = 64  # rows, as `generate` takes them
+MAX_WAIT_S = 0.005  # small beside the time of one text (measured: 8 steps of the bundled model take longer)
+
+
+class Samples(Protocol):
+    """What the service runs: a method, or another sampler of one."""
+
+    def sample(self, sampler: Any, noise: RowNoise) -> Tensor: ...
+
+
+# ---------------------------------------------------------------- noise of several requests
+
+
+@dataclass(frozen=True)
+class StackedNoise(RowNoise):
+    """The rows of several `RowNoise` one below the other, each with the numbers of its own seed and row."""
+
+    parts: tuple[RowNoise, ...] = ()
+    lent: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)  # shared generators and how they were given
+
+    @classmethod
+    def of(cls, parts: Sequence[RowNoise]) -> StackedNoise:
+        rows = [row for part in parts for row in part.rows]
+        return cls(parts[0].seed, rows, parts[0].step, parts[0].device, parts=tuple(parts))
+
+    def streams(self, purpose: str) -> RowStreams:
+        return RowStreams([g for part in self.parts for g in part.streams(purpose).generators], self.device)
+
+    def shared(self, purpose: str) -> torch.Generator:
+        """That of the first part; `parted` tells whether this was wrong for the others."""
+        generator = super().shared(purpose)
+        self.lent.append((generator, generator.get_state()))
+        return generator
+
+    @property
+    def parted(self) -> bool:
+        """Whether parts of several seeds were given numbers that only rows of one seed share, such as a random grid."""
+        drawn = any(not torch.equal(generator.get_state(), before) for generator, before in self.lent)
+        return drawn and len({part.seed for part in self.parts}) > 1
+
+    def _draw(self, kind: Any, purpose: str, shape: tuple[int, ...]) -> Tensor:
+        return torch.cat([part._draw(kind, purpose, shape) for part in self.parts])
+
+
+# ---------------------------------------------------------------- the service
+
+
+@dataclass
+class Request:
+    """Rows that someone waits for; `done` holds those that were sampled already."""
+
+    rows: range
+    sampler: Any
+    seed: int
+    future: Future[Tensor]
+    deadline: float
+    done: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of one request that take part in a batch."""
+
+    request: Request
+    rows: range
+
+
+class BatchingService:
+    """One thread that samples. Requests with equal options share a batch; of the others the oldest goes first.
+
+    A batch starts when it is full, or `max_wait_s` after its oldest request arrived. A request is split where it does not
+    fit. `method` is used by this thread alone for as long as the service is open.
+    """
+
+    def __init__(
+        self, method: Samples, max_batch: int = MAX_BATCH, max_wait_s: float = MAX_WAIT_S, device: torch.device | str = "cpu"
+    ) -> None:
+        if max_batch < 1 or max_wait_s < 0:
+            raise UsageError("A service needs a batch of at least 1 and a wait of at least 0 seconds.")
+        self.method, self.max_batch, self.max_wait_s, self.device = method, max_batch, max_wait_s, device
+        self._queue: list[Request] = []  # in the order of arrival
+        self._seed_apart: list[Any] = []  # samplers found to share numbers within a seed
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="jpeg-dlm-batching", daemon=True)
+        self._thread.start()
+
+    def submit(self, n: int, sampler: Any, seed: int = 0, first: int = 0) -> Future[Tensor]:
+        """Token ids (n, L) of samples `first` to `first + n - 1` of `seed`; `cancel()` works until they are begun."""
+        if n < 1:
+            raise UsageError("The number of samples must be at least 1.")
+        if getattr(sampler, "protocol", "default") == "released":
+            raise UsageError("In the released protocol a text depends on its batch: a service needs the default one.")
+        future: Future[Tensor] = Future()
+        with self._changed:
+            if self._closed:
+                raise UsageError("The service is closed: start another one.")
+            self._queue.append(Request(range(first, first + n), sampler, seed, future, time.monotonic() + self.max_wait_s))
+            self._changed.notify()
+        return future
+
+    def close(self, cancel: bool = False) -> None:
+        """Finish what was asked for, or cancel what is not begun, and end the thread; safe to call again."""
+        with self._changed:
+            self._closed = True
+            if cancel:
+                for request in self._queue:
+                    request.future.cancel()
+            self._changed.notify()
+        self._thread.join()
+
+    def __enter__(self) -> BatchingService:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close(cancel=error[0] is not None)
+
+    # ------------------------------------------------------------ choosing a batch
+
+    def _work(self) -> None:
+        while pieces := self._next_batch():
+            self._run(pieces)
+
+    def _next_batch(self) -> list[Piece]:
+        """Waits for the next batch and takes it from the queue; empty once the service is closed and nothing is left."""
+        with self._changed:
+            while True:
+                # A request that was begun can no longer be cancelled, so what is dropped here has nothing to return.
+                self._queue = [request for request in self._queue if not request.future.cancelled()]
+                if not self._queue:
+                    if self._closed:
+                        return []
+                    self._changed.wait()
+                    continue
+                companions = [request for request in self._queue if self._fits(request, self._queue[0])]
+                left = self._queue[0].deadline - time.monotonic()
+                if self._closed or left <= 0 or sum(len(request.rows) for request in companions) >= self.max_batch:
+                    if pieces := self._take(companions):
+                        return pieces
+                else:
+                    self._changed.wait(left)
+
+    def _fits(self, request: Request, oldest: Request) -> bool:
+        same = request.sampler == oldest.sampler
+        return same and (request.seed == oldest.seed or oldest.sampler not in self._seed_apart)
+
+    def _take(self, companions: Sequence[Request]) -> list[Piece]:
+        """The first rows of these requests that fill a batch; those without rows left leave the queue."""
+        pieces, room = [], self.max_batch
+        for request in companions:
+            if not room:
+                break
+            if not request.future.running() and not request.future.set_running_or_notify_cancel():
+                continue  # cancelled a moment ago
+            pieces.append(Piece(request, request.rows[:room]))
+            room -= len(pieces[-1].rows)
+            request.rows = request.rows[len(pieces[-1].rows) :]
+        self._queue = [request for request in self._queue if request.rows]
+        return pieces
+
+    # ------------------------------------------------------------ sampling it
+
+    def _run(self, pieces: list[Piece]) -> None:
+        noise = StackedNoise.of([RowNoise(piece.request.seed, piece.rows, 0, self.device) for piece in pieces])
+        try:
+            with torch.no_grad():
+                tokens = self.method.sample(pieces[0].request.sampler, noise).cpu()
+            found = tokens.split([len(piece.rows) for piece in pieces])
+        except Exception as error:
+            if len(pieces) == 1:
+                self._fail(pieces[0].request, error)
+            else:  # one of them may be to blame: alone each gets its own texts or its own error
+                self._run_apart(pieces, lambda piece: id(piece.request))
+            return
+        if noise.parted:
+            self._seed_apart.append(pieces[0].request.sampler)
+            self._run_apart(pieces, lambda piece: piece.request.seed)
+            return
+        for piece, rows in zip(pieces, found, strict=True):
+            self._deliver(piece.request, rows)
+
+    def _run_apart(self, pieces: Sequence[Piece], key: Callable[[Piece], int]) -> None:
+        groups: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            groups.setdefault(key(piece), []).append(piece)
+        for group in groups.values():
+            self._run(group)
+
+    def _deliver(self, request: Request, rows: Tensor) -> None:
+        request.done.append(rows)
+        if not request.rows:
+            request.future.set_result(torch.cat(request.done))
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """The rest of a split request is not sampled: its texts are only given together."""
+        request.future.set_exception(error)
+        with self._changed:
+            self._queue = [other for other in self._queue if other is not request]

@@ -1,0 +1,118 @@
+"""The few times at which a sampler should evaluate the network, searched once for a model on noise of its own.
+
+What many steps make of the same noise is the reference; a grid is the better the closer it comes to that. The search is
+deterministic: it takes the best of a few families of grids, and then moves one time after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from jpeg_dlm.config import SamplerConfig, steps_within
+from jpeg_dlm.errors import UsageError
+from jpeg_dlm.flow.grids import quantile_grid, uniform_grid
+from jpeg_dlm.flow.solvers import SOLVERS
+from jpeg_dlm.methods.base import Method
+from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.sampling.sampler import device_of
+
+Times = tuple[float, ...]
+Error = Callable[[Times], float]
+Progress = Callable[[int, int], None]
+
+POWERS = (0.5, 0.7, 1.0, 1.4, 2.0)  # of uniform times (assumed)
+NORMALS = ((-1.5, 0.8), (-0.75, 1.0), (0.0, 1.0), (0.0, 1.5), (0.75, 1.0))  # mean and deviation of logit(t) (assumed)
+FIRST_MOVE, LAST_MOVE = 0.5, 0.05  # share of the way to a neighbor by which a time moves (assumed)
+DIGITS = 4  # of a stored time: finer than any move that matters
+REFERENCE_STEPS = 128  # uniform Euler steps of the reference (assumed)
+SEARCH_SEED = 1 << 20  # noise that no evaluation uses: theirs count from 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """The times, their distance from the reference, and that of the best grid of the families, from which they come."""
+
+    times: Times
+    error: float
+    start_error: float
+
+
+def families(steps: int) -> Iterator[Times]:
+    """Grids to begin with: powers of uniform times, and logit-normal quantiles."""
+    for power in POWERS:
+        yield rounded((uniform_grid(steps).double() ** power).tolist())
+    for mean, std in NORMALS:
+        yield rounded(quantile_grid(steps, mean, std).tolist())
+
+
+def rounded(times: Sequence[float]) -> Times:
+    return tuple(round(t, DIGITS) for t in times)
+
+
+def search(error: Error, steps: int, trials: int, progress: Progress | None = None) -> Found:
+    """Times of the smallest error that at most `trials` evaluations of it find."""
+    known: dict[Times, float] = {}
+
+    def measured(times: Times) -> float:
+        if times not in known:
+            known[times] = error(times) if increasing(times) else float("inf")
+            if progress:
+                progress(len(known), trials)
+        return known[times]
+
+    best = min(list(families(steps))[:trials], key=measured)
+    start_error, move = measured(best), FIRST_MOVE
+    while move >= LAST_MOVE and len(known) < trials:
+        before = best
+        for i in range(1, steps):
+            for neighbor in (i - 1, i + 1):
+                if len(known) < trials:
+                    best = min(best, moved(best, i, neighbor, move), key=measured)
+        if best == before:
+            move /= 2
+    return Found(best, measured(best), start_error)
+
+
+def moved(times: Times, i: int, neighbor: int, share: float) -> Times:
+    """`times` with the i-th a share of the way nearer to a neighbor."""
+    return rounded([*times[:i], times[i] + share * (times[neighbor] - times[i]), *times[i + 1 :]])
+
+
+def increasing(times: Times) -> bool:
+    return all(t < u for t, u in zip(times, times[1:], strict=False))
+
+
+# ---------------------------------------------------------------- for a model
+
+
+@torch.no_grad()
+def end_state(method: JpegDlm, sampler: SamplerConfig, z: Tensor, times: Sequence[float]) -> Tensor:
+    """The latents that a solver makes of noise, before they are decoded."""
+    w = torch.full((len(z),), sampler.w, device=z.device)
+    return SOLVERS[sampler.solver](method.self_conditioned(w), z, list(times), None)
+
+
+def latent_error(method: JpegDlm, sampler: SamplerConfig, rows: int, seed: int = SEARCH_SEED) -> Error:
+    """Mean squared distance between the latents that a grid and those that many steps make of the same noise."""
+    m = method.config.model
+    z = RowNoise(seed, range(rows), 0, device_of(method)).normal("sample", m.latent_len, m.latent_dim)
+    many = replace(sampler, solver="euler")
+    reference = end_state(method, many, z, uniform_grid(REFERENCE_STEPS).tolist())
+    return lambda times: float((end_state(method, sampler, z, times) - reference).square().mean())
+
+
+def tuned(
+    method: Method, sampler: SamplerConfig, evaluations: int, rows: int, trials: int, progress: Progress | None = None
+) -> tuple[SamplerConfig, Found]:
+    """`sampler` with the times found for its fast solver and scale, and how good they are."""
+    if not isinstance(method, JpegDlm):
+        raise UsageError(f"{method.title} has no times to search: tune needs a model of jpeg-dlm.")
+    steps = steps_within(evaluations, sampler.fast_solver)
+    few = replace(sampler, solver=sampler.fast_solver, w=sampler.fast_w or sampler.w)
+    found = search(latent_error(method, few, rows), steps, trials, progress)
+    return replace(sampler, times=found.times), found

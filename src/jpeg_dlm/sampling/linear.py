@@ -1,0 +1,127 @@
+"""Linear layers prepared once for sampling: fp32, bf16, or int8 with a scale for each output channel and each row.
+
+Shapes: M rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Dtype = Literal["fp32", "bf16", "int8"]
+DTYPES: tuple[Dtype, ...] = ("fp32", "bf16", "int8")
+BYTE = 127  # largest magnitude of a symmetric 8-bit number
+SEVEN_BITS = 63  # and of a 7-bit one
+ZERO_POINT = 128  # where 0 lies among unsigned bytes
+
+
+class DenseLinear(nn.Module):
+    """y = x W^T + b with W kept transposed, which is how the matrix product reads it fastest (measured)."""
+
+    weight_KN: Tensor
+    bias_N: Tensor | None
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("weight_KN", weight_NK.to(dtype).t().contiguous())
+        self.register_buffer("bias_N", None if bias_N is None else bias_N.to(dtype, copy=True))
+
+    def forward(self, x_MK: Tensor) -> Tensor:
+        x_MK = x_MK.to(self.weight_KN.dtype)
+        return x_MK @ self.weight_KN if self.bias_N is None else torch.addmm(self.bias_N, x_MK, self.weight_KN)
+
+    def add_to(self, x_MN: Tensor, h_MK: Tensor) -> Tensor:
+        """x + linear(h), written over the residual stream x; in fp32 the product itself does the addition."""
+        if self.weight_KN.dtype != x_MN.dtype:
+            return x_MN.add_(self(h_MK))
+        x_MN.addmm_(h_MK, self.weight_KN)
+        return x_MN if self.bias_N is None else x_MN.add_(self.bias_N)
+
+
+class Int8Linear(nn.Module):
+    """Integer products of quantized rows and quantized channels, scaled back to fp32.
+
+    Every row of x has its own scale, found when it comes, so a row does not depend on its neighbors.
+    """
+
+    scale_N: Tensor
+    bias_N: Tensor
+    zeros_N: Tensor
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+        super().__init__()
+        self.on_cpu = weight_NK.device.type == "cpu"
+        q_NK, scale_N = quantize_channels(weight_NK.float(), weight_levels(weight_NK.device))
+        self.register_buffer("scale_N", scale_N)
+        self.register_buffer("bias_N", torch.zeros_like(scale_N) if bias_N is None else bias_N.float().clone())
+        if self.on_cpu:
+            self.register_buffer("zeros_N", torch.zeros(len(scale_N), dtype=torch.int32))
+            self.packed = torch.ops.onednn.qlinear_prepack(q_NK, None)
+        else:
+            self.packed = q_NK.t()
+
+    def forward(self, x_MK: Tensor) -> Tensor:
+        scale_M1 = row_scales(x_MK)
+        if self.on_cpu:
+            # The packed product wants unsigned rows; their common zero point is subtracted inside.
+            u_MK = torch.addcdiv(x_MK.new_full((), ZERO_POINT + 0.5), x_MK, scale_M1).to(torch.uint8)
+            y_MN = self.integer_product(u_MK, ZERO_POINT)
+        else:
+            y_MN = self.integer_product((x_MK / scale_M1).round().to(torch.int8), 0)
+        return torch.addcmul(self.bias_N, y_MN, scale_M1)
+
+    @torch.compiler.disable  # inductor's own form of this product wants its weights as constants of the graph
+    def integer_product(self, q_MK: Tensor, zero_point: int) -> Tensor:
+        """(q - zero point) W^T in the units of each channel's scale."""
+        if self.on_cpu:
+            return torch.ops.onednn.qlinear_pointwise(
+                q_MK, 1.0, zero_point, self.packed, self.scale_N, self.zeros_N, None, 1.0, 0, torch.float32, "none", [], ""
+            )
+        return torch._int_mm(q_MK, self.packed) * self.scale_N
+
+    def add_to(self, x_MN: Tensor, h_MK: Tensor) -> Tensor:
+        """x + linear(h), written over the residual stream x."""
+        return x_MN.add_(self(h_MK))
+
+
+def weight_levels(device: torch.device) -> int:
+    """Without VNNI a CPU adds two products in 16 bits, which 7-bit weights cannot overflow: 2 * 255 * 63 < 2**15."""
+    return SEVEN_BITS if device.type == "cpu" and not torch.cpu._is_vnni_supported() else BYTE
+
+
+def quantize_channels(weight_NK: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 weights and the scale of each output channel."""
+    scale_N = weight_NK.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / levels
+    return (weight_NK / scale_N[:, None]).round().to(torch.int8), scale_N
+
+
+def row_scales(x_MK: Tensor) -> Tensor:
+    """The scale of each row that maps its largest magnitude to 127."""
+    largest = torch.maximum(x_MK.amax(1, keepdim=True), x_MK.amin(1, keepdim=True).neg_())
+    return largest.clamp_min_(1e-30).mul_(1 / BYTE)
+
+
+AnyLinear = DenseLinear | Int8Linear
+MakeLinear = Callable[[Tensor, Any], AnyLinear]  # from a weight (N, K) and a bias (N) or None
+
+
+def linear_maker(dtype: Dtype) -> MakeLinear:
+    """What turns weights into layers of this type."""
+    if dtype == "int8":
+        return Int8Linear
+    return bf16_linear if dtype == "bf16" else full_precision
+
+
+def bf16_linear(weight_NK: Tensor, bias_N: Tensor | None) -> DenseLinear:
+    """In bf16, or where a CPU would emulate it a hundred times slower (measured) in fp32 with weights rounded to bf16."""
+    if weight_NK.device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return DenseLinear(weight_NK, bias_N, torch.bfloat16)
+    return full_precision(weight_NK.bfloat16().float(), None if bias_N is None else bias_N.bfloat16().float())
+
+
+def full_precision(weight_NK: Tensor, bias_N: Tensor | None) -> DenseLinear:
+    """A layer that stays fp32 in every mode."""
+    return DenseLinear(weight_NK, bias_N, torch.float32)

@@ -1,0 +1,244 @@
+"""Distillation: targets against closed forms, a fresh student against its teacher, and a student's life in files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MICRO, micro_flags, perturb
+
+from jpeg_dlm.api import load
+from jpeg_dlm.cli.main import main
+from jpeg_dlm.config import override, validate
+from jpeg_dlm.encoders import build_encoder
+from jpeg_dlm.errors import UsageError
+from jpeg_dlm.files import load_tensors, sha256_file
+from jpeg_dlm.flow.grids import make_grid
+from jpeg_dlm.flow.solvers import euler
+from jpeg_dlm.methods.base import Batch
+from jpeg_dlm.methods.distill import NESTED, Distill, jump_target, student_config
+from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.methods.registry import build_method, for_method
+from jpeg_dlm.presets import preset
+from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.sampling.grid_search import end_state
+
+B, L, VOCAB = 6, 12, 300
+
+
+def teacher_method(**options: object) -> JpegDlm:
+    values = MICRO | {"encoder.kind": "random", "encoder.scale": "none"} | {k.replace("__", "."): v for k, v in options.items()}
+    config = validate(override(preset("smoke"), values))
+    method = perturb(build_method(config, build_encoder(config.encoder, VOCAB)))
+    assert isinstance(method, JpegDlm)
+    method.compressor.load_state_dict(method.target.state_dict())
+    return method.eval()
+
+
+def student_of(teacher: JpegDlm, **options: object) -> Distill:
+    config = student_config(teacher.config, Path("teacher"), None, None)
+    config = validate(override(config, {name.replace("__", "."): value for name, value in options.items()}))
+    student = build_method(config, teacher.encoder)
+    assert isinstance(student, Distill)
+    student.start_from(teacher, [])
+    return student
+
+
+def batch() -> Batch:
+    return Batch(torch.randint(0, VOCAB, (B, L), generator=torch.Generator().manual_seed(3)))
+
+
+def noise(step: int = 0) -> RowNoise:
+    return RowNoise(0, range(B), step)
+
+
+# ---------------------------------------------------------------- the target
+
+
+def test_the_target_of_a_straight_line_is_its_end():
+    g = torch.Generator().manual_seed(0)
+    z_s, v = torch.randn(5, 2, 3, generator=g), torch.randn(5, 2, 3, generator=g)
+    t_s, t_t = torch.tensor([0.0, 0.1, 0.5, 0.5, 0.75]), torch.tensor([1.0, 0.2, 1.0, 0.6, 0.875])
+    z_t = z_s + v * (t_t - t_s).view(-1, 1, 1)
+    assert torch.allclose(jump_target(z_s, z_t, t_s, t_t), z_s + v * (1 - t_s).view(-1, 1, 1), atol=1e-5)
+
+
+def test_one_euler_step_to_the_target_arrives_where_the_teacher_did():
+    """For the linear field x(z, t) = a z + c: the step with the target's prediction ends in the state of many steps."""
+    z_s, (t_s, t_t) = torch.tensor([[0.3, -1.2, 2.0]], dtype=torch.float64), (0.25, 0.75)
+    sub_times = [t_s, 0.3, 0.45, 0.5, 0.7, t_t]
+    z_t = euler(lambda z, t: 0.4 * z + 0.1, z_s, sub_times)
+    target = jump_target(z_s, z_t, torch.tensor([t_s], dtype=torch.float64), torch.tensor([t_t], dtype=torch.float64))
+    assert torch.allclose(euler(lambda z, t: target, z_s, [t_s, t_t]), z_t, atol=1e-12)
+
+
+def test_the_teacher_steps_like_the_sampler_row_by_row():
+    student = student_of(teacher_method(), sampler__steps=4, objective__sub_steps=3)
+    times, first = student.sub_times(noise())
+    m = student.config.model
+    z, w = noise().normal("z", m.latent_len, m.latent_dim), torch.full((B,), 3.0)
+    s = noise().normal("s", m.latent_len, m.latent_dim)
+    found = student.by_teacher(z, s, w, times, first)
+    assert len(first.unique()) > 1
+    for row, place in enumerate(first.tolist()):
+        past = s[row : row + 1]
+
+        def predict(z: torch.Tensor, t: float) -> torch.Tensor:
+            nonlocal past
+            past = student.teacher(z, torch.tensor([t]), past, w[:1])
+            return past
+
+        expected = euler(predict, z[row : row + 1], times[place : place + 4].tolist())
+        assert torch.allclose(found[row : row + 1], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_the_students_times_are_among_the_teachers(kind):
+    g = torch.Generator()
+    fine, coarse = make_grid(kind, 24, -1.5, 0.8, g), make_grid(kind, 8, -1.5, 0.8, g)
+    assert torch.allclose(fine[::3], coarse, atol=1e-6)
+
+
+# ---------------------------------------------------------------- a fresh student
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_fresh_student_writes_what_its_teacher_writes(shared):
+    teacher = teacher_method(model__shared=shared)
+    student = student_of(teacher).eval()
+    logits = sampled_logits(teacher)
+    assert sampled_logits(student).equal(logits)
+    assert sampled_logits(student_of(student).eval()).equal(logits)
+    sampler = replace(teacher.config.sampler, steps=5)
+    assert student.sample(sampler, noise()).equal(teacher.sample(sampler, noise()))
+    assert student.encode(batch()).equal(teacher.encode(batch()))
+
+
+@torch.no_grad()
+def sampled_logits(method: JpegDlm) -> torch.Tensor:
+    w, m = torch.full((B,), 3.0), method.config.model
+    z = end_state(method, method.config.sampler, noise().normal("sample", m.latent_len, m.latent_dim), (0.0, 0.3, 0.6, 1.0))
+    return method.project(method.decompressor(method.unstandardize(method.decode_latents(z, w))))
+
+
+def test_nothing_is_to_be_learned_where_the_teacher_takes_one_step():
+    student = student_of(teacher_method(), objective__sub_steps=1)
+    assert float(student.losses(batch(), noise())["jump"].detach()) < 1e-10
+    assert float(student_of(teacher_method(), objective__sub_steps=4).losses(batch(), noise())["jump"].detach()) > 1e-6
+
+
+def test_training_lowers_the_loss_and_moves_the_denoising_network_alone():
+    teacher = teacher_method()
+    kept = {name: t.clone() for name, t in teacher.state_dict().items()}
+    student = student_of(teacher, sampler__steps=1, objective__sub_steps=8).train()
+    before = {name: t.clone() for name, t in student.state_dict().items()}
+    [group] = student.parameter_groups()
+    optimizer = torch.optim.Adam(group.parameters.values(), lr=3e-3)
+    losses = []
+    for _ in range(60):
+        loss = student.total_loss(student(batch(), noise()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        student.after_step(0, 60)
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.3 * losses[0]
+    changed = {name for name, t in student.state_dict().items() if not t.equal(before[name])}
+    assert changed and all(name.startswith("dit.") for name in changed)
+    assert all(t.equal(kept[name]) for name, t in teacher.state_dict().items())
+    assert not any(module.training for name, module in student.named_modules() if name and not name.startswith("dit"))
+
+
+def test_refusals_say_what_to_do():
+    config = student_config(teacher_method().config, Path("teacher"), None, None)
+    for options, sentence in (
+        ({"objective.teacher": ""}, "--teacher"),
+        ({"objective.sub_steps": 0}, "sub_steps"),
+        ({"sampler.grid": "random"}, "uniform or quantile"),
+        ({"sampler.solver": "heun"}, "euler"),
+        ({"model.shared": True}, "--model.shared false"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            validate(override(config, options))
+    with pytest.raises(UsageError, match="--teacher"):
+        for_method(preset("smoke"), "distill")
+    ar = for_method(preset("smoke"), "ar")
+    with pytest.raises(UsageError, match="needs a teacher of jpeg-dlm"):
+        student_config(ar, Path("teacher"), None, None)
+    with pytest.raises(UsageError, match="needs a teacher of jpeg-dlm"):
+        build_method(config).start_from(build_method(override(ar, {"data.vocab_size": VOCAB})), [])
+
+
+# ---------------------------------------------------------------- by command
+
+
+@pytest.fixture(scope="module")
+def teacher_run(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("distill") / "teacher"
+    words = ["train", "--preset", "smoke", "--data", str(corpus_file), "--out", str(run), "--quiet", "--device", "cpu"]
+    assert main([*words, *micro_flags(train__eval_every=0)]) == 0
+    return run
+
+
+def words(teacher: Path, out: Path, *extra: str) -> list[str]:
+    sizes = ["--train.steps", "6", "--train.save-every", "2", "--sampler.steps", "2", "--objective.sub-steps", "2"]
+    where = ["--teacher", str(teacher), "--out", str(out), "--quiet", "--device", "cpu", "--threads", "1"]
+    return ["train", "--method", "distill", *where, *sizes, *extra]
+
+
+def tensors(run: Path, step: int = 6) -> dict[str, str]:
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    return {name: sha256_file(folder / f"{name}.safetensors") for name in ("model", "ema", "optimizer")}
+
+
+def test_a_student_trains_resumes_exactly_is_exported_and_writes(teacher_run, corpus_file, tmp_path, monkeypatch, capsys):
+    untouched = tensors(teacher_run, 12)
+    data = ["--data", str(corpus_file)]
+    assert main(words(teacher_run, tmp_path / "straight", *data)) == 0
+    assert tensors(teacher_run, 12) == untouched
+
+    from jpeg_dlm.training.loop import Trainer
+
+    save = Trainer.save
+
+    def save_and_fail(trainer: Trainer) -> None:
+        save(trainer)
+        if trainer.step == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "save", save_and_fail)
+        assert main(words(teacher_run, tmp_path / "cut", *data)) == 130
+    hidden = teacher_run.rename(teacher_run.with_name("away"))  # a student that was begun needs its teacher no more
+    try:
+        (hidden / "encoder").rename(tmp_path / "encoder")
+        resumed = ["train", "--resume", "--out", str(tmp_path / "cut"), "--quiet", "--device", "cpu", "--threads", "1"]
+        assert main([*resumed, "--encoder.name", str(tmp_path / "encoder")]) == 0
+        (tmp_path / "encoder").rename(hidden / "encoder")
+    finally:
+        hidden.rename(teacher_run)
+    assert tensors(tmp_path / "cut") == tensors(tmp_path / "straight")
+
+    assert main(["export", str(tmp_path / "straight"), "--out", str(tmp_path / "model")]) == 0
+    assert not any(name.startswith("teacher.") for name in load_tensors(tmp_path / "model" / "model.safetensors"))
+    assert str(teacher_run.parent) not in (tmp_path / "model" / "config.json").read_text()
+    run, model, teacher = (load(path, "cpu") for path in (tmp_path / "straight", tmp_path / "model", teacher_run))
+    assert run.config.sampler.evaluations(L) == 3
+    assert run.generate(4) == model.generate(4) and run.tokenizer.fingerprint == teacher.tokenizer.fingerprint
+    assert model.encode(["The farmer"]).equal(teacher.encode(["The farmer"]))
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "model"), "-n", "2", "--device", "cpu"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def test_a_missing_teacher_is_one_sentence(tmp_path, capsys):
+    assert main(words(tmp_path / "nowhere", tmp_path / "run")) != 0
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ") and "nowhere' does not exist" in error and len(error.splitlines()) == 1
+    assert main(["train", "--method", "distill", "--out", str(tmp_path / "run"), "--quiet"]) == 2
+    assert "--teacher" in capsys.readouterr().err
+    assert main(["train", "--method", "ar", "--teacher", str(tmp_path), "--out", str(tmp_path / "run"), "--quiet"]) == 2
+    assert "--method distill" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

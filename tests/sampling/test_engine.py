@@ -1,0 +1,183 @@
+"""The engine rearranges Algorithm 2; the method itself is what it must agree with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import MICRO, perturb
+
+from jpeg_dlm.cli.main import main
+from jpeg_dlm.config import Config, override, validate
+from jpeg_dlm.errors import UsageError
+from jpeg_dlm.flow.grids import make_grid
+from jpeg_dlm.methods.base import FREE
+from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.presets import preset
+from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.sampling.engine import Engine
+from jpeg_dlm.sampling.engine_decoder import FastDecoder
+from jpeg_dlm.sampling.sampler import sample_batches
+
+# Two blocks, since the last one is special, and two codec layers, since the first one is.
+SMALL = MICRO | {"model.depth": 2, "model.codec_layers": 2, "sampler.grid": "quantile"}
+
+
+def config(**changes: object) -> Config:
+    return validate(override(preset("smoke"), SMALL | {name.replace("__", "."): value for name, value in changes.items()}))
+
+
+def made(**changes: object) -> JpegDlm:
+    torch.manual_seed(0)
+    method = perturb(JpegDlm(config(**changes)).eval(), 0.1)  # more would be chaotic: rounding would grow
+    with torch.no_grad():
+        method.decompressor.pos_emb.weight.mul_(4)  # so that places differ in their tokens
+    method.latent_mean.copy_(torch.linspace(-1, 1, len(method.latent_mean)))
+    method.latent_scale.copy_(torch.linspace(0.5, 2, len(method.latent_scale)))
+    return method
+
+
+@torch.no_grad()
+def latents(sampler, method: JpegDlm, z, grid):
+    """Where the solver ends, by the method and by the engine."""
+    from jpeg_dlm.flow.solvers import SOLVERS
+
+    times, solve = grid.tolist(), SOLVERS[sampler.solver]
+    by_method = solve(method.self_conditioned(torch.full((len(z),), sampler.w)), z, times, None)
+    return by_method, solve(Engine(method).self_conditioned(times, sampler.w), z, times, None)
+
+
+@pytest.mark.parametrize("solver", ["euler", "heun", "multistep"])
+@pytest.mark.parametrize("grid", ["quantile", "random", "uniform"])
+def test_latents_and_tokens_are_those_of_the_method(solver, grid):
+    method = made()
+    sampler = replace(method.config.sampler, solver=solver, grid=grid, steps=4)
+    z = RowNoise(0, range(5)).normal("sample", 3, 16)
+    times = make_grid(grid, 4, -1.5, 0.8, torch.Generator().manual_seed(1))
+    expected, found = latents(sampler, method, z, times)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    tokens = method.integrate(z, times, sampler)
+    assert torch.equal(Engine(method).integrate(z, times, sampler), tokens)
+    assert len(tokens.unique()) > 5  # agreement says something
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__shared": False},
+        {"model__decode_residual": True},
+        {"model__position_scale": 1.0},
+        {"model__depth": 1, "model__codec_layers": 1},
+        {"model__time_tokens": 1, "model__sc_tokens": 2, "model__mode_tokens": 3, "model__heads": 4},
+    ],
+    ids=lambda changes: ",".join(changes),
+)
+@pytest.mark.parametrize("batch", [1, 5])
+def test_every_variant_of_the_network_agrees(changes, batch):
+    method = made(**changes)
+    sampler, noise = method.config.sampler, RowNoise(3, range(batch))
+    assert torch.equal(Engine(method).sample(sampler, noise), method.sample(sampler, noise))
+
+
+def test_logits_in_chunks_give_the_same_tokens(monkeypatch):
+    method = made()
+    sampler, noise = method.config.sampler, RowNoise(0, range(3))
+    whole = Engine(method).sample(sampler, noise)
+    monkeypatch.setattr("jpeg_dlm.config.LOGITS_AT_ONCE", 7 * 300)  # seven rows of 300 ids
+    sizes = []
+    engine, argmax = Engine(method), torch.Tensor.argmax
+    monkeypatch.setattr(torch.Tensor, "argmax", lambda x, *a: sizes.append(len(x)) or argmax(x, *a))
+    assert torch.equal(engine.sample(sampler, noise), whole)
+    assert sizes == [7] * 5 + [1]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+def test_a_sample_does_not_depend_on_its_batch(dtype):
+    engine = Engine(made(), dtype)
+    sampler = engine.config.sampler
+    together = torch.cat(list(sample_batches(engine, 5, sampler, seed=2)))
+    apart = torch.cat(list(sample_batches(engine, 5, sampler, seed=2, batch=2)))
+    assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("grid", ["random", "quantile"])
+def test_the_released_protocol_draws_the_same_numbers(grid):
+    method = made()
+    sampler = replace(method.config.sampler, grid=grid, protocol="released")
+    by_method, by_engine = (torch.cat(list(sample_batches(m, 4, sampler, 0, 3))) for m in (method, Engine(method)))
+    assert torch.equal(by_method, by_engine)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("bf16", 0.1), ("int8", 0.1)])
+def test_reduced_precision_stays_close(dtype, error):
+    method = made()
+    z = RowNoise(0, range(4)).normal("sample", 3, 16)
+    exact, reduced = (Engine(method, d).self_conditioned([0.2], 3.0)(z, 0.2) for d in ("fp32", dtype))
+    assert reduced.dtype == torch.float32
+    difference = (reduced - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert 1e-4 < difference < error  # reduced it is
+
+
+def test_what_the_watcher_sees_and_what_is_returned_can_be_used():
+    method = made()
+    seen: list[tuple[int, float]] = []
+    for writer in (method, Engine(method)):
+        seen.append([])
+        tokens = writer.sample(
+            method.config.sampler, RowNoise(0, range(2)), lambda k, n, t, decode: seen[-1].append((k, n, t, decode().tolist()))
+        )
+        tokens[0, 0] = 7  # a tensor of inference mode would refuse
+    assert seen[0] == seen[1] and len(seen[0]) == method.config.sampler.steps + 1
+
+
+def test_weights_are_those_of_the_time_it_was_made():
+    method = made()
+    sampler, noise = method.config.sampler, RowNoise(0, range(2))
+    engine, before = Engine(method), method.sample(method.config.sampler, noise)
+    with torch.no_grad():
+        for p in method.parameters():
+            p.mul_(-1.5)
+    assert torch.equal(engine.sample(sampler, noise), before)
+    assert not torch.equal(method.sample(sampler, noise), before)
+
+
+def test_prompts_are_refused_as_by_the_method():
+    with pytest.raises(UsageError, match="whole texts"):
+        Engine(made()).sample(config().sampler, RowNoise(0, range(1)), given_BL=torch.full((1, 12), FREE))
+
+
+def test_queries_are_prepared_once_for_all_samples():
+    method = made()
+    decoder: FastDecoder = Engine(method).decoder
+    assert decoder.own_first.shape == (1, 12, 3 * 16)
+    d = method.decompressor
+    with torch.no_grad():
+        queries = d.query_gate(d.query_ffn(d.base_query))[0] + d.position_scale * d.pos_emb.weight
+        q = d.layers[0].attn.to_q(d.layers[0].attn.norm_latents(queries))
+    torch.testing.assert_close(decoder.queries, queries)
+    torch.testing.assert_close(decoder.own_first[0, :, :16], q)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_compiled_it_gives_the_same_tokens(dtype):
+    method = made()
+    sampler, noise = method.config.sampler, RowNoise(0, range(2))
+    plain, compiled = (Engine(method, dtype, c).sample(sampler, noise) for c in (False, True))
+    assert (plain == compiled).float().mean() > (0.99 if dtype == "fp32" else 0.8)
+
+
+# ---------------------------------------------------------------- command line
+
+
+def test_generate_takes_a_dtype_and_tells_its_price(capsys):
+    assert main(["generate", "-n", "2", "--steps", "2", "--device", "cpu", "--tokens"]) == 0
+    exact = capsys.readouterr().out
+    assert main(["generate", "-n", "2", "--steps", "2", "--device", "cpu", "--tokens", "--dtype", "fp32"]) == 0
+    out, err = capsys.readouterr()
+    assert out == exact and "against fp32" not in err
+    assert main(["generate", "-n", "2", "--steps", "2", "--device", "cpu", "--tokens", "--dtype", "int8"]) == 0
+    out, err = capsys.readouterr()
+    assert "int8 against fp32: " in err and "% of the tokens of the first 2 texts" in err
+    assert len(out.splitlines()) == 2

@@ -1,0 +1,51 @@
+"""The sampling benchmarks run, and their tables say what they should; nothing here depends on how fast anything was."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import peak
+import sampling
+
+
+def test_every_contestant_is_in_the_table_and_agrees(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sampling, "SETUPS", (("smoke", 2),))
+    monkeypatch.setattr(sampling, "preset", lambda name: small())
+    monkeypatch.setattr(sampling, "peak", {"fp32": 100.0, "bf16": 10.0, "int8": 200.0}.__getitem__)
+    monkeypatch.setattr(sampling, "ENGINES", tuple(e for e in sampling.ENGINES if not e[2]))  # compiling takes a minute
+    result = sampling.measure(short=True)
+    rows = {row["sampler"]: row for row in result["rows"]}
+    assert list(rows) == [sampling.REFERENCE, "plain", "engine fp32", "engine int8"]  # bf16 is slow here, and the batch is 2
+    assert rows[sampling.REFERENCE]["ratio"] == 1
+    assert rows["plain"]["agreement"] == rows["engine fp32"]["agreement"] == 1 and rows["engine int8"]["agreement"] > 0.5
+    for row in rows.values():
+        assert row["ratio"] == pytest.approx(row["texts_per_s"] / rows[sampling.REFERENCE]["texts_per_s"])
+        assert row["of_peak"] == pytest.approx(row["gflops"] / (200 if "int8" in row["sampler"] else 100))
+    assert result["markdown"].count("\n| ") == 2 + len(rows) and set(result["ratios"]) == {
+        f"smoke, batch 2, {name}" for name in rows if name != sampling.REFERENCE
+    }
+
+
+def small():
+    """The smoke preset as the released network is: without the options that only small budgets need."""
+    from conftest import MICRO
+
+    from jpeg_dlm.config import override
+    from jpeg_dlm.presets import preset
+
+    return override(preset("smoke"), MICRO | {"model.decode_residual": False, "model.position_scale": 0.0})
+
+
+def test_a_peak_is_measured_for_every_type(monkeypatch: pytest.MonkeyPatch):
+    for name in ("ROWS", "WIDTH", "OUT"):
+        monkeypatch.setattr(peak, name, 16)
+    monkeypatch.setattr(peak, "peak", lambda dtype, seconds, measured=peak.peak: measured(dtype, 0.0))
+    result = peak.measure(short=True)
+    assert [row["dtype"] for row in result["rows"]] == ["fp32", "bf16", "int8"]
+    assert all(row["gflops"] > 0 for row in result["rows"])
+    assert result["ratios"]["int8 peak"] == pytest.approx(result["rows"][2]["gflops"] / result["rows"][0]["gflops"])
