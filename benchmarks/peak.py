@@ -20,7 +20,7 @@ def measure(short: bool = False) -> dict:
     """GFLOP/s of each type: the best of several products, since whatever disturbs one only makes it slower."""
     rows = [{"dtype": dtype, "gflops": peak(dtype, 0.5 if short else 3.0)} for dtype in DTYPES]
     base = rows[0]["gflops"]
-    cells = [[r["dtype"], f"{r['gflops']:.0f}", f"{r['gflops'] / base:.2f}x"] for r in rows]
+    cells = [[r["dtype"], f"{r['gflops']:.3g}", f"{r['gflops'] / base:.2f}x"] for r in rows]
     return {
         "title": "Peak of matrix products",
         "markdown": markdown_table(["type", "GFLOP/s", "to fp32"], cells) + "\n",

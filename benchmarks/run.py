@@ -26,7 +26,7 @@ import torch
 from jpeg_dlm.evaluation.pictures import LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.files import write_atomic
 
-BENCHMARKS = ("peak", "sampling", "exported", "training", "fewer_steps", "price", "growth", "service")
+BENCHMARKS = ("peak", "sampling", "shares", "exported", "training", "fewer_steps", "price", "growth", "service")
 RECORD = Path(__file__).parent / "ratios.json"
 FELL = 0.8  # a ratio below this share of the recorded one is worth a look (assumed: rounds differ by up to a tenth)
 
