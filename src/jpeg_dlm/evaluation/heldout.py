@@ -28,7 +28,7 @@ def heldout_blocks(model: Model, source: str | None, console: Console) -> Blocks
     if not is_prepared(folder):
         # The model's own tokenizer and the same split by document: text held out in training is held out here.
         # Systems with one tokenizer may still pack their rows differently, so every option is in the name.
-        key = key_of(to_dict(data) | {"tokenizer": model.tokenizer.fingerprint})
+        key = key_of(to_dict(data) | {"fingerprint": model.tokenizer.fingerprint})
         folder = cache_dir() / "prepared" / f"{folder.name}-{data.token_len}-{key[:16]}"
         with console.progress("Preparing text", "bytes") as progress:
             prepare(data, folder, progress, model.tokenizer)
