@@ -6,7 +6,7 @@ Shapes: M rows, K inputs, N outputs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,14 @@ DTYPES: tuple[Dtype, ...] = ("fp32", "bf16", "int8")
 BYTE = 127  # largest magnitude of a symmetric 8-bit number
 SEVEN_BITS = 63  # and of a 7-bit one
 ZERO_POINT = 128  # where 0 lies among unsigned bytes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """`torch.compiler.disable`, which declares no types, with those of the function."""
+    return cast(Callable[P, R], torch.compiler.disable(function))
 
 
 class DenseLinear(nn.Module):
@@ -73,7 +81,7 @@ class Int8Linear(nn.Module):
             y_MN = self.integer_product((x_MK / scale_M1).round().to(torch.int8), 0)
         return torch.addcmul(self.bias_N, y_MN, scale_M1)
 
-    @torch.compiler.disable  # inductor's own form of this product wants its weights as constants of the graph
+    @uncompiled  # inductor's own form of this product wants its weights as constants of the graph
     def integer_product(self, q_MK: Tensor, zero_point: int) -> Tensor:
         """(q - zero point) W^T in the units of each channel's scale."""
         if self.on_cpu:
