@@ -1,12 +1,11 @@
 """Sampling with torch's engine, onnxruntime and OpenVINO at the paper's LM1B sizes: the same weights, in turns.
 
-python benchmarks/exported.py            # under five minutes on two cores, half of it for the export
-python benchmarks/exported.py --short
+python benchmarks/run.py exported            # under five minutes on two cores, half of it for the export
+python benchmarks/run.py exported --short
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -110,13 +109,3 @@ def recommendation(ratios: Mapping[str, float]) -> str:
         return f"No exported form is at least {CLEARLY}x as fast as torch's engine at every batch: stay with torch."
     kind = next(kind for kind, form in FORMATS.items() if form.runtime == best)
     return f"On this CPU {best} is faster than torch: jpeg-dlm export MODEL --format {kind} --out FOLDER."
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="without the batch of 64")
-    print(measure(parser.parse_args().short)["markdown"])
-
-
-if __name__ == "__main__":
-    main()

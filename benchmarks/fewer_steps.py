@@ -23,13 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from matplotlib.ticker import NullLocator, ScalarFormatter
+from matplotlib.axes import Axes
 
 from jpeg_dlm.config import steps_within
 from jpeg_dlm.evaluation.evaluate import Evaluation, Request
 from jpeg_dlm.evaluation.heldout import model_sources
 from jpeg_dlm.evaluation.parts import Parts
-from jpeg_dlm.evaluation.pictures import INK, LINE_COLORS, dress, new_figure, save_png
+from jpeg_dlm.evaluation.pictures import INK, draw_against_evaluations
 from jpeg_dlm.evaluation.protocols import protocol
 from jpeg_dlm.evaluation.report import markdown_table, plus_minus
 from jpeg_dlm.evaluation.scoring import build_scorer
@@ -39,6 +39,7 @@ from jpeg_dlm.training.console import Console
 
 TEXTS, SEEDS = 100, 3  # the fewest that MAUVE takes; three seeds are the noise that differences are held against
 BATCH = 64
+SCORER = "smollm2"
 MEASURES = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "mauve": "MAUVE"}
 COLUMNS = ("solver", "grid", "evaluations", *MEASURES.values(), "Gen-PPL / 32-step Euler's", "entropy - 32-step Euler's")
 
@@ -100,7 +101,7 @@ class Bench:
     def __init__(self, texts: int, seeds: int) -> None:
         self.console, self.texts, self.seeds = Console(), texts, tuple(range(seeds))
         self.request = Request(protocol("default"), self.seeds, texts, mauve="off")
-        self.scorer = build_scorer("smollm2")
+        self.scorer = build_scorer(SCORER)
 
     def sources(self, paths: Sequence[Path | None]) -> list[ModelSource]:
         return model_sources(paths, "cpu", BATCH, None, self.console)
@@ -145,31 +146,15 @@ def cells(row: Mapping[str, Any], level: Mapping[str, Any]) -> list[str]:
 def draw(result: Mapping[str, Any], path: Path) -> Path:
     """A line for each solver and grid; the band is what 32 Euler steps give, over seeds."""
     level, *rows = result["rows"]
-    shown = {key: text for key, text in MEASURES.items() if all(key in row["measures"] for row in result["rows"])}
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         lines.setdefault(f"{row['name']}, {row['grid']}", []).append(row)
-    figure, panels = new_figure(len(shown), result["title"])
-    for axes, (key, text) in zip(panels, shown.items(), strict=True):
-        mean, sd = level["measures"][key]["mean"], level["measures"][key]["sd"] or 0.0
+
+    def band(axes: Axes, measure: str) -> None:
+        mean, sd = level["measures"][measure]["mean"], level["measures"][measure]["sd"] or 0.0
         axes.axhspan(mean - sd, mean + sd, color=INK, alpha=0.12, lw=0, label="32-step Euler")
-        for i, (label, points) in enumerate(lines.items()):
-            points = sorted(points, key=lambda row: row["evaluations"])
-            found = [row["measures"][key] for row in points]
-            axes.errorbar(
-                [row["evaluations"] for row in points], [m["mean"] for m in found], [m["sd"] or 0.0 for m in found],
-                fmt=("o-", "s--")[i // len(LINE_COLORS) % 2], ms=3.5, lw=1.5, capsize=2,
-                color=LINE_COLORS[i % len(LINE_COLORS)], label=label,
-            )  # fmt: skip
-        dress(axes, text, text, "network evaluations per text")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted({row["evaluations"] for row in rows}))
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.xaxis.set_minor_locator(NullLocator())
-        if key == "gen_ppl":
-            axes.set_yscale("log")
-    panels[0].legend(fontsize=7, frameon=False, labelcolor=INK)
-    return save_png(figure, path)
+
+    return draw_against_evaluations(lines, result["title"], SCORER, path, band)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """How the cost of a text grows with its length and falls with the rate: counted and measured, beside AR and full length.
 
-python benchmarks/growth.py                 # networks of the bundled model's size, 128 to 8,192 tokens
+python benchmarks/run.py growth                 # networks of the bundled model's size, 128 to 8,192 tokens
 jpeg-dlm study cost --preset lm1b --measure --limit 120 --out cost      # the same at the paper's size
 """
 
@@ -51,7 +51,3 @@ def speed_over_full_length(result: Mapping[str, Any]) -> dict[str, float]:
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:
     return cost.draw(result["study"], path)
-
-
-if __name__ == "__main__":
-    print(measure()["markdown"])

@@ -1,6 +1,6 @@
 """What this machine can do at most: matrix products of each type, through the same kernels as the sampler's.
 
-python benchmarks/peak.py
+python benchmarks/run.py peak
 """
 
 from __future__ import annotations
@@ -50,11 +50,3 @@ def product(dtype: Dtype) -> Callable[[], object]:
     assert isinstance(layer, Int8Linear)
     u = torch.randint(1, 256, (ROWS, WIDTH), dtype=torch.uint8)
     return lambda: layer.integer_product(u, ZERO_POINT)
-
-
-def main() -> None:
-    print(measure()["markdown"])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,10 @@
 """What a sampler of reduced precision costs: tokens that stay, Gen-PPL and entropy of the bundled model's texts.
 
-python benchmarks/price.py               # 128 texts of each mode
-python benchmarks/price.py --short
+python benchmarks/run.py price               # 128 texts of each mode
+python benchmarks/run.py price --short
 """
 
 from __future__ import annotations
-
-import argparse
 
 from torch import Tensor
 
@@ -48,13 +46,3 @@ def row(mode: str, model: Model, scorer: Scorer, tokens: Tensor, exact: Tensor) 
         "ppl": gen_ppl(scores),
         "entropy": unigram_entropy(score.token_ids for score in scores),
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="8 texts")
-    print(measure(parser.parse_args().short)["markdown"])
-
-
-if __name__ == "__main__":
-    main()

@@ -26,7 +26,7 @@ import numpy as np
 
 from jpeg_dlm import files
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.config import flatten, to_dict
+from jpeg_dlm.config_io import flatten, to_dict
 from jpeg_dlm.files import sha256_file
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset

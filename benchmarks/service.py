@@ -1,12 +1,11 @@
 """Many small requests: samples per second and latency of the batching service, against one request after the other.
 
-python benchmarks/service.py             # under two minutes on two cores
-python benchmarks/service.py --short
+python benchmarks/run.py service             # under two minutes on two cores
+python benchmarks/run.py service --short
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Mapping
@@ -90,13 +89,3 @@ def draw(result: Mapping[str, Any], path: Path) -> Path:
         axes.set_xticks(x, [str(n) for n in x])
         axes.legend(fontsize=7.5, frameon=False)
     return save_png(figure, path)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="three levels, fewer requests")
-    print(measure(parser.parse_args().short)["markdown"])
-
-
-if __name__ == "__main__":
-    main()

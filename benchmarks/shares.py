@@ -1,6 +1,6 @@
 """Where the time of sampling goes, by kind of operation: what explains how far a mode is from the machine's peak.
 
-python benchmarks/shares.py
+python benchmarks/run.py shares
 """
 
 from __future__ import annotations
@@ -60,7 +60,3 @@ def measure(short: bool = False) -> dict[str, Any]:
         "rows": rows,
         "ratios": {f"products in {name}": share for name, share in products.items()},
     }
-
-
-if __name__ == "__main__":
-    print(measure()["markdown"])

@@ -11,7 +11,8 @@ import torch
 from conftest import MICRO, made_up_text
 from torch import Tensor, nn
 
-from jpeg_dlm.config import Checks, Config, opt, override
+from jpeg_dlm.config import Checks, Config, opt
+from jpeg_dlm.config_io import override
 from jpeg_dlm.methods.base import FREE, Batch, Likelihood, Method, ParameterGroup
 from jpeg_dlm.methods.discrete import draw_tokens
 from jpeg_dlm.methods.registry import METHODS, build_method, for_method

@@ -16,7 +16,8 @@ import sampling
 def test_every_contestant_is_in_the_table_and_agrees(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sampling, "SETUPS", (("smoke", 2),))
     monkeypatch.setattr(sampling, "preset", lambda name: small())
-    monkeypatch.setattr(sampling, "peak", {"fp32": 100.0, "bf16": 10.0, "int8": 200.0}.__getitem__)
+    peaks = {"fp32": 100.0, "bf16": 10.0, "int8": 200.0}
+    monkeypatch.setattr(sampling, "peak", peaks.__getitem__)
     result = sampling.measure(short=True)
     rows = {row["sampler"]: row for row in result["rows"]}
     assert list(rows) == [sampling.REFERENCE, "plain", "engine fp32", "engine bf16", "engine int8"]
@@ -24,7 +25,7 @@ def test_every_contestant_is_in_the_table_and_agrees(monkeypatch: pytest.MonkeyP
     assert rows["plain"]["agreement"] == rows["engine fp32"]["agreement"] == 1 and rows["engine int8"]["agreement"] > 0.5
     for row in rows.values():
         assert row["ratio"] == pytest.approx(row["texts_per_s"] / rows[sampling.REFERENCE]["texts_per_s"])
-        assert row["of_peak"] == pytest.approx(row["gflops"] / (200 if "int8" in row["sampler"] else 100))
+        assert row["of_peak"] == pytest.approx(row["gflops"] / peaks.get(row["sampler"].removeprefix("engine "), 100))
     assert result["markdown"].count("\n| ") == 2 + len(rows) and set(result["ratios"]) == {
         f"smoke, batch 2, {name}" for name in rows if name != sampling.REFERENCE
     }
@@ -34,7 +35,7 @@ def small():
     """The smoke preset as the released network is: without the options that only small budgets need."""
     from conftest import MICRO
 
-    from jpeg_dlm.config import override
+    from jpeg_dlm.config_io import override
     from jpeg_dlm.presets import preset
 
     return override(preset("smoke"), MICRO | {"model.decode_residual": False, "model.position_scale": 0.0})

@@ -10,19 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpeg_dlm.config import (
-    Config,
-    TrainConfig,
-    changed,
-    flatten,
-    from_dict,
-    groups_of,
-    option_names,
-    override,
-    read_json_file,
-    to_dict,
-    validate,
-)
+from jpeg_dlm.config import Config, TrainConfig, groups_of, validate
+from jpeg_dlm.config_io import changed, flatten, from_dict, option_names, override, read_json_file, to_dict
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import PRESETS, preset

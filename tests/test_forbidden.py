@@ -204,7 +204,9 @@ def test_the_hook_sees_side_effects(tmp_path):
         assert event in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("module", ["jpeg_dlm", "jpeg_dlm.config", "jpeg_dlm.presets", "jpeg_dlm.errors", "jpeg_dlm.cli.main"])
+@pytest.mark.parametrize(
+    "module", ["jpeg_dlm", "jpeg_dlm.config", "jpeg_dlm.config_io", "jpeg_dlm.presets", "jpeg_dlm.errors", "jpeg_dlm.cli.main"]
+)
 def test_the_front_door_opens_without_heavy_packages(module):
     script = f"import sys, {module}; print({{'torch', 'numpy', 'transformers', 'rich', 'matplotlib'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip() == "set()"

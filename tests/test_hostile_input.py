@@ -18,7 +18,8 @@ from tiny_evaluation import micro_folder  # noqa: F401 - a fixture
 
 from jpeg_dlm import load
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.config import DataConfig, override, read_json_file, validate
+from jpeg_dlm.config import DataConfig, validate
+from jpeg_dlm.config_io import override, read_json_file
 from jpeg_dlm.encoders.flan_t5 import convert_t5_encoder, dequantize
 from jpeg_dlm.encoders.onnx_reader import read_onnx
 from jpeg_dlm.encoders.small import SmallEncoder, load_small_encoder, save_small_encoder

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.config import override
+from jpeg_dlm.config_io import override
 from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.model_folder import read_model

@@ -10,7 +10,7 @@ import pytest
 
 from jpeg_dlm.cli.main import VERBS, build_parser
 from jpeg_dlm.cli.options import parse_overrides, split_overrides
-from jpeg_dlm.config import option_names
+from jpeg_dlm.config_io import option_names
 from jpeg_dlm.methods.registry import METHODS, for_method
 from jpeg_dlm.presets import preset
 

@@ -10,7 +10,7 @@ from reference import slow_dit, slow_tokens, under
 from safetensors.torch import load_file, save_file
 
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.config import override
+from jpeg_dlm.config_io import override
 from jpeg_dlm.files import save_tensors, sha256_file
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.presets import preset

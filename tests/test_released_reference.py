@@ -9,7 +9,8 @@ import pytest
 import torch
 from conftest import MICRO, perturb
 
-from jpeg_dlm.config import override, validate
+from jpeg_dlm.config import validate
+from jpeg_dlm.config_io import override
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.presets import preset
 

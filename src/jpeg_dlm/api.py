@@ -20,7 +20,8 @@ import torch
 from huggingface_hub import ModelHubMixin, snapshot_download
 from torch import Tensor
 
-from jpeg_dlm.config import Config, SamplerConfig, override, validate
+from jpeg_dlm.config import Config, SamplerConfig, validate
+from jpeg_dlm.config_io import override
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.errors import AssetError, CheckpointError, DataError, UsageError, reason_of
 from jpeg_dlm.export.folder import is_exported, read_exported

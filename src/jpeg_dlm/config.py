@@ -1,4 +1,4 @@
-"""Every option of the project as frozen dataclasses, and the one strict way in and out of JSON and the command line.
+"""Every option of the project as frozen dataclasses, and which combinations cannot work.
 
 Each field says what it is and, where it has a source, which: (paper), (released) for the authors' inference code,
 (measured) here, or (assumed) where nothing states it. This module never imports torch, so that `--help` answers at once.
@@ -9,24 +9,16 @@ its own in its own file. A group refuses what cannot work in `checks`; a sampler
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import reprlib
-import typing
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.strict_json import parse_json
 
 LARGEST_INT = (1 << 63) - 1  # what a whole number of 64 bits holds, so every library takes it
 LARGEST_SIZE = 1 << 24  # of anything a model has so many of (assumed: far beyond every published one)
 LOGITS_AT_ONCE = 1 << 23  # 32 MB of them: larger blocks are handed back to the system and cleared by it each time (assumed)
 FAST_EVALUATIONS = 12  # of the network by the fast sampler, the decode evaluation among them
-LARGEST_FILE = 1 << 20  # bytes of a file of options; a whole config has 3,000
 
 Checks = list[tuple[bool, str]]  # what must hold, and the sentence for when it does not
 
@@ -330,146 +322,6 @@ def groups_of(method: str) -> dict[str, type]:
     from jpeg_dlm.methods.registry import method_class
 
     return dict(method_class(method).groups)
-
-
-# ---------------------------------------------------------------- strict conversion
-
-
-def option_names(config: Any = None, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
-    """Every leaf option of a config by its dotted name, in order; without one, those of JPEG-DLM."""
-    config = Config() if config is None else config
-    names: dict[str, dataclasses.Field[Any]] = {}
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if dataclasses.is_dataclass(value):
-            names |= option_names(value, f"{prefix}{f.name}.")
-        else:
-            names[prefix + f.name] = f
-    return names
-
-
-def _suggest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}."
-
-
-def _convert(value: Any, hint: Any, path: str) -> Any:
-    """`value` as the annotated type, from JSON values or command-line strings; anything doubtful is refused."""
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise UsageError(f"'{path}' must be a group of options, not {reprlib.repr(value)}.")
-        return from_dict(value, typing.cast(type, hint), path)
-    if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
-        if value not in choices:
-            raise UsageError(f"'{path}' must be one of {', '.join(map(str, choices))}, not {reprlib.repr(value)}.")
-        return value
-    if typing.get_origin(hint) is tuple:  # of numbers: a list in JSON, commas on the command line
-        items = [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-        if isinstance(items, (list, tuple)):
-            return tuple(_convert(item, typing.get_args(hint)[0], path) for item in items)
-    if hint is bool:
-        table = {True: True, False: False, "true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
-        key = value.lower() if isinstance(value, str) else value
-        if isinstance(key, (bool, str)) and key in table:
-            return table[key]
-    elif hint is int and not isinstance(value, bool):
-        try:
-            number = float(value)
-            if number == int(number):
-                return int(value) if isinstance(value, (int, str)) and str(value).lstrip("+-").isdigit() else int(number)
-        except (TypeError, ValueError, OverflowError):
-            pass
-    elif hint is float and not isinstance(value, bool):
-        try:
-            number = float(value)
-            if number == number and abs(number) != float("inf"):
-                return number
-        except (TypeError, ValueError, OverflowError):
-            pass
-    elif hint is str and isinstance(value, str):
-        return value
-    name = hint.__name__ if isinstance(hint, type) else str(hint)
-    raise UsageError(f"'{path}' must be of type {name}, not {reprlib.repr(value)}.")
-
-
-def from_dict(values: Mapping[str, Any], cls: type = Config, path: str = "") -> Any:
-    """A config of type `cls` from nested mappings; unknown keys are refused with the nearest known name."""
-    hints = typing.get_type_hints(cls)
-    if cls is Config:
-        hints |= groups_of(str(values.get("method", "jpeg-dlm")))
-    known = [f.name for f in dataclasses.fields(cls)]
-    kwargs = {}
-    for key, value in values.items():
-        full = f"{path}.{key}" if path else key
-        if key not in known:
-            raise UsageError(f"Unknown option '{full[:80]}'{_suggest(key[:80], known)}")
-        kwargs[key] = _convert(value, hints[key], full)
-    return cls(**kwargs)
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """The inverse of `from_dict`, as JSON gives it back: with lists for tuples."""
-
-    def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in items}
-
-    return dataclasses.asdict(config, dict_factory=plain)
-
-
-def changed(config: Config) -> dict[str, Any]:
-    """The options that are not at their defaults: what tells two configs apart, whatever options later versions add."""
-    plain = Config(method=config.method, **{name: type(getattr(config, name))() for name in ("model", "objective", "sampler")})
-    before, now = flatten(to_dict(plain)), flatten(to_dict(config))
-    return {"method": config.method} | {name: value for name, value in now.items() if value != before[name]}
-
-
-def override(config: Config, values: Mapping[str, Any]) -> Config:
-    """`config` with dotted options replaced: `override(c, {"model.latent_len": "16"})`. Dashes count as underscores."""
-    names = option_names(config)
-    for dotted, value in values.items():
-        key = dotted.replace("-", "_")
-        if key not in names:
-            raise UsageError(f"Unknown option '{dotted}'{_suggest(key, list(names))}")
-        if key == "method" and value != config.method:
-            raise UsageError(f"The options are those of {config.method}: change the method with --method {value}.")
-        config = _replace(config, key.split("."), value, key)
-    return config
-
-
-def _replace(node: Any, parts: list[str], value: Any, path: str) -> Any:
-    head, rest = parts[0], parts[1:]
-    new = (
-        _replace(getattr(node, head), rest, value, path)
-        if rest
-        else _convert(value, typing.get_type_hints(type(node))[head], path)
-    )
-    return dataclasses.replace(node, **{head: new})
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted names, the form `override` takes."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
-
-
-def read_json_file(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or a sentence that says what is wrong with it."""
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(LARGEST_FILE + 1)
-        if len(raw) > LARGEST_FILE:
-            raise UsageError(f"'{path}' is larger than {LARGEST_FILE} bytes, which no file of options is: name another.")
-        values = parse_json(raw)
-    except OSError as error:
-        raise UsageError(f"Cannot read '{path}': {error.strerror or error}.") from error
-    except ValueError as error:
-        raise UsageError(f"'{path}' is not valid JSON ({error}).") from error
-    if not isinstance(values, dict):
-        raise UsageError(f"'{path}' must hold a JSON object with options.")
-    return values
 
 
 # ---------------------------------------------------------------- combinations that cannot work

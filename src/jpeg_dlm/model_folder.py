@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jpeg_dlm.config import Config, from_dict, read_json_file, to_dict, validate
+from jpeg_dlm.config import Config, validate
+from jpeg_dlm.config_io import from_dict, read_json_file, to_dict
 from jpeg_dlm.encoders.base import STATISTICS_FILE
 from jpeg_dlm.encoders.small import CONFIG_FILE, WEIGHTS_FILE
 from jpeg_dlm.errors import CheckpointError, reason_of
@@ -152,24 +153,28 @@ def _if_there(path: Path) -> Path | None:
     return path if path.is_file() else None
 
 
+def without_paths(parts: ModelParts) -> Config:
+    """The config without paths of the machine that trained it: tokenizer and small encoder travel along as files."""
+    config = parts.config
+    data = replace(config.data, source=Path(config.data.source).name)
+    if parts.tokenizer and Path(data.tokenizer).is_file():
+        data = replace(data, tokenizer=TOKENIZER_FILE)
+    if config.encoder.kind == "small":
+        config = replace(config, encoder=replace(config.encoder, name=""))
+    if teacher := getattr(config.objective, "teacher", ""):
+        config = replace(config, objective=replace(config.objective, teacher=Path(teacher).name))
+    return replace(config, data=data)
+
+
 def write_model(parts: ModelParts, out: Path, extra: dict[str, str] | None = None) -> Path:
     """Save a model folder atomically; an existing folder of that name is refused, not overwritten."""
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise CheckpointError(f"'{out}' already exists: name another folder, nothing was overwritten.")
     if out.exists():
         out.rmdir()
-    config = parts.config
-    if config.encoder.kind == "small":  # the encoder's files travel along, so no path of the training machine is kept
-        config = replace(config, encoder=replace(config.encoder, name=""))
-    data = replace(config.data, source=Path(config.data.source).name)
-    if parts.tokenizer and Path(data.tokenizer).is_file():  # it travels along as well
-        data = replace(data, tokenizer=TOKENIZER_FILE)
-    config = replace(config, data=data)
-    if teacher := getattr(config.objective, "teacher", ""):
-        config = replace(config, objective=replace(config.objective, teacher=Path(teacher).name))
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_directory(out) as temp:
-        write_atomic(temp / "config.json", json.dumps(to_dict(config), indent=1) + "\n")
+        write_atomic(temp / "config.json", json.dumps(to_dict(without_paths(parts)), indent=1) + "\n")
         save_tensors(temp / MODEL_FILE, parts.method.export_state(), {"format": "pt"})
         if parts.tokenizer:
             shutil.copyfile(parts.tokenizer, temp / TOKENIZER_FILE)

@@ -9,15 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from jpeg_dlm.config import (
-    Config,
-    DataConfig,
-    EncoderConfig,
-    ModelConfig,
-    ObjectiveConfig,
-    SamplerConfig,
-    TrainConfig,
-)
+from jpeg_dlm.config import Config, DataConfig, EncoderConfig, ModelConfig, ObjectiveConfig, SamplerConfig, TrainConfig
 from jpeg_dlm.errors import UsageError
 
 T5_VOCAB = 32_100  # released: not T5's padded 32,128

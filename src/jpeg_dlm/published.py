@@ -19,7 +19,8 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from jpeg_dlm.config import Config, override, validate
+from jpeg_dlm.config import Config, validate
+from jpeg_dlm.config_io import override
 from jpeg_dlm.errors import CheckpointError, UsageError, reason_of
 from jpeg_dlm.files import MANIFEST, load_json, load_tensors
 from jpeg_dlm.methods.registry import for_method, method_class

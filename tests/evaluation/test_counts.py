@@ -9,7 +9,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from jpeg_dlm.config import Config, override
+from jpeg_dlm.config import Config
+from jpeg_dlm.config_io import override
 from jpeg_dlm.evaluation import counts, memory
 from jpeg_dlm.evaluation.trial import Trial, random_batch, run_trial
 from jpeg_dlm.methods.base import Method

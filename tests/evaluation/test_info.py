@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jpeg_dlm.config import override
+from jpeg_dlm.config_io import override
 from jpeg_dlm.evaluation.info import describe, format_description, gigabytes, operations
 from jpeg_dlm.evaluation.method_info import describe_method, format_method
 from jpeg_dlm.evaluation.paper import PAPER, paper_figures

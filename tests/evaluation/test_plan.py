@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.config import EncoderConfig, override
+from jpeg_dlm.config import EncoderConfig
+from jpeg_dlm.config_io import override
 from jpeg_dlm.encoders.small import SmallEncoder
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation import plan

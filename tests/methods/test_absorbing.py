@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from jpeg_dlm.config import override
+from jpeg_dlm.config_io import override
 from jpeg_dlm.methods.absorbing import Absorbing, RowCache, in_parts, race, step_distribution
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.registry import build_method, for_method

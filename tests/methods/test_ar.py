@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from jpeg_dlm.config import from_dict, override, to_dict, validate
+from jpeg_dlm.config import validate
+from jpeg_dlm.config_io import from_dict, override, to_dict
 from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.methods.ar import Ar, ArSampler, next_token_probabilities
 from jpeg_dlm.methods.base import FREE, Batch

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from jpeg_dlm.config import override, validate
+from jpeg_dlm.config import validate
+from jpeg_dlm.config_io import override
 from jpeg_dlm.encoders import build_encoder
 from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.flow.vp import TanSchedule

@@ -11,7 +11,8 @@ from conftest import MICRO, micro_flags, perturb
 
 from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.config import override, validate
+from jpeg_dlm.config import validate
+from jpeg_dlm.config_io import override
 from jpeg_dlm.encoders import build_encoder
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.files import load_tensors, sha256_file

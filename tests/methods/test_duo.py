@@ -8,7 +8,8 @@ import torch
 from conftest import perturb
 from torch import nn
 
-from jpeg_dlm.config import from_dict, override, to_dict, validate
+from jpeg_dlm.config import validate
+from jpeg_dlm.config_io import from_dict, override, to_dict
 from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.methods.base import FREE, Batch
 from jpeg_dlm.methods.discrete import LogLinear

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from conftest import perturb
 
-from jpeg_dlm.config import from_dict, override, to_dict, validate
+from jpeg_dlm.config import validate
+from jpeg_dlm.config_io import from_dict, override, to_dict
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.decoding_error import TimeMap

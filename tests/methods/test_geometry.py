@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from conftest import MICRO, perturb
 
-from jpeg_dlm.config import override
+from jpeg_dlm.config_io import override
 from jpeg_dlm.encoders import build_encoder
 from jpeg_dlm.methods import geometry
 from jpeg_dlm.methods.base import Batch, Latents

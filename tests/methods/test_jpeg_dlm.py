@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from jpeg_dlm.config import EncoderConfig, override
+from jpeg_dlm.config import EncoderConfig
+from jpeg_dlm.config_io import override
 from jpeg_dlm.encoders import build_encoder
 from jpeg_dlm.methods.base import Batch, linear_ramp
 from jpeg_dlm.methods.jpeg_dlm import VARIANCE_FLOOR, JpegDlm

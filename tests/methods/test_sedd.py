@@ -6,7 +6,8 @@ import pytest
 import torch
 from conftest import perturb
 
-from jpeg_dlm.config import from_dict, override, to_dict, validate
+from jpeg_dlm.config import validate
+from jpeg_dlm.config_io import from_dict, override, to_dict
 from jpeg_dlm.methods.absorbing import step_distribution
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.mdlm import Mdlm

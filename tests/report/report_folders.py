@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from jpeg_dlm.config import override, to_dict
+from jpeg_dlm.config_io import override, to_dict
 from jpeg_dlm.presets import preset
 from jpeg_dlm.training.checkpoint import save_checkpoint
 from jpeg_dlm.training.metrics import MetricsLog

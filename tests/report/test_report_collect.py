@@ -9,7 +9,7 @@ from report_folders import HOSTILE, make_results, make_run, make_workshop, tiny_
 from jpeg_dlm.cli.evaluate_verb import _asked, add_arguments
 from jpeg_dlm.cli.main import Parser, main
 from jpeg_dlm.cli.options import parse_overrides, split_overrides
-from jpeg_dlm.config import read_json_file
+from jpeg_dlm.config_io import read_json_file
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.parts import key_of
 from jpeg_dlm.files import sha256_file

@@ -9,7 +9,8 @@ import torch
 from conftest import MICRO, perturb
 
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.config import Config, override, validate
+from jpeg_dlm.config import Config, validate
+from jpeg_dlm.config_io import override
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.grids import make_grid
 from jpeg_dlm.methods.base import FREE

@@ -12,7 +12,8 @@ from conftest import MICRO, perturb
 
 from jpeg_dlm.api import Model, load
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.config import FAST_EVALUATIONS, Config, SamplerConfig, from_dict, override, steps_within, to_dict, validate
+from jpeg_dlm.config import FAST_EVALUATIONS, Config, SamplerConfig, steps_within, validate
+from jpeg_dlm.config_io import from_dict, override, to_dict
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.grids import uniform_grid
 from jpeg_dlm.flow.solvers import SOLVERS

@@ -6,7 +6,7 @@ import pytest
 from conftest import MICRO
 
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.config import override
+from jpeg_dlm.config_io import override
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.evaluate import Request
 from jpeg_dlm.evaluation.protocols import protocol

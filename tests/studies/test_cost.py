@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.config import override
+from jpeg_dlm.config_io import override
 from jpeg_dlm.evaluation import counts
 from jpeg_dlm.evaluation.parts import Parts
 from jpeg_dlm.evaluation.trial import Trial, run_trial

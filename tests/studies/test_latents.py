@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import MICRO, perturb
 
-from jpeg_dlm.config import override
+from jpeg_dlm.config_io import override
 from jpeg_dlm.encoders import build_encoder
 from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.evaluation.heldout import model_sources

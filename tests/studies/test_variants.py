@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from jpeg_dlm.config import option_names, override, validate
+from jpeg_dlm.config import validate
+from jpeg_dlm.config_io import option_names, override
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.studies.registry import STUDIES

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.config import Config, override, validate
+from jpeg_dlm.config import Config, validate
+from jpeg_dlm.config_io import override
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.files import load_tensors
 from jpeg_dlm.methods.base import Method

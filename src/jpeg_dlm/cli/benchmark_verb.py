@@ -92,7 +92,8 @@ def _subjects(
     models: Sequence[tuple[str, Method, Config, str]], args: argparse.Namespace, sampler: dict[str, Any], console: Console
 ) -> list[Subject]:
     """Every model with every asked number of steps and solver that its sampler has."""
-    from jpeg_dlm.config import override, validate
+    from jpeg_dlm.config import validate
+    from jpeg_dlm.config_io import override
     from jpeg_dlm.evaluation.throughput import Subject
 
     asked = {name: value.split(",") for name in ("steps", "solver") if (value := getattr(args, name))}
@@ -111,7 +112,7 @@ def _subjects(
 def _models(args: argparse.Namespace, methods: Sequence[str]) -> list[tuple[str, Method, Config, str]]:
     """(name, method, config, where its weights are from) of checkpoints and of random weights."""
     from jpeg_dlm.api import load
-    from jpeg_dlm.config import override
+    from jpeg_dlm.config_io import override
     from jpeg_dlm.methods.registry import build_method, for_method
     from jpeg_dlm.presets import preset
     from jpeg_dlm.training.dist import read_ranks

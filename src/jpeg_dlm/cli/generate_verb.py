@@ -102,5 +102,5 @@ def price(model: Model, tokens: Tensor, args: argparse.Namespace, options: dict[
     share = (exact == tokens[:n]).float().mean().item()
     return (
         f"{args.dtype} against fp32: {share:.1%} of the tokens of the first {n} texts are the same; one that differs early "
-        "changes those after it, so see what quality it costs with  python benchmarks/price.py"
+        "changes those after it, so see what quality it costs with  python benchmarks/run.py price"
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jpeg_dlm.cli.options import add_config_arguments, parse_overrides
-from jpeg_dlm.config import flatten, read_json_file
+from jpeg_dlm.config_io import flatten, read_json_file
 
 BY_FILE = "auto"  # no preset's name: the paper's preset with the file's vocabulary
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jpeg_dlm.config import Config, flatten, option_names, override, read_json_file, validate
+from jpeg_dlm.config import Config, validate
+from jpeg_dlm.config_io import flatten, option_names, override, read_json_file
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.presets import PRESETS, preset
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jpeg_dlm.cli.options import add_config_arguments, read_config
-from jpeg_dlm.config import Config, from_dict, read_json_file
+from jpeg_dlm.config import Config
+from jpeg_dlm.config_io import from_dict, read_json_file
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.registry import METHODS, STAGES
 from jpeg_dlm.presets import preset

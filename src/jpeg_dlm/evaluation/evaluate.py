@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from jpeg_dlm import __version__
-from jpeg_dlm.config import to_dict
+from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.errors import MissingPackageError
 from jpeg_dlm.evaluation.figures import figures, ids_are_the_scorers, mauve_or_reason
 from jpeg_dlm.evaluation.lengths import length_overlap

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jpeg_dlm.api import Model, load
 from jpeg_dlm.assets import cache_dir
-from jpeg_dlm.config import to_dict
+from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.errors import DataError
 from jpeg_dlm.evaluation.parts import key_of
 from jpeg_dlm.evaluation.sources import ModelSource

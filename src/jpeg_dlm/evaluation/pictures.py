@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +42,32 @@ def draw_sweep(entries: Sequence[Mapping[str, Any]], scorer: str, path: Path) ->
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for entry in entries:
         lines.setdefault(", ".join([entry["name"], *filter(None, [entry["sampler"].get("solver")])]), []).append(entry)
+
+    def real_text(axes: Axes, name: str) -> None:
+        if name in entries[0]["figures"]["real"]:
+            axes.axhline(entries[0]["figures"]["real"][name], color=INK, ls="--", lw=1.0, label="real text")
+
+    return draw_against_evaluations(lines, "quality against cost", scorer, path, real_text)
+
+
+def draw_against_evaluations(
+    lines: Mapping[str, Sequence[Mapping[str, Any]]], heading: str, scorer: str, path: Path, mark: Callable[[Axes, str], None]
+) -> Path:
+    """A panel for each measure that all entries of all lines have; `mark` adds to it what they are held against."""
+    entries = [entry for line in lines.values() for entry in line]
     measures = {"gen_ppl": f"Gen-PPL ({scorer})", "entropy": "entropy (nats)", "mauve": "MAUVE"}
     shown = {name: text for name, text in measures.items() if all(name in e["measures"] for e in entries)}
-    figure, panels = new_figure(len(shown), "quality against cost")
+    figure, panels = new_figure(len(shown), heading)
     for axes, (name, text) in zip(panels, shown.items(), strict=True):
+        mark(axes, name)
         for i, (label, points) in enumerate(lines.items()):
             points = sorted(points, key=lambda e: e["evaluations"])
             found = [e["measures"][name] for e in points]
             axes.errorbar(
-                [e["evaluations"] for e in points], [m["mean"] for m in found], [m["sd"] or 0.0 for m in found], fmt="o-",
-                ms=3.5, lw=1.5, capsize=2, color=LINE_COLORS[i % len(LINE_COLORS)], label=label,
+                [e["evaluations"] for e in points], [m["mean"] for m in found], [m["sd"] or 0.0 for m in found],
+                fmt=("o-", "s--")[i // len(LINE_COLORS) % 2], ms=3.5, lw=1.5, capsize=2,
+                color=LINE_COLORS[i % len(LINE_COLORS)], label=label,
             )  # fmt: skip
-        if name in entries[0]["figures"]["real"]:
-            axes.axhline(entries[0]["figures"]["real"][name], color=INK, ls="--", lw=1.0, label="real text")
         dress(axes, text, text, "network evaluations per text")
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({e["evaluations"] for e in entries}))

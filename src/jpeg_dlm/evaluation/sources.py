@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jpeg_dlm.api import Model
-from jpeg_dlm.config import to_dict
+from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.encoders.base import tensors_sha256
 from jpeg_dlm.errors import DataError, JpegDlmError
 from jpeg_dlm.evaluation.samples import REAL, SampleFile, read_samples

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from jpeg_dlm import __version__
-from jpeg_dlm.config import to_dict
+from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.evaluation.paper import paper_figures
 from jpeg_dlm.methods.base import Method
 from jpeg_dlm.rng import RowNoise

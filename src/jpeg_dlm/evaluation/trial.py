@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jpeg_dlm.config import Config, from_dict, to_dict
+from jpeg_dlm.config import Config
+from jpeg_dlm.config_io import from_dict, to_dict
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jpeg_dlm.config import Config, ModelConfig, from_dict, to_dict, validate
+from jpeg_dlm.config import Config, ModelConfig, validate
+from jpeg_dlm.config_io import from_dict, to_dict
 from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.export.graph import onnx_package
 from jpeg_dlm.export.graphs import write_network
@@ -25,7 +26,7 @@ from jpeg_dlm.export.openvino_runtime import convert_onnx, open_openvino
 from jpeg_dlm.export.sampler import ExportedSampler
 from jpeg_dlm.files import atomic_directory, dump_json, load_json, verify_manifest, write_atomic, write_manifest
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
-from jpeg_dlm.model_folder import TOKENIZER_FILE, ModelParts
+from jpeg_dlm.model_folder import TOKENIZER_FILE, ModelParts, without_paths
 
 EXPORT_FILE = "export.json"
 EXPORT_BYTES = 1 << 20  # a whole config has 3,000
@@ -75,7 +76,9 @@ def write_exported(parts: ModelParts, kind: str, out: Path, tell: Callable[[str]
         if parts.tokenizer:
             shutil.copyfile(parts.tokenizer, temp / TOKENIZER_FILE)
         said = {"format": kind, "versions": _versions(kind), "agreement": agreement}
-        write_atomic(temp / EXPORT_FILE, dump_json(said | {"config": to_dict(_without_paths(parts.config))}))
+        config = without_paths(parts)
+        config = replace(config, encoder=replace(config.encoder, name=""))  # nothing here reads one, of whatever kind
+        write_atomic(temp / EXPORT_FILE, dump_json(said | {"config": to_dict(config)}))
         write_manifest(temp, {})
     return out
 
@@ -108,13 +111,6 @@ def agreement_of(name: str, method: JpegDlm, opened: Opened) -> float:
 
 def _versions(kind: str) -> dict[str, str]:
     return {package: importlib.metadata.version(package) for package in ("torch", "onnx", FORMATS[kind].runtime)}
-
-
-def _without_paths(config: Config) -> Config:
-    """Nothing in an exported folder reads text, an encoder or a teacher, so no path of the training machine is kept."""
-    data = replace(config.data, source=Path(config.data.source).name)
-    objective = replace(config.objective, teacher="") if hasattr(config.objective, "teacher") else config.objective
-    return replace(config, data=data, encoder=replace(config.encoder, name=""), objective=objective)
 
 
 # ---------------------------------------------------------------- reading

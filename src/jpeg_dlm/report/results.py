@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jpeg_dlm.config import flatten, read_json_file
+from jpeg_dlm.config_io import flatten, read_json_file
 from jpeg_dlm.report.blocks import Block, Command, Details, Figure, Paragraph, Samples, Section, code, plain
 from jpeg_dlm.report.markdown import parse
 from jpeg_dlm.report.reading import Trouble, facts, folded_options, read_figure, read_text, shown, text_table

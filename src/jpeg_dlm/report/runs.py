@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jpeg_dlm.config import flatten, read_json_file, to_dict
+from jpeg_dlm.config_io import flatten, read_json_file, to_dict
 from jpeg_dlm.evaluation.parts import key_of
 from jpeg_dlm.files import MANIFEST, MANIFEST_BYTES, load_json
 from jpeg_dlm.methods.registry import for_method

@@ -14,7 +14,8 @@ from typing import Any
 
 from jpeg_dlm import __version__
 from jpeg_dlm.api import Model, load
-from jpeg_dlm.config import Config, override, to_dict, validate
+from jpeg_dlm.config import Config, validate
+from jpeg_dlm.config_io import override, to_dict
 from jpeg_dlm.encoders.base import tensors_sha256
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.evaluate import Evaluation, Request

@@ -16,7 +16,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from jpeg_dlm.config import Config, override, to_dict, validate
+from jpeg_dlm.config import Config, validate
+from jpeg_dlm.config_io import override, to_dict
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation import counts, memory
 from jpeg_dlm.evaluation.info import gigabytes, operations

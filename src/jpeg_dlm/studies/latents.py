@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from jpeg_dlm import __version__
-from jpeg_dlm.config import to_dict
+from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.flow.path import interpolate

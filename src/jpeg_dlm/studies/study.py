@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jpeg_dlm.config import Config, override
+from jpeg_dlm.config import Config
+from jpeg_dlm.config_io import override
 from jpeg_dlm.evaluation.parts import Parts
 from jpeg_dlm.evaluation.scoring import Scorer
 from jpeg_dlm.files import write_atomic

@@ -15,7 +15,8 @@ from typing import Any
 
 from jpeg_dlm import __version__
 from jpeg_dlm.api import load
-from jpeg_dlm.config import Config, override, validate
+from jpeg_dlm.config import Config, validate
+from jpeg_dlm.config_io import override
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.evaluate import Evaluation, Request
 from jpeg_dlm.evaluation.scoring import Scorer

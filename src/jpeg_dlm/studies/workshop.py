@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from jpeg_dlm.api import Model
-from jpeg_dlm.config import Config, changed, read_json_file, to_dict
+from jpeg_dlm.config import Config
+from jpeg_dlm.config_io import changed, read_json_file, to_dict
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.encoders.small import CONFIG_FILE
 from jpeg_dlm.errors import JpegDlmError

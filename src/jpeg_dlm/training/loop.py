@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from jpeg_dlm.collectives import all_mean, barrier
-from jpeg_dlm.config import Config, to_dict
+from jpeg_dlm.config import Config
+from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.errors import CheckpointError, NonFiniteError
 from jpeg_dlm.methods.base import FROZEN, Method, copy_tensors
 from jpeg_dlm.methods.registry import build_method

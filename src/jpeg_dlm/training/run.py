@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 from jpeg_dlm.collectives import barrier
-from jpeg_dlm.config import Config, DataConfig, TrainConfig, from_dict, to_dict, validate
+from jpeg_dlm.config import Config, DataConfig, TrainConfig, validate
+from jpeg_dlm.config_io import from_dict, to_dict
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.encoders.base import measure_statistics, save_statistics
 from jpeg_dlm.encoders.build import FrozenSmallEncoder
