@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sampling import trained_like
 from timing import interleaved
 
+from jpeg_dlm.allocator import keep_freed_memory
 from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.export.folder import FORMATS, read_exported, write_exported
-from jpeg_dlm.methods.base import Method
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
-from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.model_folder import ModelParts
 from jpeg_dlm.presets import preset
-from jpeg_dlm.rng import RowNoise, generator
+from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.sampling.engine import Engine
 from jpeg_dlm.sampling.sampler import Writer
 
@@ -34,9 +34,10 @@ CLEARLY = 1.1  # a runtime is recommended from here on (assumed: rounds differ b
 
 def measure(short: bool = False) -> dict[str, Any]:
     """Texts per second of each, as ratios to torch's engine, and the share of tokens that equal the plain method's."""
+    keep_freed_memory()  # as `jpeg-dlm generate` does
     torch.manual_seed(0)
     config = preset("lm1b")
-    method = trained_looking(build_method(config).eval())
+    method = trained_like(JpegDlm(config).eval())
     options = replace(config.sampler, steps=STEPS)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -73,16 +74,6 @@ def opened(method: JpegDlm, place: Path) -> dict[str, Writer]:
     for kind in FORMATS:
         found[FORMATS[kind].runtime] = read_exported(write_exported(parts, kind, place / kind, print)).method
     return found
-
-
-@torch.no_grad()
-def trained_looking(method: Method) -> JpegDlm:
-    """Heads and gates start at zero and would hide an error behind them: every weight moves a little."""
-    assert isinstance(method, JpegDlm)
-    g = generator(0, "weights")
-    for p in method.parameters():
-        p.add_(0.02 * torch.randn(p.shape, generator=g))
-    return method
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -45,7 +45,7 @@ def product(dtype: Dtype) -> Callable[[], object]:
     """The product alone, without what prepares its input."""
     layer = linear_maker(dtype)(torch.randn(OUT, WIDTH), None)
     if isinstance(layer, DenseLinear):
-        x = torch.randn(ROWS, WIDTH, dtype=layer.weight_KN.dtype)
+        x = torch.randn(ROWS, WIDTH, dtype=layer.weight_NK.dtype)
         return lambda: layer(x)
     assert isinstance(layer, Int8Linear)
     u = torch.randint(1, 256, (ROWS, WIDTH), dtype=torch.uint8)

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sampling import REFERENCE, contestants, trained_like
+from sampling import ENGINES, REFERENCE, contestant_of, trained_like
 from torch.profiler import ProfilerActivity, profile
 
+from jpeg_dlm.allocator import keep_freed_memory
 from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.presets import preset
@@ -47,10 +48,14 @@ def shares(act: Callable[[], object]) -> dict[str, float]:
 
 def measure(short: bool = False) -> dict[str, Any]:
     """One denoise evaluation at the sizes of LM1B in every mode."""
+    keep_freed_memory()  # as `jpeg-dlm generate` does
     method = trained_like(JpegDlm(preset("lm1b")).eval())
     m = method.config.model
     z = torch.randn(8 if short else BATCH, m.latent_len, m.latent_dim, generator=torch.Generator().manual_seed(0))
-    rows = [{"sampler": name, **shares(lambda c=c: c.evaluate(z))} for name, c in contestants(method).items()]
+    rows = []
+    for name in (REFERENCE, *ENGINES):
+        contestant = contestant_of(method, name)
+        rows.append({"sampler": name, **shares(lambda c=contestant: c.evaluate(z))})
     kinds = [*KINDS, "moving and elementwise"]
     cells = [[row["sampler"], *(f"{row.get(kind, 0.0):.1%}" for kind in kinds)] for row in rows]
     products = {row["sampler"]: row["matrix products"] for row in rows if row["sampler"] != REFERENCE}

@@ -17,11 +17,3 @@ def interleaved(contestants: dict[str, Callable[[], object]], rounds: int = 5, w
             if r >= warmup:
                 times[name].append(time.perf_counter() - began)
     return {name: statistics.median(values) for name, values in times.items()}
-
-
-def table(title: str, seconds: dict[str, float], rows: int) -> str:
-    """Markdown: the first contestant is the reference of the ratios."""
-    base = next(iter(seconds.values()))
-    lines = [f"### {title}", "", "| variant | rows per second | ratio |", "|---|---|---|"]
-    lines += [f"| {name} | {rows / s:.1f} | {base / s:.2f}x |" for name, s in seconds.items()]
-    return "\n".join(lines) + "\n"

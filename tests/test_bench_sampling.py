@@ -11,34 +11,25 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import peak
 import sampling
+from conftest import MICRO
 
 
 def test_every_contestant_is_in_the_table_and_agrees(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sampling, "SETUPS", (("smoke", 2),))
-    monkeypatch.setattr(sampling, "preset", lambda name: small())
     peaks = {"fp32": 100.0, "bf16": 10.0, "int8": 200.0}
     monkeypatch.setattr(sampling, "peak", peaks.__getitem__)
-    result = sampling.measure(short=True)
+    # The smoke preset as the released network is: without the options that only small budgets need.
+    changes = MICRO | {"model.decode_residual": False, "model.position_scale": 0.0}
+    result = sampling.measure(setups={"smoke": {2: 1}}, changes=changes)
     rows = {row["sampler"]: row for row in result["rows"]}
-    assert list(rows) == [sampling.REFERENCE, "plain", "engine fp32", "engine bf16", "engine int8"]
+    assert list(rows) == [sampling.REFERENCE, sampling.KEPT, "engine fp32", "engine bf16", "engine int8"]
     assert rows[sampling.REFERENCE]["ratio"] == 1
-    assert rows["plain"]["agreement"] == rows["engine fp32"]["agreement"] == 1 and rows["engine int8"]["agreement"] > 0.5
+    assert rows[sampling.KEPT]["agreement"] == rows["engine fp32"]["agreement"] == 1 and rows["engine int8"]["agreement"] > 0.5
     for row in rows.values():
         assert row["ratio"] == pytest.approx(row["texts_per_s"] / rows[sampling.REFERENCE]["texts_per_s"])
         assert row["of_peak"] == pytest.approx(row["gflops"] / peaks.get(row["sampler"].removeprefix("engine "), 100))
     assert result["markdown"].count("\n| ") == 2 + len(rows) and set(result["ratios"]) == {
         f"smoke, batch 2, {name}" for name in rows if name != sampling.REFERENCE
     }
-
-
-def small():
-    """The smoke preset as the released network is: without the options that only small budgets need."""
-    from conftest import MICRO
-
-    from jpeg_dlm.config_io import override
-    from jpeg_dlm.presets import preset
-
-    return override(preset("smoke"), MICRO | {"model.decode_residual": False, "model.position_scale": 0.0})
 
 
 def test_a_peak_is_measured_for_every_type(monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from jpeg_dlm.sampling import linear
-from jpeg_dlm.sampling.linear import Int8Linear, linear_maker, weight_levels
+from jpeg_dlm.sampling.linear import Int8Linear, full_precision, linear_maker, weight_levels
 
 G = torch.Generator().manual_seed(0)
 X, W, B = torch.randn(9, 40, generator=G), torch.randn(6, 40, generator=G), torch.randn(6, generator=G)
@@ -35,6 +35,27 @@ def test_the_largest_numbers_do_not_overflow():
     x, w = torch.full((2, 64), 3.0), torch.full((5, 64), -2.0)
     torch.testing.assert_close(Int8Linear(w, None)(x), torch.full((2, 5), -384.0))
     torch.testing.assert_close(Int8Linear(w, None)(-x), torch.full((2, 5), 384.0))
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("fp32", 1e-5), ("int8", 2e-2)])
+def test_a_norm_before_the_product(dtype, tolerance):
+    x = 30 * X
+    normed = torch.from_numpy(x.numpy() / np.sqrt((x.numpy() ** 2).mean(1, keepdims=True) + 0.5))
+    found = linear_maker(dtype)(W, B).of_unit_rms(x, 0.5)
+    torch.testing.assert_close(found, normed @ W.T + B, atol=tolerance * found.abs().max().item(), rtol=0)
+    torch.testing.assert_close(found, linear_maker(dtype)(W, B)(normed), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [B, None], ids=["bias", "no bias"])
+def test_few_rows_meet_packed_weights_and_many_do_not(bias, monkeypatch):
+    layer, expected = full_precision(W, bias), X @ W.T + (0 if bias is None else bias)
+    monkeypatch.setattr(linear, "FEW_ROWS", len(X) - 1)
+    torch.testing.assert_close(layer(X), expected)
+    assert layer.packed is None
+    torch.testing.assert_close(layer(X[1:]), expected[1:])
+    assert layer.packed is not None
+    monkeypatch.setattr(layer, "weight_NK", torch.zeros_like(W))  # no longer what few rows meet
+    torch.testing.assert_close(layer(X[1:]), expected[1:])
 
 
 def test_a_row_of_zeros_gives_the_bias():

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from jpeg_dlm import __version__
+from jpeg_dlm.allocator import keep_freed_memory
 from jpeg_dlm.cli.options import split_overrides, unknown_option
 from jpeg_dlm.errors import JpegDlmError
 
@@ -74,6 +75,8 @@ def run_verb(words: Sequence[str], overrides: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit code."""
     ready_streams()
+    if argv is None:  # this process is the program
+        keep_freed_memory()
     # Options of the config leave first: argparse would take the value of one it does not know for a positional argument.
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     try:

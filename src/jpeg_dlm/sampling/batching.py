@@ -1,6 +1,6 @@
 """Many small requests from many threads, sampled in few batches; each gets the texts it would get alone.
 
-with BatchingService(model.method) as service:
+with BatchingService(model.writer) as service:
     waiting = [service.submit(1, model.sampler_options(steps=8), seed=s) for s in range(40)]
     tokens = [future.result() for future in waiting]
 """

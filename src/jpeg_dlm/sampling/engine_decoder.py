@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from jpeg_dlm.config import logit_rows
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.nn.perceiver import NORM_EPS, DecompressorLayer, FeedForward, Gate, PerceiverAttention
-from jpeg_dlm.sampling.engine_dit import unit_rms
-from jpeg_dlm.sampling.linear import MakeLinear, full_precision
+from jpeg_dlm.sampling.linear import MakeLinear, full_precision, unit_rms
 
 
 def gate_value(gate: Gate) -> Tensor:
@@ -59,7 +58,7 @@ class FastLayer(nn.Module):
 
     def own(self, x_MD: Tensor) -> Tensor:
         """Queries, keys and values of the tokens themselves."""
-        return self.qkv(unit_rms(x_MD, NORM_EPS))
+        return self.qkv.of_unit_rms(x_MD, NORM_EPS)
 
     def forward(self, x_MD: Tensor, own: Tensor, kv_ctx_BN2D: Tensor) -> Tensor:
         """`own` (1 or B, L, 3 D) may be common to all samples."""
@@ -104,8 +103,8 @@ class FastDecoder(nn.Module):
 
     def forward(self, z_BND: Tensor) -> Tensor:
         batch, length = len(z_BND), len(self.queries)
-        ctx_MD = unit_rms(torch.addcmul(self.shift, z_BND, self.spread), NORM_EPS).flatten(0, 1)
-        kv_layers = self.kv_ctx(ctx_MD).unflatten(0, z_BND.shape[:2]).chunk(len(self.layers), dim=-1)
+        ctx_MD = torch.addcmul(self.shift, z_BND, self.spread).flatten(0, 1)
+        kv_layers = self.kv_ctx.of_unit_rms(ctx_MD, NORM_EPS).unflatten(0, z_BND.shape[:2]).chunk(len(self.layers), dim=-1)
         x_MD = self.queries.repeat(batch, 1)
         own = self.own_first
         for i, (layer, kv_ctx) in enumerate(zip(cast("list[FastLayer]", self.layers), kv_layers, strict=True)):
@@ -116,5 +115,5 @@ class FastDecoder(nn.Module):
 
     def most_probable(self, x_MD: Tensor) -> Tensor:
         h = F.gelu(self.up(self.down(x_MD)))
-        rows = logit_rows(0, self.lm_head.weight_KN.shape[1])
+        rows = logit_rows(0, len(self.lm_head.weight_NK))
         return torch.cat([self.lm_head(part).argmax(-1) for part in h.split(rows)])

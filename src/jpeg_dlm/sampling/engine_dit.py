@@ -16,13 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.nn.dit import NORM_EPS, Block, Head, LatentTransformer
-from jpeg_dlm.sampling.linear import MakeLinear, full_precision
-
-
-def unit_rms(x: Tensor, eps: float) -> Tensor:
-    """The last axis scaled to RMS 1, without a gain; through the norm this is two passes, half of `rms_norm` (measured)."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+from jpeg_dlm.sampling.linear import MakeLinear, full_precision, unit_rms
 
 
 class FastHead(nn.Module):
@@ -33,7 +27,7 @@ class FastHead(nn.Module):
         self.linear = full_precision(head.linear.weight * head.norm_final.weight, head.linear.bias)
 
     def forward(self, x_BNH: Tensor) -> Tensor:
-        return self.linear(unit_rms(x_BNH, NORM_EPS).flatten(0, 1)).unflatten(0, x_BNH.shape[:2])
+        return self.linear.of_unit_rms(x_BNH.flatten(0, 1), NORM_EPS).unflatten(0, x_BNH.shape[:2])
 
 
 class FastBlock(nn.Module):
@@ -52,16 +46,16 @@ class FastBlock(nn.Module):
         self.w3 = make(mlp.w3.weight, mlp.w3.bias)
 
     def forward(self, x_MH: Tensor, cis: Tensor, batch: int) -> Tensor:
-        y_MH = self.attend(unit_rms(x_MH, NORM_EPS), cis, batch)
+        y_MH = self.attend(x_MH, cis, batch)
         if self.skip:
             x_MH = x_MH.view(batch, -1, x_MH.shape[1])[:, self.skip :].flatten(0, 1)
         x_MH = self.proj.add_to(x_MH, y_MH)
-        gate, up = self.w12(unit_rms(x_MH, NORM_EPS)).chunk(2, dim=-1)
+        gate, up = self.w12.of_unit_rms(x_MH, NORM_EPS).chunk(2, dim=-1)
         return self.w3.add_to(x_MH, F.silu(gate).mul_(up))
 
     def attend(self, x_MH: Tensor, cis: Tensor, batch: int) -> Tensor:
         """`cis` (S, 1, 1, head_dim / 2) turns pairs of channels as complex numbers, in one pass."""
-        qkv = self.qkv(x_MH).view(batch, -1, 3, self.heads, x_MH.shape[1] // self.heads)
+        qkv = self.qkv.of_unit_rms(x_MH, NORM_EPS).view(batch, -1, 3, self.heads, x_MH.shape[1] // self.heads)
         v = qkv[:, :, 2]
         qk = unit_rms(qkv[:, :, :2].float(), NORM_EPS).mul_(self.gain)
         qk = torch.view_as_real(torch.view_as_complex(qk.unflatten(-1, (-1, 2))) * cis).flatten(-2).to(v.dtype)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 Dtype = Literal["fp32", "bf16", "int8"]
@@ -16,6 +17,7 @@ DTYPES: tuple[Dtype, ...] = ("fp32", "bf16", "int8")
 BYTE = 127  # largest magnitude of a symmetric 8-bit number
 SEVEN_BITS = 63  # and of a 7-bit one
 ZERO_POINT = 128  # where 0 lies among unsigned bytes
+FEW_ROWS = 400  # for which packed weights are faster (measured: 1.3x with 44 rows, 1.05x with 352, 0.9x with 704)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,27 +28,53 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     return cast(Callable[P, R], torch.compiler.disable(function))
 
 
-class DenseLinear(nn.Module):
-    """y = x W^T + b with W kept transposed, which is how the matrix product reads it fastest (measured)."""
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / RMS of the last axis; through the norm it is one pass over x (measured: `rms_norm` takes twice as long)."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
 
-    weight_KN: Tensor
+
+def unit_rms(x: Tensor, eps: float) -> Tensor:
+    """The last axis scaled to RMS 1, without a gain."""
+    return x * inverse_rms(x, eps)
+
+
+class DenseLinear(nn.Module):
+    """y = x W^T + b. On a CPU few rows meet a copy of W that is packed when the first of them come."""
+
+    weight_NK: Tensor
     bias_N: Tensor | None
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.register_buffer("weight_KN", weight_NK.to(dtype).t().contiguous())
+        self.register_buffer("weight_NK", weight_NK.to(dtype, copy=True).contiguous())
         self.register_buffer("bias_N", None if bias_N is None else bias_N.to(dtype, copy=True))
+        self.can_pack = weight_NK.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self.packed: Tensor | None = None
 
     def forward(self, x_MK: Tensor) -> Tensor:
-        x_MK = x_MK.to(self.weight_KN.dtype)
-        return x_MK @ self.weight_KN if self.bias_N is None else torch.addmm(self.bias_N, x_MK, self.weight_KN)
+        x_MK = x_MK.to(self.weight_NK.dtype)
+        return self.packed_product(x_MK) if self.packs(x_MK) else F.linear(x_MK, self.weight_NK, self.bias_N)
+
+    def of_unit_rms(self, x_MK: Tensor, eps: float) -> Tensor:
+        """linear(unit_rms(x))."""
+        return self(unit_rms(x_MK, eps))
 
     def add_to(self, x_MN: Tensor, h_MK: Tensor) -> Tensor:
-        """x + linear(h), written over the residual stream x; in fp32 the product itself does the addition."""
-        if self.weight_KN.dtype != x_MN.dtype:
+        """x + linear(h), written over the residual stream x; the plain product in fp32 does the addition itself."""
+        if self.weight_NK.dtype != x_MN.dtype or self.packs(h_MK):
             return x_MN.add_(self(h_MK))
-        x_MN.addmm_(h_MK, self.weight_KN)
+        x_MN.addmm_(h_MK, self.weight_NK.t())
         return x_MN if self.bias_N is None else x_MN.add_(self.bias_N)
+
+    def packs(self, x_MK: Tensor) -> bool:
+        return self.can_pack and len(x_MK) <= FEW_ROWS
+
+    @uncompiled  # inductor's own form of this product wants its weights as constants of the graph
+    def packed_product(self, x_MK: Tensor) -> Tensor:
+        if self.packed is None:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight_NK, len(x_MK))
+        return torch.ops.mkldnn._linear_pointwise(x_MK, self.packed, self.bias_N, "none", [], "")
 
 
 class Int8Linear(nn.Module):
@@ -58,6 +86,7 @@ class Int8Linear(nn.Module):
     scale_N: Tensor
     bias_N: Tensor
     zeros_N: Tensor
+    offset_K: Tensor
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         super().__init__()
@@ -67,19 +96,32 @@ class Int8Linear(nn.Module):
         self.register_buffer("bias_N", torch.zeros_like(scale_N) if bias_N is None else bias_N.float().clone())
         if self.on_cpu:
             self.register_buffer("zeros_N", torch.zeros(len(scale_N), dtype=torch.int32))
+            self.register_buffer("offset_K", torch.full(weight_NK.shape[1:], ZERO_POINT + 0.5))
             self.packed = torch.ops.onednn.qlinear_prepack(q_NK, None)
         else:
             self.packed = q_NK.t()
 
     def forward(self, x_MK: Tensor) -> Tensor:
         scale_M1 = row_scales(x_MK)
-        if self.on_cpu:
-            # The packed product wants unsigned rows; their common zero point is subtracted inside.
-            u_MK = torch.addcdiv(x_MK.new_full((), ZERO_POINT + 0.5), x_MK, scale_M1).to(torch.uint8)
-            y_MN = self.integer_product(u_MK, ZERO_POINT)
-        else:
-            y_MN = self.integer_product((x_MK / scale_M1).round().to(torch.int8), 0)
-        return torch.addcmul(self.bias_N, y_MN, scale_M1)
+        return torch.addcmul(self.bias_N, self.product(x_MK, scale_M1), scale_M1)
+
+    def of_unit_rms(self, x_MK: Tensor, eps: float) -> Tensor:
+        """linear(unit_rms(x)): a row has the same whole numbers before and after its norm, so the norm joins its scale."""
+        scale_M1 = row_scales(x_MK)
+        return torch.addcmul(self.bias_N, self.product(x_MK, scale_M1), scale_M1 * inverse_rms(x_MK, eps))
+
+    def add_to(self, x_MN: Tensor, h_MK: Tensor) -> Tensor:
+        """x + linear(h), written over the residual stream x."""
+        return x_MN.add_(self(h_MK))
+
+    def product(self, x_MK: Tensor, scale_M1: Tensor) -> Tensor:
+        """x W^T in units of each row's scale."""
+        if not self.on_cpu:
+            return self.integer_product((x_MK / scale_M1).round().to(torch.int8), 0)
+        # The packed product wants unsigned rows; their common zero point is subtracted inside. A tensor of offsets and the
+        # detour by 16 bits are vectorized where a number and the direct way are not: a quarter of the time (measured).
+        u_MK = torch.addcmul(self.offset_K, x_MK, scale_M1.reciprocal()).to(torch.int16).to(torch.uint8)
+        return self.integer_product(u_MK, ZERO_POINT)
 
     @uncompiled  # inductor's own form of this product wants its weights as constants of the graph
     def integer_product(self, q_MK: Tensor, zero_point: int) -> Tensor:
@@ -89,10 +131,6 @@ class Int8Linear(nn.Module):
                 q_MK, 1.0, zero_point, self.packed, self.scale_N, self.zeros_N, None, 1.0, 0, torch.float32, "none", [], ""
             )
         return torch._int_mm(q_MK, self.packed) * self.scale_N
-
-    def add_to(self, x_MN: Tensor, h_MK: Tensor) -> Tensor:
-        """x + linear(h), written over the residual stream x."""
-        return x_MN.add_(self(h_MK))
 
 
 def weight_levels(device: torch.device) -> int:

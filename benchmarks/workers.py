@@ -1,0 +1,73 @@
+"""Contestants in processes of their own that take turns: how each handles memory is part of what is timed.
+
+A benchmark module has `serve(*words)`, which builds a contestant and returns a function from a request to an answer, both JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+Request = Mapping[str, Any]
+
+
+class Worker:
+    """One contestant; the constructor returns before it is built, so that several are built side by side."""
+
+    def __init__(self, module: str, *words: str) -> None:
+        command = [sys.executable, __file__, module, *words]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
+
+    def ask(self, request: Request) -> Any:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"{' '.join(self.process.args[2:])} ended; what it said stands above.")  # type: ignore[index]
+        return json.loads(answer)
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
+            self.process.kill()
+        self.close()
+
+
+class Workers(ExitStack):
+    """Several by name."""
+
+    def __init__(self, module: str, words: Mapping[str, tuple[str, ...]]) -> None:
+        super().__init__()
+        self.workers = {name: self.enter_context(Worker(module, *more)) for name, more in words.items()}
+
+    def ask(self, request: Request) -> dict[str, Any]:
+        """The answer of each, one after the other."""
+        return {name: worker.ask(request) for name, worker in self.workers.items()}
+
+    def medians(self, request: Request, rounds: int) -> dict[str, float]:
+        """The median answer of each, in turns."""
+        answers = [self.ask(request) for _ in range(rounds)]
+        return {name: statistics.median(answer[name] for answer in answers) for name in self.workers}
+
+
+def serve(act: Callable[[Request], Any]) -> None:
+    for line in sys.stdin:
+        print(json.dumps(act(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    serve(importlib.import_module(sys.argv[1]).serve(*sys.argv[2:]))
