@@ -1,6 +1,6 @@
 """Quality of the bundled model's texts against evaluations of the network, by solver and grid; and of distilled students.
 
-python benchmarks/fewer_steps.py                                     # eight minutes on two cores
+python benchmarks/fewer_steps.py                                     # minutes on two cores
 python benchmarks/fewer_steps.py --distilled students/8 students/4 students/2 students/1
 
 Students, each of twice as few steps as its teacher, a few minutes of a core for each:
@@ -55,7 +55,7 @@ def sweep(fast: Options, short: bool = False) -> list[Options]:
     """The level to reach, the fast sampler, each solver over its evaluations, and every grid at 12 of them."""
     if short:
         return [EULER_32, fast, at(12, "euler", "uniform"), at(12, "multistep", "uniform")]
-    lines = {"euler": (4, 8, 12, 16), "multistep": (4, 8, 12), "heun": (8, 12)}
+    lines = {"euler": (8, 12, 16), "multistep": (8, 12), "heun": (12,)}
     points = [at(n, solver, "uniform") for solver, counts in lines.items() for n in counts]
     return [EULER_32, fast, *points, at(12, "multistep", "quantile"), at(12, "multistep", "random")]
 

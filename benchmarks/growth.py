@@ -24,7 +24,7 @@ def measure(short: bool = False) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         asked = argparse.Namespace(
             preset="tiny", rates=",".join(map(str, RATES)), lengths=",".join(map(str, LENGTHS[: 3 if short else None])),
-            batch=1, repeats=1, measure=True, device="cpu", limit=20.0, out=Path(scratch), quiet=False,
+            batch=1, repeats=1, measure=True, device="cpu", limit=15.0, out=Path(scratch), quiet=False,
         )  # fmt: skip
         # The rates are shown at the length where they matter, not at the 32 tokens of the preset.
         outcome = cost.study(asked, {"data.token_len": 512, "model.latent_len": 128, "sampler.steps": 32})

@@ -1,6 +1,6 @@
 """What a sampler of reduced precision costs: tokens that stay, Gen-PPL and entropy of the bundled model's texts.
 
-python benchmarks/run.py price               # 128 texts of each mode
+python benchmarks/run.py price               # 96 texts of each mode
 python benchmarks/run.py price --short
 """
 
@@ -18,7 +18,7 @@ PLAIN = "plain fp32"
 
 def measure(short: bool = False) -> dict:
     """Every mode writes the same numbered texts of the same seed."""
-    n = 8 if short else 128
+    n = 8 if short else 96
     model, scorer = load(), build_scorer("smollm2")
     exact = model.sample(n)
     rows = [row(PLAIN, model, scorer, exact, exact)]

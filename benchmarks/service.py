@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jpeg_dlm
-from jpeg_dlm.allocator import keep_freed_memory
 from jpeg_dlm.evaluation.pictures import LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.sampling.batching import BatchingService
@@ -27,7 +26,6 @@ PERCENTILES = (50, 95, 99)
 
 def measure(short: bool = False) -> dict[str, Any]:
     """Requesters that each ask for one text, wait for it and ask again, in growing numbers."""
-    keep_freed_memory()  # as a program that serves would
     model = jpeg_dlm.load(device="cpu", dtype="fp32")
     sampler = model.sampler_options(**OPTIONS)
     model.sample(2, **OPTIONS)  # the first call of all is slower

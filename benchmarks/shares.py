@@ -12,7 +12,6 @@ import torch
 from sampling import ENGINES, REFERENCE, contestant_of, trained_like
 from torch.profiler import ProfilerActivity, profile
 
-from jpeg_dlm.allocator import keep_freed_memory
 from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.presets import preset
@@ -48,7 +47,6 @@ def shares(act: Callable[[], object]) -> dict[str, float]:
 
 def measure(short: bool = False) -> dict[str, Any]:
     """One denoise evaluation at the sizes of LM1B in every mode."""
-    keep_freed_memory()  # as `jpeg-dlm generate` does
     method = trained_like(JpegDlm(preset("lm1b")).eval())
     m = method.config.model
     z = torch.randn(8 if short else BATCH, m.latent_len, m.latent_dim, generator=torch.Generator().manual_seed(0))

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -19,17 +20,37 @@ def test_every_contestant_is_in_the_table_and_agrees(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sampling, "peak", peaks.__getitem__)
     # The smoke preset as the released network is: without the options that only small budgets need.
     changes = MICRO | {"model.decode_residual": False, "model.position_scale": 0.0}
+    bf16 = ["engine bf16"] if sampling.computes_in_bf16(torch.device("cpu")) else []
     result = sampling.measure(setups={"smoke": {2: 1}}, changes=changes)
     rows = {row["sampler"]: row for row in result["rows"]}
-    assert list(rows) == [sampling.REFERENCE, sampling.KEPT, "engine fp32", "engine bf16", "engine int8"]
+    assert list(rows) == [
+        sampling.REFERENCE,
+        sampling.KEPT,
+        "engine fp32",
+        *bf16,
+        "engine int8",
+        "onnxruntime fp32",
+        "openvino fp32",
+    ]
     assert rows[sampling.REFERENCE]["ratio"] == 1
-    assert rows[sampling.KEPT]["agreement"] == rows["engine fp32"]["agreement"] == 1 and rows["engine int8"]["agreement"] > 0.5
+    assert rows[sampling.KEPT]["agreement"] == rows["engine fp32"]["agreement"] == rows["openvino fp32"]["agreement"] == 1
+    assert rows["onnxruntime fp32"]["agreement"] == 1 and rows["engine int8"]["agreement"] > 0.5
     for row in rows.values():
         assert row["ratio"] == pytest.approx(row["texts_per_s"] / rows[sampling.REFERENCE]["texts_per_s"])
         assert row["of_peak"] == pytest.approx(row["gflops"] / peaks.get(row["sampler"].removeprefix("engine "), 100))
-    assert result["markdown"].count("\n| ") == 2 + len(rows) and set(result["ratios"]) == {
-        f"smoke, batch 2, {name}" for name in rows if name != sampling.REFERENCE
-    }
+    assert result["markdown"].count("\n| ") == 2 + len(rows) and "torch" in result["markdown"].splitlines()[-1]
+    assert set(result["ratios"]) == {f"smoke, batch 2, {name}" for name in rows if name != sampling.REFERENCE}
+
+
+def test_a_runtime_is_recommended_only_where_it_is_clearly_faster_in_every_set_up():
+    speeds = {"engine fp32": (1.0, 4.0), "onnxruntime fp32": (2.0, 4.1), "openvino fp32": (1.3, 4.8)}
+
+    def rows():
+        return [{"setup": i, "sampler": name, "texts_per_s": pair[i]} for i in (0, 1) for name, pair in speeds.items()]
+
+    assert sampling.recommended_runtime(rows()) == "openvino fp32" and "--format openvino" in sampling.recommendation(rows())
+    speeds["openvino fp32"] = (1.3, 4.2)
+    assert sampling.recommended_runtime(rows()) is None and "stay with torch" in sampling.recommendation(rows())
 
 
 def test_a_peak_is_measured_for_every_type(monkeypatch: pytest.MonkeyPatch):

@@ -262,16 +262,3 @@ assert [s.address for s in found] == [found[0].address] * 2, [(s.address, s.flag
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-# ---------------------------------------------------------------- what is recommended
-
-
-def test_a_runtime_is_recommended_only_where_it_is_clearly_faster_at_every_batch(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    from exported import recommendation, recommended_backend
-
-    ratios = {"onnxruntime, batch 1": 3.0, "onnxruntime, batch 8": 0.9, "openvino, batch 1": 1.3, "openvino, batch 8": 1.2}
-    assert recommended_backend(ratios) == "openvino" and "--format openvino" in recommendation(ratios)
-    ratios["openvino, batch 8"] = 1.05
-    assert recommended_backend(ratios) == "torch" and "stay with torch" in recommendation(ratios)

@@ -70,9 +70,7 @@ def write_exported(parts: ModelParts, kind: str, out: Path, tell: Callable[[str]
         agreement = {}
         for name in (DENOISE, DECODE):
             tell(f"Exporting the {name} network ...")
-            path = temp / f"{name}{FORMATS[kind].suffix}"
-            _write_file(name, method, kind, path)
-            agreement[name] = agreement_of(name, method, FORMATS[kind].open(path))
+            agreement[name] = agreement_of(name, method, written_and_opened(name, method, kind, temp))
         if parts.tokenizer:
             shutil.copyfile(parts.tokenizer, temp / TOKENIZER_FILE)
         said = {"format": kind, "versions": _versions(kind), "agreement": agreement}
@@ -83,12 +81,14 @@ def write_exported(parts: ModelParts, kind: str, out: Path, tell: Callable[[str]
     return out
 
 
-def _write_file(name: str, method: JpegDlm, kind: str, path: Path) -> None:
-    onnx = path.with_suffix(".onnx")
+def written_and_opened(name: str, method: JpegDlm, kind: str, folder: Path) -> Opened:
+    """A network as a file of `kind` in a folder, in its runtime."""
+    path, onnx = folder / f"{name}{FORMATS[kind].suffix}", folder / f"{name}.onnx"
     write_network(name, method, onnx)
     if kind == "openvino":
         convert_onnx(onnx, path)
         onnx.unlink()
+    return FORMATS[kind].open(path)
 
 
 def agreement_of(name: str, method: JpegDlm, opened: Opened) -> float:

@@ -161,9 +161,14 @@ def linear_maker(dtype: Dtype) -> MakeLinear:
     return bf16_linear if dtype == "bf16" else full_precision
 
 
+def computes_in_bf16(device: torch.device) -> bool:
+    """Whether bf16 products have instructions there; a CPU without them emulates them a hundred times slower (measured)."""
+    return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def bf16_linear(weight_NK: Tensor, bias_N: Tensor | None) -> DenseLinear:
-    """In bf16, or where a CPU would emulate it a hundred times slower (measured) in fp32 with weights rounded to bf16."""
-    if weight_NK.device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    """In bf16, or where that would be emulated in fp32 with weights rounded to bf16."""
+    if computes_in_bf16(weight_NK.device):
         return DenseLinear(weight_NK, bias_N, torch.bfloat16)
     return full_precision(weight_NK.bfloat16().float(), None if bias_N is None else bias_N.bfloat16().float())
 
