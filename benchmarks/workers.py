@@ -48,20 +48,21 @@ class Worker:
 
 
 class Workers(ExitStack):
-    """Several by name."""
+    """Contestants by name and the words that start each; those with the same words share a process."""
 
-    def __init__(self, module: str, words: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(self, module: str, contestants: Mapping[str, tuple[str, ...]]) -> None:
         super().__init__()
-        self.workers = {name: self.enter_context(Worker(module, *more)) for name, more in words.items()}
+        started = {words: self.enter_context(Worker(module, *words)) for words in dict.fromkeys(contestants.values())}
+        self.contestants = {name: started[words] for name, words in contestants.items()}
 
     def ask(self, request: Request) -> dict[str, Any]:
-        """The answer of each, one after the other."""
-        return {name: worker.ask(request) for name, worker in self.workers.items()}
+        """The answer of each, one after the other; the request names whom it is for."""
+        return {name: worker.ask({**request, "contestant": name}) for name, worker in self.contestants.items()}
 
     def medians(self, request: Request, rounds: int) -> dict[str, float]:
         """The median answer of each, in turns."""
         answers = [self.ask(request) for _ in range(rounds)]
-        return {name: statistics.median(answer[name] for answer in answers) for name in self.workers}
+        return {name: statistics.median(answer[name] for answer in answers) for name in self.contestants}
 
 
 def serve(act: Callable[[Request], Any]) -> None:

@@ -42,14 +42,14 @@ def test_every_contestant_is_in_the_table_and_agrees(monkeypatch: pytest.MonkeyP
     assert set(result["ratios"]) == {f"smoke, batch 2, {name}" for name in rows if name != sampling.REFERENCE}
 
 
-def test_a_runtime_is_recommended_only_where_it_is_clearly_faster_in_every_set_up():
-    speeds = {"engine fp32": (1.0, 4.0), "onnxruntime fp32": (2.0, 4.1), "openvino fp32": (1.3, 4.8)}
+def test_a_runtime_is_recommended_only_where_it_is_clearly_faster_over_all_set_ups():
+    speeds = {"engine fp32": (1.0, 4.0), "onnxruntime fp32": (1.5, 3.0), "openvino fp32": (1.3, 4.4)}
 
     def rows():
         return [{"setup": i, "sampler": name, "texts_per_s": pair[i]} for i in (0, 1) for name, pair in speeds.items()]
 
     assert sampling.recommended_runtime(rows()) == "openvino fp32" and "--format openvino" in sampling.recommendation(rows())
-    speeds["openvino fp32"] = (1.3, 4.2)
+    speeds |= {"onnxruntime fp32": (1.4, 3.0), "openvino fp32": (1.2, 3.5)}
     assert sampling.recommended_runtime(rows()) is None and "stay with torch" in sampling.recommendation(rows())
 
 

@@ -228,6 +228,14 @@ def test_generate_prints_text_tokens_or_json_lines(finished, tmp_path, capsys):
     assert all(isinstance(row["prediction"], str) for row in rows) and capsys.readouterr().out == ""
 
 
+def test_what_takes_long_on_a_cpu_is_told_of_openvino(finished, capsys, monkeypatch):
+    words = ["generate", str(finished), "-n", "1", "--steps", "2", "--device", "cpu"]
+    assert main(words) == 0 and "openvino" not in capsys.readouterr().err
+    monkeypatch.setattr("jpeg_dlm.cli.generate_verb.SLOW_S", 0.0)
+    assert main(words) == 0 and f"jpeg-dlm export {finished} --format openvino" in capsys.readouterr().err
+    assert main([*words, "--dtype", "int8"]) == 0 and "openvino" not in capsys.readouterr().err
+
+
 def test_watching_changes_no_text(finished, capsys):
     assert main(["generate", str(finished), "-n", "1", "--steps", "4"]) == 0
     alone = capsys.readouterr().out
