@@ -55,7 +55,7 @@ def sweep(fast: Options, short: bool = False) -> list[Options]:
     """The level to reach, the fast sampler, each solver over its evaluations, and every grid at 12 of them."""
     if short:
         return [EULER_32, fast, at(12, "euler", "uniform"), at(12, "multistep", "uniform")]
-    lines = {"euler": (8, 12), "multistep": (8, 12), "heun": (12,)}
+    lines = {"euler": (8, 12, 16), "multistep": (8, 12), "heun": (12,)}
     points = [at(n, solver, "uniform") for solver, counts in lines.items() for n in counts]
     return [EULER_32, fast, *points, at(12, "multistep", "quantile"), at(12, "multistep", "random")]
 

@@ -32,6 +32,7 @@ from jpeg_dlm.allocator import keep_freed_memory
 from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import override
 from jpeg_dlm.evaluation.counts import sampling_macs
+from jpeg_dlm.evaluation.pictures import INK, LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.export.folder import FORMATS, written_and_opened
 from jpeg_dlm.export.networks import DECODE, DENOISE
@@ -128,6 +129,26 @@ def recommendation(rows: Sequence[Mapping[str, Any]]) -> str:
     if best is None:
         return f"No exported form is {CLEARLY}x as fast as torch's engine over all set-ups: stay with torch."
     return f"On this CPU {best} is faster than torch: jpeg-dlm export MODEL --format {RUNTIMES[best]} --out FOLDER."
+
+
+def draw(result: Mapping[str, Any], path: Path) -> Path:
+    """Speed and share of the peak: a group of bars for each set-up, a color for each sampler."""
+    rows = result["rows"]
+    setups, samplers = (list(dict.fromkeys(row[key] for row in rows)) for key in ("setup", "sampler"))
+    figure, panels = new_figure(2, result["title"])
+    width = 0.84 / len(samplers)
+    for axes, key, text in zip(
+        panels, ("ratio", "of_peak"), ("ratio to the released network", "share of the peak"), strict=True
+    ):
+        for i, sampler in enumerate(samplers):
+            heights = [row[key] for row in rows if row["sampler"] == sampler]
+            places = [place + (i - (len(samplers) - 1) / 2) * width for place in range(len(setups))]
+            axes.bar(places, heights, width, color=LINE_COLORS[i % len(LINE_COLORS)], label=sampler)
+        dress(axes, text, text, "")
+        axes.set_xticks(range(len(setups)), [setup.replace(", ", "\n") for setup in setups])
+    panels[1].legend(fontsize=6.5, frameon=False, labelcolor=INK, ncols=2)
+    panels[1].set_ylim(0, 1.5 * max(row["of_peak"] for row in rows))  # room for the legend
+    return save_png(figure, path)
 
 
 # ---------------------------------------------------------------- contestants

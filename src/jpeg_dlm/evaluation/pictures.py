@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator, ScalarFormatter
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from jpeg_dlm.evaluation.report import title
 from jpeg_dlm.files import write_atomic
@@ -75,6 +75,9 @@ def draw_against_evaluations(
         axes.xaxis.set_minor_locator(NullLocator())
         if name == "gen_ppl":
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 1.2, 1.5, 2, 3, 5, 7)))
+            axes.yaxis.set_major_formatter(ScalarFormatter())
+            axes.yaxis.set_minor_locator(NullLocator())
     panels[0].legend(fontsize=7.5, frameon=False, labelcolor=INK)
     return save_png(figure, path)
 
