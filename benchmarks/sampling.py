@@ -60,7 +60,7 @@ def measure(
 ) -> dict:
     """`changes` are options of the presets."""
     samplers = [REFERENCE, KEPT, *ENGINES, *(COMPILED if compiled else ()), *RUNTIMES]
-    if not computes_in_bf16(torch.device("cpu")):  # else it is fp32 with rounded weights, which takes as long
+    if not computes_in_bf16(torch.device("cpu")):  # it would be fp32 with rounded weights, which takes as long
         samplers.remove("engine bf16")
     rows, console = [], Console()
     for name, batches in (setups or (SHORT if short else SETUPS)).items():
