@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from jpeg_dlm.config import logit_rows
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.nn.perceiver import NORM_EPS, DecompressorLayer, FeedForward, Gate, PerceiverAttention
-from jpeg_dlm.sampling.linear import MakeLinear, full_precision, unit_rms
+from jpeg_dlm.sampling.linear import MakeLinear, full_precision, keep_from_compiler, unit_rms
 
 
 def gate_value(gate: Gate) -> Tensor:
@@ -98,6 +98,7 @@ class FastDecoder(nn.Module):
         self.up = full_precision(method.unembed_proj.weight @ d.out_proj.up.weight, method.unembed_proj.bias)
         self.lm_head = full_precision(method.lm_head.weight, method.lm_head.bias)
         if compile:
+            keep_from_compiler(self)
             for layer in self.layers:
                 layer.compile()
 

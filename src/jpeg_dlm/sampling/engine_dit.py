@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.nn.dit import NORM_EPS, Block, Head, LatentTransformer
-from jpeg_dlm.sampling.linear import MakeLinear, full_precision, unit_rms
+from jpeg_dlm.sampling.linear import MakeLinear, full_precision, keep_from_compiler, unit_rms
 
 
 class FastHead(nn.Module):
@@ -104,6 +104,7 @@ class FastDiT(nn.Module):
         cis = torch.complex(cos[:, ::2].float(), sin[:, ::2].float())
         self.register_buffer("cis", cis[:, None, None])
         if compile:
+            keep_from_compiler(self)
             for block in self.blocks:
                 block.compile()
 

@@ -6,7 +6,7 @@ Shapes: M rows, K inputs, N outputs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, TypeVar, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +18,6 @@ BYTE = 127  # largest magnitude of a symmetric 8-bit number
 SEVEN_BITS = 63  # and of a 7-bit one
 ZERO_POINT = 128  # where 0 lies among unsigned bytes
 FEW_ROWS = 400  # for which packed weights are faster (measured: 1.3x with 44 rows, 1.05x with 352, 0.9x with 704)
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """`torch.compiler.disable`, which declares no types, with those of the function."""
-    return cast(Callable[P, R], torch.compiler.disable(function))
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -70,7 +62,6 @@ class DenseLinear(nn.Module):
     def packs(self, x_MK: Tensor) -> bool:
         return self.can_pack and len(x_MK) <= FEW_ROWS
 
-    @uncompiled  # inductor's own form of this product wants its weights as constants of the graph
     def packed_product(self, x_MK: Tensor) -> Tensor:
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight_NK, len(x_MK))
@@ -123,7 +114,6 @@ class Int8Linear(nn.Module):
         u_MK = torch.addcmul(self.offset_K, x_MK, scale_M1.reciprocal()).to(torch.int16).to(torch.uint8)
         return self.integer_product(u_MK, ZERO_POINT)
 
-    @uncompiled  # inductor's own form of this product wants its weights as constants of the graph
     def integer_product(self, q_MK: Tensor, zero_point: int) -> Tensor:
         """(q - zero point) W^T in the units of each channel's scale."""
         if self.on_cpu:
@@ -131,6 +121,14 @@ class Int8Linear(nn.Module):
                 q_MK, 1.0, zero_point, self.packed, self.scale_N, self.zeros_N, None, 1.0, 0, torch.float32, "none", [], ""
             )
         return torch._int_mm(q_MK, self.packed) * self.scale_N
+
+
+def keep_from_compiler(module: nn.Module) -> None:
+    """Products of prepared weights stay as they are: inductor's form of them wants weights that are constants of its graph."""
+    for layer in module.modules():
+        for product in ("packed_product", "integer_product"):
+            if hasattr(layer, product):
+                setattr(layer, product, torch.compiler.disable(getattr(layer, product)))
 
 
 def weight_levels(device: torch.device) -> int:
