@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of jpeg-dlm: prepared weights of this type; bf16 and int8 change texts a little"
     )
-    parser.add_argument("--compile", action="store_true", help="of jpeg-dlm: fuse operations; pays for many texts")
+    parser.add_argument("--compile", action="store_true", help="of jpeg-dlm: fuse operations; no gain on a CPU (measured)")
     parser.add_argument("--watch", action="store_true", help="show the first text form step by step")
     parser.add_argument("--tokens", action="store_true", help="print token ids instead of text")
     parser.add_argument("--out", type=Path, help="write JSON lines to this file instead of printing")

@@ -26,7 +26,8 @@ class Engine:
     """A sampler of `method` as it is now: weights that change later are not seen.
 
     `dtype` is that of the products in the blocks of DiT and decompressor; input projections, prefix, norms, softmax,
-    heads and vocabulary stay fp32. `compile` fuses what lies between the products, at the price of a minute at first.
+    heads and vocabulary stay fp32. `compile` fuses what lies between the products; it takes a minute at first and gains
+    nothing on a CPU (measured).
     """
 
     title = JpegDlm.title
