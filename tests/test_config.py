@@ -187,7 +187,12 @@ SAME_IN_ALL = {
     "model.sc_tokens": 4,
     "model.mode_tokens": 4,
     "model.shared": True,
-    "model.decode_residual": False,  # not in the paper
+    "model.decode_residual": False,  # these six are not in the paper
+    "model.denoise_skip": False,
+    "objective.flow_draws": 1,
+    "objective.time_uniform": 0.0,
+    "objective.flow_weighting": "none",
+    "objective.sigreg_late": 0.0,
     "model.position_scale": 0.0,  # D**-0.5, as released
     "train.accumulation": 2,
     "train.devices": 8,

@@ -72,3 +72,13 @@ def test_rows_together_look_independent_and_of_the_right_law():
     assert abs(u.mean() - 0.5) < 5 * math.sqrt(1 / 12 / (8 * n)) and u.min() >= 0 and u.max() < 1
     neighbors = (x[1:] * x[:-1]).mean()
     assert abs(neighbors) < 5 / math.sqrt(8 * (n - 1))
+
+
+def test_repeated_noise_begins_with_that_of_one_draw_and_goes_on_independently():
+    once = RowNoise(3, range(4), 7)
+    thrice = once.repeated(3)
+    x = thrice.normal("latent", 1000)
+    assert x.shape == (12, 1000) and torch.equal(x[:4], once.normal("latent", 1000))
+    assert (torch.corrcoef(x) - torch.eye(12)).abs().max() < 0.2
+    assert torch.equal(RowNoise(3, [2], 7).repeated(3).uniform("scale"), thrice.uniform("scale")[2::4])
+    assert once.repeated(1) is once

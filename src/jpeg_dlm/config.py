@@ -39,6 +39,7 @@ class DataConfig:
     packing: Literal["continuous", "sentences", "padded"] = opt(
         "continuous", "how documents fill blocks: cut anywhere, cut between sentences, or one padded row each"
     )
+    whole: bool = opt(False, "with 'padded': leave out documents that do not fit into one row, so that none begins inside one")
     frame: bool = opt(False, "frame each block with begin and end tokens and mark line boundaries (released, LM1B)")
     detokenize: Literal["none", "lm1b"] = opt("none", "undo the corpus's own tokenization before ours")
     holdout: float = opt(0.02, "share of documents kept for evaluation")
@@ -89,6 +90,9 @@ class ModelConfig:
     dropout: float = opt(0.0, "dropout of codec and DiT (paper: 0)")
     shared: bool = opt(True, "one network for both branches; false is the paper's 'sep. nets' ablation")
     decode_residual: bool = opt(False, "z_hat = z_c + head in the decode branch: helps small budgets, not in the paper")
+    denoise_skip: bool = opt(
+        False, "x = c_skip(t) z_t + c_out(t) head in the denoise branch, after EDM: helps small budgets, not in the paper"
+    )
     position_scale: float = opt(0.0, "scale of codec position tables; 0 means D**-0.5 (released)")
 
     def checks(self, config: Config) -> Checks:
@@ -135,6 +139,9 @@ class ObjectiveConfig:
     sigreg_weight: float = opt(0.1, "weight of SIGReg (paper)")
     var_weight: float = opt(0.2, "weight of the variance hinge (paper)")
     cov_weight: float = opt(0.002, "weight of the covariance term (paper)")
+    sigreg_late: float = opt(
+        0.0, "weight of SIGReg in the second half of training, reached linearly from the first quarter on; 0 is no change"
+    )
     sigreg_slices: int = opt(256, "M, random directions of SIGReg (assumed; LeJEPA uses 256 to 1024)")
     sigreg_knots: int = opt(17, "quadrature knots of SIGReg (LeJEPA)")
     sigreg_t_max: float = opt(3.0, "largest frequency of SIGReg (LeJEPA)")
@@ -144,6 +151,11 @@ class ObjectiveConfig:
     )
     time_mean: float = opt(-1.5, "mean of logit(t) (paper)")
     time_std: float = opt(0.8, "deviation of logit(t) (paper)")
+    time_uniform: float = opt(0.0, "share of times drawn uniformly instead, to cover the late ones (not in the paper)")
+    flow_draws: int = opt(1, "noise draws of a row in the flow loss of one step; the codec is paid once (assumed; paper: 1)")
+    flow_weighting: Literal["none", "residual"] = opt(
+        "none", "'residual' divides the flow loss by the variance that the best linear estimate leaves at t, after EDM"
+    )
     flow_loss: Literal["x", "v"] = opt("x", "error of the clean embedding or of the velocity (paper: x)")
     v_floor: float = opt(0.05, "smallest 1 - t in the velocity loss (ELF)")
     ce_time_min: float = opt(1.0, "token loss also on denoise predictions with t above this; 1 is off (paper)")
@@ -161,6 +173,16 @@ class ObjectiveConfig:
         return [
             (0 <= o.target_ema_start <= 1 and 0 <= o.target_ema_end <= 1, "moving averages must lie in [0, 1]"),
             (o.sigma >= 0 and o.time_std > 0, "objective.sigma must not be negative and objective.time_std must be positive"),
+            (0 <= o.time_uniform <= 1, "objective.time_uniform must lie between 0 and 1"),
+            (o.flow_draws >= 1, "objective.flow_draws must be at least 1"),
+            (
+                o.flow_weighting == "none" or o.flow_loss == "x",
+                "objective.flow_weighting 'residual' goes with objective.flow_loss x: 'v' is a weighting of its own",
+            ),
+            (
+                o.sigreg_late >= 0 and (o.sigreg_weight > 0 or o.sigreg_late == 0),
+                "objective.sigreg_late must not be negative, and needs a positive objective.sigreg_weight to begin with",
+            ),
             (0 <= o.sc_prob <= 1, "objective.sc_prob must lie between 0 and 1"),
             (0 < o.w_min <= o.w_max, "objective.w_min must be positive and at most objective.w_max"),
             (o.sigreg_slices >= 1 and o.sigreg_knots >= 3, "SIGReg needs at least 1 slice and 3 knots"),
@@ -357,6 +379,7 @@ def validate(config: Config) -> Config:
         (e.scale != "fixed" or e.std > 0, "encoder.std must be positive"),
         (d.vocab_size >= 8, "data.vocab_size must be at least 8"),
         (0 < d.holdout < 0.5, "data.holdout must lie between 0 and 0.5"),
+        (not d.whole or d.packing == "padded", "data.whole goes with data.packing padded, which has one row for a document"),
         (not d.frame or d.token_len >= 4, "data.frame needs data.token_len of at least 4"),
         (min(t.batch, t.accumulation, t.devices) >= 1, "train.batch, train.accumulation and train.devices must be at least 1"),
         (t.steps >= 0 and (t.steps > 0 or t.epochs > 0), "train.steps or train.epochs must be positive"),

@@ -49,6 +49,10 @@ class RowNoise:
         places = torch.tensor([row % total for row in self.rows], device=self.device)
         return (self.uniform(purpose) + places) / total
 
+    def repeated(self, draws: int) -> RowNoise:
+        """Noise for `draws` copies of the batch one after the other, the first of which draws as this one does."""
+        return self if draws == 1 else RepeatedNoise(self.seed, self.rows, self.step, self.device, self.total, draws)
+
     def streams(self, purpose: str) -> RowStreams:
         """One generator per row that goes on from draw to draw, for samplers of many steps."""
         return RowStreams([generator(self.seed, purpose, self.step, row, device=self.device) for row in self.rows], self.device)
@@ -63,6 +67,17 @@ class RowNoise:
             g = generator(self.seed, purpose, self.step, row, device=self.device)
             out[i] = kind(shape, generator=g, device=self.device)
         return out
+
+
+@dataclass(frozen=True)
+class RepeatedNoise(RowNoise):
+    """Independent draws for several copies of a batch."""
+
+    draws: int = 1
+
+    def _draw(self, kind, purpose: str, shape: tuple[int, ...]) -> Tensor:  # noqa: ANN001 - torch.randn or torch.rand
+        purposes = [purpose, *(f"{purpose}#{copy}" for copy in range(1, self.draws))]
+        return torch.cat([super(RepeatedNoise, self)._draw(kind, p, shape) for p in purposes])
 
 
 @dataclass(frozen=True)

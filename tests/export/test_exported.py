@@ -106,7 +106,7 @@ def test_a_model_with_exported_networks_writes_and_decodes_but_does_not_encode(f
 
 
 SIZES = [
-    {"model.shared": False, "model.decode_residual": True},
+    {"model.shared": False, "model.decode_residual": True, "model.denoise_skip": True},
     {"model.shared": True, "model.decode_residual": False, "model.position_scale": 0.7, "model.codec_mlp_ratio": 1.5},
     {"model.heads": 4, "model.codec_heads": 1, "model.depth": 3, "model.codec_layers": 2, "model.mlp_ratio": 2.5},
     {"model.time_tokens": 1, "model.sc_tokens": 3, "model.mode_tokens": 2, "model.freq_dim": 6, "model.latent_len": 12},

@@ -19,7 +19,7 @@ from jpeg_dlm.files import load_tensors, sha256_file
 from jpeg_dlm.flow.grids import make_grid
 from jpeg_dlm.flow.solvers import euler
 from jpeg_dlm.methods.base import Batch
-from jpeg_dlm.methods.distill import NESTED, Distill, jump_target, student_config
+from jpeg_dlm.methods.distill import NESTED, Distill, jump_target
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.presets import preset
@@ -39,7 +39,7 @@ def teacher_method(**options: object) -> JpegDlm:
 
 
 def student_of(teacher: JpegDlm, **options: object) -> Distill:
-    config = student_config(teacher.config, Path("teacher"), None, None)
+    config = Distill.student_config(teacher.config, Path("teacher"), None, None)
     config = validate(override(config, {name.replace("__", "."): value for name, value in options.items()}))
     student = build_method(config, teacher.encoder)
     assert isinstance(student, Distill)
@@ -153,7 +153,7 @@ def test_training_lowers_the_loss_and_moves_the_denoising_network_alone():
 
 
 def test_refusals_say_what_to_do():
-    config = student_config(teacher_method().config, Path("teacher"), None, None)
+    config = Distill.student_config(teacher_method().config, Path("teacher"), None, None)
     for options, sentence in (
         ({"objective.teacher": ""}, "--teacher"),
         ({"objective.sub_steps": 0}, "sub_steps"),
@@ -167,7 +167,7 @@ def test_refusals_say_what_to_do():
         for_method(preset("smoke"), "distill")
     ar = for_method(preset("smoke"), "ar")
     with pytest.raises(UsageError, match="needs a teacher of jpeg-dlm"):
-        student_config(ar, Path("teacher"), None, None)
+        Distill.student_config(ar, Path("teacher"), None, None)
     with pytest.raises(UsageError, match="needs a teacher of jpeg-dlm"):
         build_method(config).start_from(build_method(override(ar, {"data.vocab_size": VOCAB})), [])
 

@@ -534,6 +534,55 @@ def test_residual_changes_the_decode_branch_alone():
     assert torch.equal(method.decode_latents(z, torch.ones(2)), z)  # a zero head passes the latents on
 
 
+def test_skip_changes_the_denoise_branch_alone():
+    base, changed = compared(model__denoise_skip=True)
+    assert differing(base, changed) == {"flow"}
+    method = build(perturbed=0, model__denoise_skip=True)
+    z, half = torch.randn(2, 3, 12), torch.full((2,), 0.5)
+    assert torch.allclose(method.dit(z, half, None, torch.ones(2)), z)  # a zero head gives the best linear estimate
+
+
+def test_uniform_times_change_the_flow_alone_and_cover_the_late_ones():
+    base, changed = compared(objective__time_uniform=0.3)
+    assert differing(base, changed) == {"flow"}
+    late = [(build(objective__time_uniform=u).times(noise(2000)) > 0.8).float().mean().item() for u in (0.0, 0.3)]
+    assert late[0] < 0.005 and late[1] == pytest.approx(0.3 * 0.2, abs=0.02)
+
+
+def test_several_draws_change_the_flow_alone_and_begin_with_the_one():
+    """With k draws the flow loss is the mean of k losses, the first of which is that of a single draw."""
+    base, changed = compared(objective__flow_draws=3)
+    assert differing(base, changed) == {"flow"}
+    method = with_statistics(build(objective__flow_draws=3, objective__sc_prob=0.0))
+    single = with_statistics(build(objective__sc_prob=0.0))
+    single.load_state_dict(method.state_dict())
+    z = method.target_latents(method.features(batch()), None)
+    z_1, z_t, t, w, _ = method.noisy_embeddings(z, noise(step=FROZEN_STEP))
+    each = [method.flow_loss(method.dit(z_t[i::B], t[i::B], None, w[i::B]), z_1[i::B], t[i::B]) for i in range(B)]
+    assert losses(method)["flow"].item() == pytest.approx(torch.stack(each).mean().item(), rel=1e-5)
+    first = single.noisy_embeddings(z, noise(step=FROZEN_STEP))
+    assert all(torch.equal(a[:B], b) for a, b in zip((z_1, z_t, t, w), first, strict=False))
+
+
+def test_residual_weighting_weighs_every_time_by_what_a_matrix_leaves():
+    base, changed = compared(objective__flow_weighting="residual")
+    assert differing(base, changed) == {"flow"}
+    method = build(objective__flow_weighting="residual")
+    t = torch.tensor([0.0, 0.2, 0.5, 0.8])
+    error = (1 - t) / (t**2 + (1 - t) ** 2).sqrt()  # of the best linear estimate of data with unit variance
+    target = torch.zeros(4, 3, 12)
+    found = [method.flow_loss(target[i : i + 1] + error[i], target[i : i + 1], t[i : i + 1]).item() for i in range(4)]
+    assert found == pytest.approx([1.0] * 4, rel=1e-5)
+
+
+@pytest.mark.parametrize(("step", "factor"), [(0, 1), (25, 1), (50, 5), (37, 1 + 4 * 0.48), (99, 5)])
+def test_sigreg_grows_once_tokens_decode(step, factor):
+    base, late = with_statistics(build()), with_statistics(build(objective__sigreg_weight=0.02, objective__sigreg_late=0.1))
+    late.load_state_dict(base.state_dict())
+    ratio = losses(late, step=step)["sigreg"] / losses(base, step=step)["sigreg"]
+    assert ratio.item() == pytest.approx(factor, rel=1e-4)
+
+
 def test_separate_networks_change_the_decode_branch_alone():
     base, changed = compared(model__shared=False)
     assert differing(base, changed) == {"jep", "feat", "ce"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference import slow_dit
 
-from jpeg_dlm.nn.dit import DiT, rope_table, scalar_embedding
+from jpeg_dlm.nn.dit import DiT, linear_estimate, rope_table, scalar_embedding
 from jpeg_dlm.nn.lean import rotate
 
 B, N, D, H, HEADS, DEPTH, FREQ = 3, 5, 6, 24, 3, 2, 8
@@ -165,3 +165,29 @@ def test_inputs_and_heads_stay_full_precision_under_autocast():
     assert kinds.pop("blocks.0.attn.proj") == torch.bfloat16
     assert set(kinds.values()) == {torch.float32}
     assert torch.allclose(out, dit(z, t, s, w), atol=0.1 * out.std().item() + 0.05)
+
+
+@pytest.mark.parametrize("t", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_the_linear_estimate_is_the_regression_of_data_on_what_is_seen(t):
+    z, eps = torch.randn(2, 200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    seen = t * z + (1 - t) * eps
+    slope = (seen @ z) / (seen @ seen)
+    c_skip, c_out = linear_estimate(torch.tensor([t], dtype=torch.float64))
+    assert c_skip.item() == pytest.approx(slope.item(), abs=1e-2)
+    assert c_out.item() == pytest.approx((z - slope * seen).std().item(), abs=1e-2)
+
+
+def test_the_skip_adds_the_linear_estimate_to_denoised_rows_alone():
+    torch.manual_seed(0)
+    sizes = (3, 8, 4, 16, 2, 2, 4.0, 8, 1, 1, 1, 0.0)
+    plain, skip = DiT(*sizes), DiT(*sizes, denoise_skip=True)
+    for head in (plain.denoise_head, plain.decode_head):
+        torch.nn.init.normal_(head.linear.weight)
+    skip.load_state_dict(plain.state_dict())
+    z, t, w = torch.randn(4, 3, 8), torch.tensor([1.0, 0.0, 0.4, 1.0]), torch.ones(4)
+    without, found = plain(z, t, None, w, decode_rows=1), skip(z, t, None, w, decode_rows=1)
+    assert torch.equal(found[0], without[0])
+    assert torch.allclose(found[1], without[1])  # all noise: nothing is known of the data, whose deviation is 1
+    assert torch.allclose(found[3], z[3])  # no noise: the data is seen
+    variance = 0.4**2 + 0.6**2
+    assert torch.allclose(found[2], 0.4 / variance * z[2] + 0.6 / variance**0.5 * without[2], atol=1e-6)

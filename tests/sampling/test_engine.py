@@ -68,6 +68,7 @@ def test_latents_and_tokens_are_those_of_the_method(solver, grid):
     [
         {"model__shared": False},
         {"model__decode_residual": True},
+        {"model__denoise_skip": True},
         {"model__position_scale": 1.0},
         {"model__depth": 1, "model__codec_layers": 1},
         {"model__time_tokens": 1, "model__sc_tokens": 2, "model__mode_tokens": 3, "model__heads": 4},

@@ -110,3 +110,11 @@ def test_sentences_split_where_a_reader_would():
 @given(st.text(alphabet="aB. !?\"')", max_size=80))
 def test_sentences_keep_all_words(text):
     assert " ".join(sentences(text)).split() == text.split()
+
+
+def test_documents_that_do_not_fit_are_left_out_where_rows_hold_whole_ones():
+    short, exact, long = [[5, 6]], [[5, 6, 7]], [[5, 6, 7, 8]]
+    cut = Layout("padded", 4, EOS, PAD)
+    whole = Layout("padded", 4, EOS, PAD, whole=True)
+    assert len(list(pack(cut, [short, exact, long]))) == 4
+    assert list(pack(whole, [short, exact, long])) == [[5, 6, EOS, PAD], [5, 6, 7, EOS]]

@@ -10,7 +10,7 @@ from jpeg_dlm.cli.options import add_config_arguments, read_config
 from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import from_dict, read_json_file
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.methods.registry import METHODS, STAGES
+from jpeg_dlm.methods.registry import METHODS, STAGES, STUDENTS, method_class
 from jpeg_dlm.presets import preset
 
 
@@ -19,11 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(preset=None)  # to tell 'not given' from 'tiny' when a run is resumed
     parser.add_argument(
         "--method", metavar="NAME",
-        help=f"which system to train: {', '.join(METHODS)} (the small text encoder alone), distill (default: jpeg-dlm)",
+        help=f"which system to train: {', '.join(METHODS)} (the small text encoder alone), "
+        f"{', '.join(STUDENTS)} (of a trained model) (default: jpeg-dlm)",
     )  # fmt: skip
     parser.add_argument(
         "--teacher", type=Path, metavar="MODEL",
-        help="of distill: model folder, run or checkpoint that the student learns from ('bundled': the bundled model)",
+        help=f"of {' and '.join(STUDENTS)}: model folder, run or checkpoint to learn from ('bundled': the bundled model)",
     )  # fmt: skip
     parser.add_argument(
         "--data", help="text file, folder, .jsonl, prepared folder, named corpus or hf:NAME (default: the preset's)"
@@ -41,7 +42,7 @@ def base_config(args: argparse.Namespace) -> Config:
     """What the run in --out was started with, when it is resumed; else the preset."""
     stored = args.out / "config.json"
     if not (args.resume and stored.is_file()):
-        return student_of(args.teacher) if args.teacher else preset(args.preset or "tiny")
+        return student_of(args.teacher, args.method) if args.teacher else preset(args.preset or "tiny")
     config = from_dict(read_json_file(stored))
     if args.preset and args.preset != config.preset:
         raise UsageError(
@@ -54,18 +55,18 @@ def base_config(args: argparse.Namespace) -> Config:
     return config
 
 
-def student_of(teacher: Path) -> Config:
-    """What a student of a trained model starts with."""
-    from jpeg_dlm.methods.distill import student_config
+def student_of(teacher: Path, method: str) -> Config:
+    """The config of a method that goes on from a trained model."""
     from jpeg_dlm.model_folder import bundled_folder, read_model
 
     parts = read_model(bundled_folder() if str(teacher) == "bundled" else teacher)
-    return student_config(parts.config, parts.origin, parts.tokenizer, parts.encoder)
+    return method_class(method).student_config(parts.config, parts.origin, parts.tokenizer, parts.encoder)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    if args.teacher and (args.method != "distill" or args.preset):
-        raise UsageError("--teacher belongs to --method distill, which takes sizes and text from it and knows no --preset.")
+    if args.teacher and (args.method not in STUDENTS or args.preset):
+        students = " and ".join(STUDENTS)
+        raise UsageError(f"--teacher belongs to --method {students}, which take sizes and text from it and know no --preset.")
     config = read_config(args, rest, base_config(args), **{"method": args.method, "data.source": args.data})
     if not config.data.source:
         raise UsageError("There is no text to train on: name it with --data.")

@@ -42,7 +42,17 @@ def write_network(name: str, method: JpegDlm, path: Path) -> None:
 def denoise(g: Graph, dit: DiT, z: str, t: str, s: str, w: str) -> str:
     """x = f(z, t; s, w)."""
     mode = g.for_each_row(torch.zeros_like(dit.mode_tokens), z)
-    return head(g, dit.denoise_head, states(g, dit, z, s, scalar_tokens(g, dit.t_embedder, dit.t_emb_tokens, t), w, mode))
+    out = head(g, dit.denoise_head, states(g, dit, z, s, scalar_tokens(g, dit.t_embedder, dit.t_emb_tokens, t), w, mode))
+    return with_skip(g, out, z, t) if dit.denoise_skip else out
+
+
+def with_skip(g: Graph, out: str, z: str, t: str) -> str:
+    """c_skip(t) z_t + c_out(t) F, as `nn.dit.DiT.with_skip`."""
+    t = g.op("Unsqueeze", t, g.constant([1, 2]))
+    rest = g.op("Sub", g.constant(torch.ones(1)), t)
+    variance = g.op("Add", g.op("Mul", t, t), g.op("Mul", rest, rest))
+    kept = g.op("Mul", g.op("Div", t, variance), z)
+    return g.op("Add", kept, g.op("Mul", g.op("Div", rest, g.op("Sqrt", variance)), out))
 
 
 def logits(g: Graph, method: JpegDlm, z: str, w: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,20 @@ def interpolate(z_1: Tensor, eps: Tensor, t_B: Tensor) -> Tensor:
 def logit_normal(normal: Tensor, mean: float, std: float) -> Tensor:
     """t ~ pi from standard normal draws: sigmoid(mean + std * n) (paper: -1.5, 0.8)."""
     return torch.sigmoid(mean + std * normal)
+
+
+def mixed_times(t_B: Tensor, chance_B: Tensor, uniform_B: Tensor, share: float) -> Tensor:
+    """t with a `share` of the rows replaced by uniform times, chosen where `chance` lies below it."""
+    return torch.where(chance_B < share, uniform_B, t_B)
+
+
+def shifted_time_mean(mean: float, width: float, paper_width: float = 128.0) -> float:
+    """The mean of logit(t) that keeps the signal-to-noise ratio at which a text is decided.
+
+    `width` is the number of latent dimensions per token, N D / L; the paper has 128 on LM1B. The noise of a token is averaged
+    over its dimensions, so the ratio t / (1 - t) at the decision grows with width**-0.5.
+    """
+    return mean + 0.5 * math.log(paper_width / width)
 
 
 def guidance_scale(uniform: Tensor, w_min: float, w_max: float) -> Tensor:

@@ -90,6 +90,11 @@ class Method(nn.Module, ABC):
         return None
 
     @classmethod
+    def student_config(cls, teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None) -> Config:
+        """The config of this method as one that goes on from a trained model in `path`."""
+        raise UsageError(f"{cls.title} does not go on from a trained model: leave out --teacher.")
+
+    @classmethod
     def trained_stage(cls, config: Config) -> Path | None:
         """Where the model lies that this method begins with, if it is one that was trained already; None: there is none."""
         return None

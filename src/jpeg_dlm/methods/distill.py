@@ -9,7 +9,7 @@ the decode branch stay the teacher's, so a student is a JPEG-DLM with separate n
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Self
 
@@ -48,21 +48,15 @@ class DistillObjective(ObjectiveConfig):
         ]
 
 
-def student_config(teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None) -> Config:
-    """A student of a model with this config, by default of 4 steps, which learns from the teacher's own text.
-
-    A tenth of the teacher's steps and learning rate, since it begins where the teacher ended (assumed).
-    """
+def continued(
+    teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None, method: str, objective: type[ObjectiveConfig]
+) -> Config:  # fmt: skip
+    """The config of a method that goes on from a trained JPEG-DLM, with its sizes, text, tokenizer and encoder."""
     if not isinstance(teacher.objective, ObjectiveConfig):
         raise UsageError(f"'{path}' holds a model of {teacher.method}: a student needs a teacher of jpeg-dlm.")
-    s: SamplerConfig = teacher.sampler
-    sampler = replace(s, steps=4, solver="euler", grid=s.grid if s.grid in NESTED else "quantile", times=(), protocol="default")
-    t: TrainConfig = teacher.train
-    train = replace(t, steps=max(1, t.steps // 10), lr=t.lr / 10, schedule="constant", warmup=0, ema_warmup=True)
-    plain = {name: value for name, value in vars(teacher.objective).items() if name not in ("teacher", "sub_steps")}
+    plain = {f.name: getattr(teacher.objective, f.name) for f in fields(ObjectiveConfig)}
     return replace(
-        teacher, method="distill", train=train, sampler=sampler, model=replace(teacher.model, shared=False),
-        objective=DistillObjective(**plain, teacher=str(path)),
+        teacher, method=method, objective=objective(**plain, teacher=str(path)),  # pyright: ignore[reportCallIssue]
         data=replace(teacher.data, tokenizer=str(tokenizer) if tokenizer else teacher.data.tokenizer),
         encoder=replace(teacher.encoder, name=str(encoder)) if encoder else teacher.encoder,
     )  # fmt: skip
@@ -90,6 +84,20 @@ class Distill(JpegDlm):
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
         raise UsageError("A student takes its sizes from a trained model: name it with --teacher.")
+
+    @classmethod
+    def student_config(cls, teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None) -> Config:
+        """A student of a model with this config, by default of 4 steps, which learns from the teacher's own text.
+
+        A tenth of the teacher's steps and learning rate, since it begins where the teacher ended (assumed).
+        """
+        config = continued(teacher, path, tokenizer, encoder, "distill", DistillObjective)
+        s: SamplerConfig = teacher.sampler
+        grid = s.grid if s.grid in NESTED else "quantile"
+        sampler = replace(s, steps=4, solver="euler", grid=grid, times=(), protocol="default")
+        t: TrainConfig = config.train
+        train = replace(t, steps=max(1, t.steps // 10), lr=t.lr / 10, schedule="constant", warmup=0, ema_warmup=True)
+        return replace(config, train=train, sampler=sampler, model=replace(teacher.model, shared=False))
 
     @classmethod
     def trained_stage(cls, config: Config) -> Path:

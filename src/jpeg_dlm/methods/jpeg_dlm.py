@@ -19,7 +19,7 @@ from jpeg_dlm.collectives import all_mean
 from jpeg_dlm.config import Config, ModelConfig, ObjectiveConfig, SamplerConfig
 from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.flow.grids import make_grid
-from jpeg_dlm.flow.path import guidance_scale, guided_target, interpolate, logit_normal, per_row
+from jpeg_dlm.flow.path import guidance_scale, guided_target, interpolate, logit_normal, mixed_times, per_row
 from jpeg_dlm.flow.solvers import SOLVERS
 from jpeg_dlm.methods.base import (
     FROZEN,
@@ -35,7 +35,7 @@ from jpeg_dlm.methods.base import (
     rounded_up_share,
 )
 from jpeg_dlm.methods.regularizers import sigreg, unit_directions, variance_covariance
-from jpeg_dlm.nn.dit import DiT
+from jpeg_dlm.nn.dit import DiT, linear_estimate
 from jpeg_dlm.nn.perceiver import Compressor, Decompressor
 from jpeg_dlm.nn.token_loss import linear_cross_entropy
 from jpeg_dlm.rng import RowNoise
@@ -47,7 +47,7 @@ def build_dit(config: Config) -> DiT:
     m: ModelConfig = config.model
     return DiT(
         m.latent_len, m.latent_dim, m.bottleneck_dim, m.hidden, m.depth, m.heads, m.mlp_ratio,
-        m.freq_dim, m.time_tokens, m.sc_tokens, m.mode_tokens, m.dropout,
+        m.freq_dim, m.time_tokens, m.sc_tokens, m.mode_tokens, m.dropout, m.denoise_skip,
     )  # fmt: skip
 
 
@@ -116,19 +116,15 @@ class JpegDlm(Method):
         z_tgt = self.target_latents(h, batch.mask_BL, noise.step)  # z_tgt <- sg(C-bar(h)), standardized
 
         # decode branch (t = 1): a corrupted view of the features, compressed
-        eps_h = noise.normal("feature", *h.shape[1:])
-        z_raw = self.compressor(h + o.sigma * eps_h, batch.mask_BL)
+        z_raw = self.compressor(self.corrupted(h, noise), batch.mask_BL)
         z_c = self.standardize(z_raw)
 
-        # denoise branch: a noisy embedding on the linear path (Equation 1), and its self-conditioning
-        t = logit_normal(noise.normal("time"), o.time_mean, o.time_std)
-        z_t = interpolate(z_tgt, noise.normal("latent", *z_tgt.shape[1:]), t)
-        w = guidance_scale(noise.uniform("scale"), o.w_min, o.w_max)
-        chosen = noise.uniform("self_condition") < o.sc_prob
+        # denoise branch: noisy embeddings on the linear path (Equation 1), and their self-conditioning
+        z_1, z_t, t, w, chosen = self.noisy_embeddings(z_tgt, noise)
         s = self.self_condition(z_t, t, w, chosen)
 
         zhat_tgt, zhat_1 = self.both_branches(z_c, z_t, t, s, w)
-        z_flow = self.flow_target(z_tgt, zhat_1, chosen, z_t, t, s, w)
+        z_flow = self.flow_target(z_1, zhat_1, chosen, z_t, t, s, w)
         hhat = self.decompressor(self.unstandardize(zhat_tgt))  # hhat <- D(zhat_tgt)
 
         return {
@@ -136,7 +132,7 @@ class JpegDlm(Method):
             "flow": self.flow_loss(zhat_1, z_flow, t),  # Equation 2
             "feat": masked_mean(((hhat - h) ** 2).mean(-1), batch.mask_BL),  # Equation 5
             "ce": self.token_loss(hhat, batch),  # Equation 4
-            **self.noisy_token_loss(zhat_1, t, batch),
+            **self.noisy_token_loss(zhat_1[: len(h)], t[: len(h)], batch),
             **self.regularizers(z_raw if o.reg_space == "raw" else z_c, noise),
         }
 
@@ -148,14 +144,38 @@ class JpegDlm(Method):
             self.update_statistics(z)
         return self.standardize(z)
 
+    def corrupted(self, h: Tensor, noise: RowNoise) -> Tensor:
+        """h + sigma eps: the view of the features that the decode branch is given."""
+        return h + self.config.objective.sigma * noise.normal("feature", *h.shape[1:])
+
+    def noisy_embeddings(self, z_tgt: Tensor, noise: RowNoise) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """(z_1, z_t, t, w, chosen for self-conditioning) of the flow branch: `flow_draws` copies of the batch."""
+        o = self.config.objective
+        z_1, draws = z_tgt.repeat(o.flow_draws, 1, 1), noise.repeated(o.flow_draws)
+        t = self.times(draws)
+        z_t = interpolate(z_1, draws.normal("latent", *z_1.shape[1:]), t)
+        w = guidance_scale(draws.uniform("scale"), o.w_min, o.w_max)
+        return z_1, z_t, t, w, draws.uniform("self_condition") < o.sc_prob
+
+    def times(self, noise: RowNoise) -> Tensor:
+        """t ~ pi: logit-normal (paper), with a share of uniform times where the config asks for it."""
+        o = self.config.objective
+        t = logit_normal(noise.normal("time"), o.time_mean, o.time_std)
+        if o.time_uniform:
+            t = mixed_times(t, *noise.uniform("time_uniform", 2).unbind(1), o.time_uniform)
+        return t
+
     def both_branches(self, z_c: Tensor, z_t: Tensor, t: Tensor, s: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """(zhat_tgt, zhat_1) = (f(z_c, t=1) in decode mode, f(z_t, t; s, w)): one pass when the network is shared."""
-        if self.predictor is not None:
-            return self.decode_latents(z_c, w), self.dit(z_t, t, s, w)
+        """(zhat_tgt, zhat_1) = (f(z_c, t=1) in decode mode, f(z_t, t; s, w)): one pass when the network is shared.
+
+        Of several draws of a row, the decode branch is given the first one's w.
+        """
         rows = len(z_c)
+        if self.predictor is not None:
+            return self.decode_latents(z_c, w[:rows]), self.dit(z_t, t, s, w)
         out = self.dit(
-            torch.cat([z_c, z_t]), torch.cat([torch.ones_like(t), t]), torch.cat([torch.zeros_like(s), s]),
-            torch.cat([w, w]), decode_rows=rows,
+            torch.cat([z_c, z_t]), torch.cat([torch.ones_like(t[:rows]), t]), torch.cat([torch.zeros_like(z_c), s]),
+            torch.cat([w[:rows], w]), decode_rows=rows,
         )  # fmt: skip
         return self.with_residual(out[:rows], z_c), out[rows:]
 
@@ -189,10 +209,12 @@ class JpegDlm(Method):
         return torch.where(per_row(chosen, z_tgt), guided_target(z_tgt, second, s, w), z_tgt)
 
     def flow_loss(self, predicted: Tensor, target: Tensor, t: Tensor) -> Tensor:
-        """The x-loss, or the same error as a velocity, weighted by (1 - t)**-2 (appendix)."""
-        error = (predicted - target) ** 2
-        if self.config.objective.flow_loss == "v":
-            error = error / per_row((1 - t).clamp_min(self.config.objective.v_floor) ** 2, error)
+        """The x-loss, or the same error as a velocity, weighted by (1 - t)**-2 (appendix), or weighted as in EDM."""
+        error, o = (predicted - target) ** 2, self.config.objective
+        if o.flow_loss == "v":
+            error = error / per_row((1 - t).clamp_min(o.v_floor) ** 2, error)
+        elif o.flow_weighting == "residual":
+            error = error / per_row(linear_estimate(t)[1].clamp_min(o.v_floor) ** 2, error)
         return error.mean()
 
     def token_loss(self, hhat: Tensor, batch: Batch, rows_B: Tensor | None = None) -> Tensor:
@@ -218,9 +240,16 @@ class JpegDlm(Method):
         terms = {}
         if o.sigreg_weight:
             directions = unit_directions(u.shape[1], o.sigreg_slices, noise.shared("sigreg"))
-            terms["sigreg"] = sigreg(u, directions, o.sigreg_knots, o.sigreg_t_max)
+            terms["sigreg"] = sigreg(u, directions, o.sigreg_knots, o.sigreg_t_max) * self.sigreg_growth(noise.step)
         terms["var"], terms["cov"] = variance_covariance(u)
         return terms
+
+    def sigreg_growth(self, step: int) -> float:
+        """The factor by which SIGReg's weight has grown: a compressor first learns to keep tokens, then to fill its space."""
+        o, steps = self.config.objective, self.config.train.steps
+        if not o.sigreg_late:
+            return 1.0
+        return 1 + (o.sigreg_late / o.sigreg_weight - 1) * min(1.0, max(0.0, 4 * step / max(1, steps) - 1))
 
     def regularized(self, z: Tensor, noise: RowNoise) -> Tensor:
         """The vectors (R, D) that the regularizers use."""

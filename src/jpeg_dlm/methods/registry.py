@@ -29,7 +29,7 @@ METHODS = {
 }
 
 # Made from a trained model, so that they are no systems of their own to compare.
-STUDENTS = {"distill": ("jpeg_dlm.methods.distill", "Distill")}
+STUDENTS = {"distill": ("jpeg_dlm.methods.distill", "Distill"), "finish": ("jpeg_dlm.methods.finish", "Finish")}
 
 STAGES = ("cosmos-codec", "encoder")  # trained for the sake of other systems: they write no text
 

@@ -33,6 +33,15 @@ def rope_table(prefix: int, length: int, head_dim: int) -> tuple[Tensor, Tensor]
     return angles.cos(), angles.sin()
 
 
+def linear_estimate(t_B: Tensor) -> tuple[Tensor, Tensor]:
+    """(c_skip, c_out): the best linear estimate c_skip z_t of z_1 and its error's deviation, if z_1 has unit variance.
+
+    On the path z_t = t z_1 + (1 - t) eps; EDM's preconditioning for this path.
+    """
+    variance = t_B**2 + (1 - t_B) ** 2
+    return t_B / variance, (1 - t_B) * variance.rsqrt()
+
+
 class ScalarEmbedder(nn.Module):
     """Sinusoids through a two-layer SiLU network."""
 
@@ -178,12 +187,13 @@ class DiT(LatentTransformer):
 
     def __init__(
         self, latent_len: int, dim: int, bottleneck: int, hidden: int, depth: int, heads: int, ratio: float,
-        freq_dim: int, time_tokens: int, sc_tokens: int, mode_tokens: int, dropout: float,
+        freq_dim: int, time_tokens: int, sc_tokens: int, mode_tokens: int, dropout: float, denoise_skip: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(
             latent_len, dim, bottleneck, hidden, depth, heads, ratio,
             freq_dim, time_tokens, sc_tokens, mode_tokens, dropout,
         )  # fmt: skip
+        self.denoise_skip = denoise_skip
         self.denoise_head = Head(hidden, dim)
         self.decode_head = Head(hidden, dim)
         self.initialize()
@@ -193,8 +203,14 @@ class DiT(LatentTransformer):
         decode_B = torch.arange(len(t_B), device=t_B.device) < decode_rows
         x_BNH = self.states(z_BND, t_B, s_BND, w_B, decode_B)
         with fp32_island(x_BNH):
-            if decode_rows == 0:
-                return self.denoise_head(x_BNH)
             if decode_rows == len(x_BNH):
                 return self.decode_head(x_BNH)
-            return torch.cat([self.decode_head(x_BNH[:decode_rows]), self.denoise_head(x_BNH[decode_rows:])])
+            x_BND = self.with_skip(self.denoise_head(x_BNH[decode_rows:]), z_BND[decode_rows:].float(), t_B[decode_rows:])
+            return torch.cat([self.decode_head(x_BNH[:decode_rows]), x_BND]) if decode_rows else x_BND
+
+    def with_skip(self, out_BND: Tensor, z_BND: Tensor, t_B: Tensor) -> Tensor:
+        """x = c_skip(t) z_t + c_out(t) F, so that F learns only what a matrix cannot; or x = F as in the paper."""
+        if not self.denoise_skip:
+            return out_BND
+        c_skip, c_out = linear_estimate(t_B.float()[:, None, None])
+        return c_skip * z_BND + c_out * out_BND

@@ -39,6 +39,7 @@ class Engine:
         make = linear_maker(dtype)
         self.dit = FastDiT(method.dit, make, compile)
         self.predictor = self.dit if method.predictor is None else FastDiT(method.predictor, make, compile)
+        self.with_skip = method.dit.with_skip
         self.denoise_head = FastHead(method.dit.denoise_head)
         self.decode_head = FastHead((method.predictor or method.dit).decode_head)
         self.decoder = FastDecoder(method, make, compile)
@@ -81,7 +82,8 @@ class Engine:
 
         def predict(z: Tensor, t: float) -> Tensor:
             nonlocal s
-            s = x = self.denoise(z, s, prefixes[t])
+            out = self.denoise(z, s, prefixes[t])
+            s = x = self.with_skip(out, z, out.new_tensor([t]))
             return x
 
         return predict

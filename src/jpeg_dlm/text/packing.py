@@ -8,7 +8,7 @@ a value, packing can stop after any document and go on elsewhere.
 |---|---|---|
 | continuous | documents joined by eos, cut anywhere, the remainder opens the next row | the last unfilled row of the stream |
 | sentences | the same, but a row opens with a sentence: one cut at the end of a row opens the next row again | the same |
-| padded | each document cut into rows of its own, the last one filled with pad | nothing |
+| padded | each document cut into rows of its own, the last one filled with pad | nothing; with `whole`, longer documents |
 
 Framed rows are [begin] + payload + [eos], and in the payload a boundary id follows each piece instead of eos after each
 document (released, LM1B; the place of the frame is inferred from the names in its config).
@@ -43,6 +43,7 @@ class Layout:
     frame: bool = False
     bos_id: int = -1
     boundary_id: int = -1
+    whole: bool = False
 
     @property
     def payload(self) -> int:
@@ -67,7 +68,8 @@ def step(layout: Layout, carry: Carry, document: Document) -> tuple[list[list[in
     pieces = _terminated(layout, document)
     if layout.packing == "padded":
         flat = _flat(pieces)
-        payloads, carry = [flat[i : i + layout.payload] for i in range(0, len(flat), layout.payload)], []
+        fits = len(flat) <= layout.payload or not layout.whole
+        payloads, carry = [flat[i : i + layout.payload] for i in range(0, len(flat), layout.payload) if fits], []
     elif layout.packing == "continuous":
         payloads, rest = _cut_anywhere(layout.payload, _flat([*carry, *pieces]))
         carry = [rest] if rest else []

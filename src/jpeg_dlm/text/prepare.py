@@ -338,4 +338,4 @@ def _layout(data: DataConfig, tokenizer: TextTokenizer) -> Layout:
     if data.frame and (tokenizer.bos_id is None or tokenizer.boundary_id is None):
         raise UsageError("data.frame needs a tokenizer with begin and line tokens, such as 'bpe' or 't5'.")
     bos, boundary = (-1 if i is None else i for i in (tokenizer.bos_id, tokenizer.boundary_id))
-    return Layout(data.packing, data.token_len, tokenizer.eos_id, tokenizer.pad_id, data.frame, bos, boundary)
+    return Layout(data.packing, data.token_len, tokenizer.eos_id, tokenizer.pad_id, data.frame, bos, boundary, data.whole)

@@ -1,0 +1,96 @@
+"""A finishing stage: the denoising network trains on, in the space of a codec that is now frozen.
+
+Joint training pays for encoder, codec and token loss with every step, and its latents move all the time. Once tokens decode
+well, a flow that lags behind is trained further on its own: all rows go through the denoise branch, and a few through the
+decode branch, whose mode of the shared network would be forgotten otherwise. Not in the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jpeg_dlm.config import Checks, Config, ModelConfig, ObjectiveConfig, SamplerConfig, opt
+from jpeg_dlm.errors import UsageError
+from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, copy_tensors
+from jpeg_dlm.methods.distill import continued
+from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.rng import RowNoise
+
+
+@dataclass(frozen=True)
+class FinishObjective(ObjectiveConfig):
+    """The objective of the model that is finished, and how many rows keep its decode branch."""
+
+    teacher: str = opt("", "model folder, run or checkpoint to go on from")
+    decode_share: float = opt(0.125, "share of a batch's rows that train the decode branch (assumed)")
+
+    def checks(self, config: Config) -> Checks:
+        return [
+            *super().checks(config),
+            (bool(self.teacher), "finishing needs a trained model to go on from: name it with --teacher"),
+            (0 < self.decode_share <= 1, "objective.decode_share must lie above 0 and not above 1"),
+        ]
+
+
+class Finish(JpegDlm):
+    """JPEG-DLM whose DiT alone is trained; what it writes is a JPEG-DLM like the one it began with."""
+
+    title = "JPEG-DLM, finished"
+    groups = {"model": ModelConfig, "objective": FinishObjective, "sampler": SamplerConfig}
+
+    def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
+        super().__init__(config, encoder)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name.startswith(("dit.", "predictor.")))
+        self.loss_weights = {name: weight for name, weight in self.loss_weights.items() if name in ("jep", "flow", "ce")}
+
+    @classmethod
+    def adapt(cls, base: Config, name: str) -> Config:
+        raise UsageError("Finishing takes its sizes from a trained model: name it with --teacher.")
+
+    @classmethod
+    def student_config(cls, teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None) -> Config:
+        """As many steps as the teacher had, of twice its noise draws, since a draw costs a third of a joint row (measured)."""
+        config = continued(teacher, path, tokenizer, encoder, "finish", FinishObjective)
+        return replace(config, objective=replace(config.objective, flow_draws=2 * config.objective.flow_draws))
+
+    @classmethod
+    def trained_stage(cls, config: Config) -> Path:
+        return Path(config.objective.teacher)
+
+    def start_from(self, stage: Method, batches: Iterable[Batch]) -> None:
+        """Begin as the model that is finished."""
+        if not isinstance(stage, JpegDlm):
+            raise UsageError(f"Finishing goes on from a model of jpeg-dlm, not of {stage.title}.")
+        copy_tensors(self.export_state(), stage.export_state(), "the trained model")
+        self.compressor.load_state_dict(self.target.state_dict())
+
+    def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
+        h = self.features(batch)
+        z_tgt = self.target_latents(h, batch.mask_BL)  # no step: the statistics stay as they are
+        few = Batch(*(None if x is None else x[: self.decode_rows(len(h))] for x in vars(batch).values()))
+        n = len(few.tokens_BL)
+        z_c = self.standardize(self.compressor(self.corrupted(h, noise)[:n], few.mask_BL))
+        z_1, z_t, t, w, chosen = self.noisy_embeddings(z_tgt, noise)
+        s = self.self_condition(z_t, t, w, chosen)
+        zhat_tgt, zhat_1 = self.both_branches(z_c, z_t, t, s, w)
+        return {
+            "jep": F.mse_loss(zhat_tgt, z_tgt[:n]),
+            "flow": self.flow_loss(zhat_1, self.flow_target(z_1, zhat_1, chosen, z_t, t, s, w), t),
+            "ce": self.token_loss(self.decompressor(self.unstandardize(zhat_tgt)), few),
+        }
+
+    def decode_rows(self, rows: int) -> int:
+        """Rows of a batch that go through the decode branch."""
+        return max(1, round(rows * self.config.objective.decode_share))
+
+    def after_step(self, step: int, total: int) -> None:
+        """The target compressor is frozen too."""
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        return [group for group in super().parameter_groups() if group.parameters]
