@@ -140,7 +140,7 @@ class ObjectiveConfig:
     var_weight: float = opt(0.2, "weight of the variance hinge (paper)")
     cov_weight: float = opt(0.002, "weight of the covariance term (paper)")
     sigreg_late: float = opt(
-        0.0, "weight of SIGReg in the second half of training, reached linearly from the first quarter on; 0 is no change"
+        0.0, "weight of SIGReg that is reached linearly between 5% and 15% of training, once tokens decode; 0 is no change"
     )
     sigreg_slices: int = opt(256, "M, random directions of SIGReg (assumed; LeJEPA uses 256 to 1024)")
     sigreg_knots: int = opt(17, "quadrature knots of SIGReg (LeJEPA)")

@@ -60,6 +60,7 @@ def test_operations_of_a_step_are_those_that_torch_sees(name):
     "options",
     [
         {"objective.sc_prob": 0}, {"objective.sc_prob": 1}, {"objective.ce_chunk": 64}, {"objective.ce_time_min": 0.5},
+        {"objective.flow_draws": 3, "objective.sc_prob": 1},
         {"objective.sigreg_weight": 0, "objective.reg_max_rows": 16}, {"model.latent_len": 16, "model.depth": 3},
     ],
 )  # fmt: skip

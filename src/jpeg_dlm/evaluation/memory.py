@@ -56,8 +56,9 @@ def stacks(config: Config) -> list[Stack]:
         codec = Stack(m.codec_layers, tokens + m.latent_len, m.latent_dim, codec_inner(config), "codec")
         if method == "cosmos-codec":
             return [codec]
-        # Both branches pass through the DiT.
-        return [codec, Stack(m.depth, 2 * (m.latent_len + prefix_len(config)), m.hidden, swiglu_inner(config), "dit")]
+        # The decode branch and every draw of the denoise branch pass through the DiT.
+        positions = (1 + config.objective.flow_draws) * (m.latent_len + prefix_len(config))
+        return [codec, Stack(m.depth, positions, m.hidden, swiglu_inner(config), "dit")]
     if method == "elf":
         return [Stack(m.depth, tokens + prefix_len(config), m.hidden, swiglu_inner(config), "dit")]
     inner = int(m.hidden * m.mlp_ratio)

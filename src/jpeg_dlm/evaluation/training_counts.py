@@ -64,10 +64,10 @@ def _jpeg_dlm(config: Config) -> Step:
     slices = o.sigreg_slices if o.sigreg_weight else 0
     regularizers = vectors * m.latent_dim * (m.latent_dim + slices)
     return Step(
-        forward=_codec_encoding(config) + 2 * dit + decodings * decoding + regularizers,
+        forward=_codec_encoding(config) + (1 + o.flow_draws) * dit + decodings * decoding + regularizers,
         logits=decodings * logits,
         # The target, and the first pass of self-conditioning; the second is the trained one where nothing is dropped.
-        frozen=_codec_encoding(config) + (2 if m.dropout else 1) * o.sc_prob * dit,
+        frozen=_codec_encoding(config) + (2 if m.dropout else 1) * o.sc_prob * o.flow_draws * dit,
     )
 
 

@@ -249,7 +249,7 @@ class JpegDlm(Method):
         o, steps = self.config.objective, self.config.train.steps
         if not o.sigreg_late:
             return 1.0
-        return 1 + (o.sigreg_late / o.sigreg_weight - 1) * min(1.0, max(0.0, 4 * step / max(1, steps) - 1))
+        return 1 + (o.sigreg_late / o.sigreg_weight - 1) * min(1.0, max(0.0, 10 * step / max(1, steps) - 0.5))
 
     def regularized(self, z: Tensor, noise: RowNoise) -> Tensor:
         """The vectors (R, D) that the regularizers use."""
