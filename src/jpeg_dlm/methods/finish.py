@@ -73,8 +73,8 @@ class Finish(JpegDlm):
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         h = self.features(batch)
         z_tgt = self.target_latents(h, batch.mask_BL)  # no step: the statistics stay as they are
-        few = Batch(*(None if x is None else x[: self.decode_rows(len(h))] for x in vars(batch).values()))
-        n = len(few.tokens_BL)
+        n = self.decode_rows(len(h))
+        few = Batch(batch.tokens_BL[:n], None if batch.mask_BL is None else batch.mask_BL[:n])
         z_c = self.standardize(self.compressor(self.corrupted(h, noise)[:n], few.mask_BL))
         z_1, z_t, t, w, chosen = self.noisy_embeddings(z_tgt, noise)
         s = self.self_condition(z_t, t, w, chosen)

@@ -162,7 +162,8 @@ class JpegDlm(Method):
         o = self.config.objective
         t = logit_normal(noise.normal("time"), o.time_mean, o.time_std)
         if o.time_uniform:
-            t = mixed_times(t, *noise.uniform("time_uniform", 2).unbind(1), o.time_uniform)
+            chance, uniform = noise.uniform("time_uniform", 2).unbind(1)
+            t = mixed_times(t, chance, uniform, o.time_uniform)
         return t
 
     def both_branches(self, z_c: Tensor, z_t: Tensor, t: Tensor, s: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
