@@ -23,9 +23,9 @@ FAST_EVALUATIONS = 12  # of the network by the fast sampler, the decode evaluati
 Checks = list[tuple[bool, str]]  # what must hold, and the sentence for when it does not
 
 
-def opt(default: Any, help: str) -> Any:
-    """A dataclass field with a default and a help text."""
-    return field(default=default, metadata={"help": help})
+def opt(default: Any, help: str, earlier: Any = None) -> Any:
+    """A dataclass field with a default and a help text; `earlier` is what a stored config means that does not name it."""
+    return field(default=default, metadata={"help": help} | ({} if earlier is None else {"earlier": earlier}))
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,10 @@ class DataConfig:
     whole: bool = opt(False, "with 'padded': leave out documents that do not fit into one row, so that none begins inside one")
     frame: bool = opt(False, "frame each block with begin and end tokens and mark line boundaries (released, LM1B)")
     detokenize: Literal["none", "lm1b"] = opt("none", "undo the corpus's own tokenization before ours")
-    holdout: float = opt(0.02, "share of documents kept for evaluation")
+    holdout: float = opt(0.02, "share of the text kept for evaluation")
+    holdout_by: Literal["tokens", "documents"] = opt(
+        "tokens", "what the share counts: text, from inside long documents too, or whole documents alone", earlier="documents"
+    )
     cache_features: bool = opt(False, "keep the frozen encoder's features of every block on disk")
 
 

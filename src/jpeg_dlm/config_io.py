@@ -84,7 +84,7 @@ def from_dict(values: Mapping[str, Any], cls: type = Config, path: str = "") -> 
     if cls is Config:
         hints |= groups_of(str(values.get("method", "jpeg-dlm")))
     known = [f.name for f in dataclasses.fields(cls)]
-    kwargs = {}
+    kwargs = {f.name: f.metadata["earlier"] for f in dataclasses.fields(cls) if "earlier" in f.metadata}
     for key, value in values.items():
         full = f"{path}.{key}" if path else key
         if key not in known:

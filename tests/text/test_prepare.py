@@ -12,11 +12,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jpeg_dlm.config import DataConfig
+from jpeg_dlm.config import Config, DataConfig
+from jpeg_dlm.config_io import from_dict
 from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.text import prepare as module
+from jpeg_dlm.text import split as split_module
 from jpeg_dlm.text.blocks import Blocks
-from jpeg_dlm.text.prepare import choose_split, prepare
+from jpeg_dlm.text.prepare import prepare
+from jpeg_dlm.text.split import choose_split, draw
 
 WORDS = "people union power law peace war trade land river state nation great small old new our their".split()
 
@@ -190,18 +193,123 @@ def test_padded_rows_have_a_mask(tmp_path):
 @pytest.mark.parametrize("share", [0.001, 0.02, 0.4])
 def test_both_splits_get_documents(documents, share):
     head = ["word " * 20] * documents
-    split = choose_split(head, share, 8)
-    names = [split.of(i) for i in range(documents)]
-    assert 0 < names.count("heldout") < documents
-    assert names.count("heldout") <= max(1, 2 * share * documents + 3)
+    held, total = held_out(head, choose_split(head, share, 8))
+    assert 64 <= held < total and held <= max(80, 1.3 * share * total)  # 64 characters: a row's worth
 
 
-@pytest.mark.parametrize("text", ["One sentence follows another here. " * 80, "nosentences " * 300])
-def test_single_document_is_split_in_pieces(tmp_path, text):
+def held_out(documents, split):
+    """Characters held out, and in all; the pieces are the documents."""
+    pieces = list(split.pieces(documents))
+    assert "".join(piece.text for piece in pieces) == "".join(documents)
+    return sum(len(p.text) for p in pieces if p.split == "heldout"), sum(map(len, documents))
+
+
+def test_many_small_documents_are_drawn_by_their_number_alone():
+    rng = np.random.default_rng(1)
+    head = ["x" * n for n in rng.integers(20, 200, 20_000)]
+    split = choose_split(head, 0.02, 16)
+    pieces = list(split.pieces([*head, *head]))
+    assert [p.text for p in pieces] == [*head, *head]
+    assert [p.split == "heldout" for p in pieces] == [draw(i) < 0.02 for i in range(40_000)]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [30_000],
+        [9_000] * 4,
+        [90_000, *[300] * 30],
+        [*[300] * 30, 90_000],
+        [2_000] * 20,
+        [500] * 200,
+        [60_000, 200, 40_000, 100],
+    ],
+)
+@pytest.mark.parametrize("share", [0.02, 0.04, 0.2])
+def test_the_held_out_share_is_that_of_the_text(sizes, share):
+    documents = ["".join(f"w{i} " for i in range(n))[:n] for n in sizes]
+    held, total = held_out(documents, choose_split(documents, share, 16))
+    assert 0.7 * share <= held / total <= 1.3 * share
+
+
+def test_a_long_document_after_those_looked_at_is_cut_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "HEAD", 4000)
     (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "a.txt").write_text(text, "utf-8")
-    done = prepare(config(tmp_path, source=str(tmp_path / "d"), token_len=8), tmp_path / "out")
-    assert done.train_rows > done.heldout_rows > 0
+    for i in range(200):
+        (tmp_path / "d" / f"{i:03}.txt").write_text(f"A short text with the number {i} in it.")
+    (tmp_path / "d" / "z.txt").write_text(" ".join(f"number {i} of many," for i in range(4000)))
+    prepare(config(tmp_path, source=str(tmp_path / "d")), tmp_path / "out")
+    assert 0.07 < share_of_tokens(tmp_path / "out") < 0.13
+
+
+UNSPACED = "".join(map(chr, np.random.default_rng(2).integers(0x4E00, 0x4F00, 9000)))  # Chinese characters
+
+
+def share_of_tokens(folder):
+    splits = json.loads((folder / "index.json").read_text("utf-8"))["splits"]
+    return splits["heldout"]["tokens"] / (splits["heldout"]["tokens"] + splits["train"]["tokens"])
+
+
+@pytest.mark.parametrize("packing", ["continuous", "sentences", "padded"])
+@pytest.mark.parametrize("text", ["One sentence follows another. ", "nosentences ", "a line\n\n", UNSPACED])
+def test_one_document_is_split_inside_and_says_so(tmp_path, text, packing):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.txt").write_text(text * max(1, 9000 // len(text)), "utf-8")
+    done = prepare(config(tmp_path, source=str(tmp_path / "d"), token_len=8, packing=packing), tmp_path / "out")
+    assert done.train_rows > done.heldout_rows > 0 and 0.08 < share_of_tokens(tmp_path / "out") < 0.12
+    assert done.note.startswith("1 document is longer than all the text to hold out")
+
+
+def test_one_line_gives_both_parts_and_none_of_its_words_is_cut(tmp_path):
+    words = [f"word{i}" for i in range(3000)]
+    (tmp_path / "a.txt").write_text(" ".join(words), "utf-8")
+    prepare(config(tmp_path, source=str(tmp_path / "a.txt"), packing="padded"), tmp_path / "out")
+    seen = {}
+    for name in ("train", "heldout"):
+        blocks = Blocks(tmp_path / "out", name)
+        seen[name] = (
+            blocks.tokenizer().decode(blocks.rows(range(len(blocks))).flatten().tolist()).replace("word", " word").split()
+        )
+    assert sorted(seen["train"] + seen["heldout"]) == sorted(words) and 200 < len(seen["heldout"]) < 400
+    runs = sum(f"word{int(w[4:]) + 1}" not in set(seen["heldout"]) for w in seen["heldout"])
+    assert 2 <= runs <= 8, "held-out text is stretches of the document, from several places"
+
+
+def test_earlier_models_keep_the_documents_they_held_out(tmp_path):
+    texts = ["word " * n for n in (20, 30, 4000, 20, 50, 30, 40, 20)]
+    split = choose_split(texts, 0.3, 8, by="documents")
+    assert [p.split == "heldout" for p in split.pieces(texts)] == [draw(i) < 0.3 for i in range(8)]
+    assert from_dict({"data": {"holdout": 0.3}}).data.holdout_by == "documents"
+    assert Config().data.holdout_by == "tokens"
+    data = config(tmp_path)
+    done = prepare(data, tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "index.json").read_text("utf-8"))
+    del index["data"]["holdout_by"], index["long_documents"]
+    (tmp_path / "out" / "index.json").write_text(json.dumps(index))
+    assert prepare(data, tmp_path / "out") == replace(done, reused=True)
+
+
+@pytest.mark.parametrize("after", [2, 6, 11])
+def test_interruption_inside_a_document_changes_no_byte(tmp_path, monkeypatch, after):
+    monkeypatch.setattr(module, "BATCH", 1500)
+    monkeypatch.setattr(split_module, "CHUNK", 2000)
+    (tmp_path / "d").mkdir()
+    for name, count in {"a": 900, "b": 10, "c": 1200}.items():
+        (tmp_path / "d" / f"{name}.txt").write_text(" ".join(f"number {i} of many," for i in range(count)))
+    data = config(tmp_path, source=str(tmp_path / "d"))
+    prepare(data, tmp_path / "whole", shard_bytes=16 * 2 * 30)
+    calls, resumed = [], []
+
+    def stop(done, total):
+        calls.append(done)
+        if len(calls) == after:
+            raise Stop
+
+    with pytest.raises(Stop):
+        prepare(data, tmp_path / "cut", progress=stop, shard_bytes=16 * 2 * 30)
+    prepare(data, tmp_path / "cut", progress=lambda done, total: resumed.append(done), shard_bytes=16 * 2 * 30)
+    assert content(tmp_path / "cut") == content(tmp_path / "whole")
+    assert resumed[0] > calls[0], "finished shards are not made again"
 
 
 def test_vocabulary_must_fit(tmp_path):

@@ -30,4 +30,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         f"{done.train_rows:,} training and {done.heldout_rows:,} held-out blocks of {done.token_len} tokens "
         f"(vocabulary {done.vocab_size:,}) in '{done.path}'{', already there' if done.reused else ''}"
     )
+    if done.note:
+        print(done.note)
     return 0

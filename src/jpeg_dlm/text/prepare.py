@@ -6,9 +6,9 @@
     out/heldout-00000.bin ...
     out/heldout.jsonl        the first held-out rows as text, for scorers
 
-Work is saved whenever a shard is full: `state.npz` holds the number of documents consumed, the remainders of packing and
-the rows of unfinished shards, in one file so that it is always consistent. A killed preparation goes on from there and
-ends with the same bytes as one that was never interrupted.
+Work is saved whenever a shard is full: `state.npz` holds the place in the stream, the remainders of packing and the rows
+of unfinished shards, in one file so that it is always consistent. A killed preparation goes on from there and ends with
+the same bytes as one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,18 +31,22 @@ from jpeg_dlm.files import atomic_file, sweep_temps, write_atomic
 from jpeg_dlm.text.blocks import FORMAT, read_index
 from jpeg_dlm.text.corpora import Corpus, open_corpus
 from jpeg_dlm.text.packing import Carry, Layout, sentences, step
-from jpeg_dlm.text.split import choose_split, pieces
+from jpeg_dlm.text.split import START, Piece, Place, choose_split
 from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer, train_bpe
+from jpeg_dlm.wording import counted
 
 SHARD_BYTES = 64 << 20
 BPE_SAMPLE = 16 << 20  # characters a tokenizer is trained on at most (assumed enough for vocabularies of this size)
 HEAD = 4 << 20  # characters looked at before the split is decided
+LONG_HEAD = 64 << 20  # and as many more where documents are long, until ...
+HEAD_HELD = 4  # ... so many whole ones can be expected to be held out (assumed: the rest then follows the share closely)
 BATCH = 1 << 18  # characters tokenized at once
 TEXT_ROWS = 4096  # held-out rows also kept as text
 SPLITS = ("train", "heldout")
 UNCOMPARED = ("cache_features",)  # options that do not change the blocks
 
 Progress = Callable[[int, int | None], None]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Prepared:
     vocab_size: int
     tokenizer: str  # fingerprint
     reused: bool
+    note: str = ""  # what a user should know of the split
 
 
 @dataclass
@@ -105,9 +110,9 @@ def _reuse(data: DataConfig, out: Path, tokenizer: TextTokenizer | None) -> Prep
     index = read_index(out)
     old, new = index["data"], asdict(data)
     for name in new:
-        if name not in UNCOMPARED and old.get(name) != new[name]:
+        if name not in UNCOMPARED and old.get(name, new[name]) != new[name]:  # what it does not name came later
             raise DataError(
-                f"'{out}' was prepared with data.{name} {old.get(name)!r}, not {new[name]!r}: name another folder or delete it."
+                f"'{out}' was prepared with data.{name} {old[name]!r}, not {new[name]!r}: name another folder or delete it."
             )
     if tokenizer and tokenizer.fingerprint != index["tokenizer"]:
         raise DataError(f"'{out}' was prepared with another tokenizer: name another folder or delete it.")
@@ -127,7 +132,20 @@ def _changed(data: DataConfig, fingerprint: str) -> bool:
 
 def _prepared(out: Path, index: dict[str, Any], reused: bool) -> Prepared:
     rows = {name: index["splits"][name]["rows"] for name in SPLITS}
-    return Prepared(out, rows["train"], rows["heldout"], index["token_len"], index["vocab_size"], index["tokenizer"], reused)
+    facts = index["token_len"], index["vocab_size"], index["tokenizer"]
+    return Prepared(out, rows["train"], rows["heldout"], *facts, reused, _note(index))
+
+
+def _note(index: dict[str, Any]) -> str:
+    """A sentence on documents that are in both parts; empty where all are whole."""
+    long = index.get("long_documents", 0)
+    if not long:
+        return ""
+    train, heldout = (index["splits"][name]["tokens"] for name in SPLITS)
+    return (
+        f"{counted(long, 'document')} {'is' if long == 1 else 'are'} longer than all the text to hold out, so stretches inside "
+        f"are held out ({heldout / (train + heldout):.1%} of the tokens)."
+    )
 
 
 # ---------------------------------------------------------------- the run
@@ -140,50 +158,49 @@ class _Run:
         self, data: DataConfig, out: Path, corpus: Corpus, progress: Progress, tokenizer: TextTokenizer | None, shard_bytes: int
     ) -> None:
         self.data, self.out, self.corpus, self.progress = data, out, corpus, progress
-        head, self.whole = _head(corpus.stream(0))
-        if len(head) == 1 and self.whole:
-            head = pieces(head[0], max(8 * data.token_len, len(head[0]) // 100))
-        if not any(head):
+        self.head, self.whole = _head(corpus.stream(0), data.holdout)
+        if not any(self.head):
             raise DataError(f"'{data.source}' holds no text: name another source.")
-        self.head = head
-        self.split = choose_split(head, data.holdout, data.token_len)
+        known = sum(map(len, self.head))
+        rest = 0 if self.whole else max(1, (corpus.total_bytes or 0) - known)
+        self.split = choose_split(self.head, data.holdout, data.token_len, rest, data.holdout_by)
         self.tokenizer = tokenizer or self._tokenizer()
         self._check_vocabulary()
         self.layout = _layout(data, self.tokenizer)
         self.dtype = np.dtype("<u2") if self.tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
         self.shard_rows = max(1, shard_bytes // (data.token_len * self.dtype.itemsize))
-        self.consumed = self.done_bytes = 0
+        self.place, self.done_bytes, self.long = START, 0, 0  # `long`: documents that were cut
         self.parts = {name: Part() for name in SPLITS}
         compared = {k: v for k, v in asdict(data).items() if k not in UNCOMPARED}
-        self.identity = [FORMAT, compared, corpus.fingerprint, self.tokenizer.fingerprint, self.shard_rows]
+        split = [self.split.longest, self.split.stretch, self.split.period]
+        self.identity = [FORMAT, compared, corpus.fingerprint, self.tokenizer.fingerprint, self.shard_rows, split]
 
     def run(self) -> Prepared:
         """Consume every document and write the index."""
         self._resume()
-        for batch in _batches(self._documents()):
-            for number, (document, ids) in enumerate(zip(batch, self._encode(batch), strict=True), self.consumed):
-                self._add(self.split.of(number), ids)
-                self.done_bytes += len(document.encode())
-            self.consumed += len(batch)
+        for batch in _batches(self._pieces(self.place)):
+            for piece, ids in zip(batch, self._encode([piece.text for piece in batch]), strict=True):
+                self._add(piece.split, ids)
+                self.done_bytes += len(piece.text.encode())
+            self.place = batch[-1].end
+            self.long += sum(piece.end.piece == 1 and not piece.whole for piece in batch)
             if self._flush(finish=False):
                 self._save()
             self.progress(self.done_bytes, self.corpus.total_bytes)
         self._flush(finish=True)
         return self._finish()
 
-    def _documents(self) -> Iterator[str]:
-        if self.consumed < len(self.head):
-            rest = iter(()) if self.whole else self.corpus.stream(len(self.head))
-            return itertools.chain(self.head[self.consumed :], rest)
-        return iter(()) if self.whole else self.corpus.stream(self.consumed)
+    def _pieces(self, start: Place) -> Iterator[Piece]:
+        """The text after a place, in the pieces it is split by."""
+        rest = iter(()) if self.whole else self.corpus.stream(max(start.document, len(self.head)))
+        return self.split.pieces(itertools.chain(self.head[start.document :], rest), start)
 
     def _tokenizer(self) -> TextTokenizer:
         if self.data.tokenizer != "bpe":
             return load_tokenizer(self.data.tokenizer)
-        rest = iter(()) if self.whole else self.corpus.stream(len(self.head))
-        # Held-out documents stay out of the tokenizer too.
-        texts = (t for i, t in enumerate(itertools.chain(self.head, rest)) if self.split.of(i) == "train")
-        return train_bpe((line for t in _budgeted(texts, BPE_SAMPLE) for line in t.split("\n")), self.data.vocab_size)
+        # Held-out text stays out of the tokenizer too.
+        texts = (piece.text for piece in self._pieces(START) if piece.split == "train")
+        return train_bpe((line for t in _budgeted(texts, BPE_SAMPLE, len) for line in t.split("\n")), self.data.vocab_size)
 
     def _check_vocabulary(self) -> None:
         size = self.tokenizer.vocab_size
@@ -231,7 +248,8 @@ class _Run:
 
     def _save(self) -> None:
         facts = {name: {k: v for k, v in vars(part).items() if k != "pending"} for name, part in self.parts.items()}
-        state = {"identity": self.identity, "consumed": self.consumed, "done_bytes": self.done_bytes, "parts": facts}
+        progress = {"place": self.place, "done_bytes": self.done_bytes, "long": self.long}
+        state = {"identity": self.identity, "parts": facts} | progress
         with atomic_file(self.out / "state.npz") as file:
             text = np.frombuffer(json.dumps(state).encode(), np.uint8)
             train, heldout = (self._joined(self.parts[name].pending) for name in SPLITS)
@@ -245,6 +263,7 @@ class _Run:
                 pending = {name: saved[name] for name in SPLITS}
             if json.dumps(state["identity"]) != json.dumps(self.identity):
                 return
+            place = Place(*state["place"])
             parts = {name: Part(**state["parts"][name], pending=[pending[name]]) for name in SPLITS}
             if any(rows.dtype != self.dtype or rows.shape[1:] != (self.data.token_len,) for rows in pending.values()):
                 return
@@ -253,7 +272,7 @@ class _Run:
                     return
         except (OSError, ValueError, LookupError, TypeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile):
             return  # no state, or a damaged one: everything is made again
-        self.parts, self.consumed, self.done_bytes = parts, state["consumed"], state["done_bytes"]
+        self.parts, self.place, self.done_bytes, self.long = parts, place, state["done_bytes"], state["long"]
 
     # ---------------------------------------------------------------- the end
 
@@ -293,6 +312,7 @@ class _Run:
             "pad_id": self.layout.pad_id,
             "eos_id": self.layout.eos_id,
             "padded": self.data.packing == "padded",
+            "long_documents": self.long,
             "splits": {name: {k: getattr(part, k) for k in names} for name, part in self.parts.items()},
         }
 
@@ -305,23 +325,29 @@ class _Run:
         sweep_temps(self.out)
 
 
-def _head(stream: Iterator[str]) -> tuple[list[str], bool]:
+def _head(stream: Iterator[str], share: float) -> tuple[list[str], bool]:
     """The first documents, and whether they are all there are."""
-    head = list(_budgeted(stream, HEAD))
-    return head, sum(map(len, head)) <= HEAD
+    head: list[str] = []
+    size = 0
+    for text in stream:
+        if size > LONG_HEAD or size > HEAD and len(head) * share > HEAD_HELD:
+            return [*head, text], False
+        head.append(text)
+        size += len(text)
+    return head, True
 
 
-def _budgeted(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """Texts until more than `characters` were given."""
-    for text in texts:
-        yield text
-        characters -= len(text)
+def _budgeted(items: Iterable[Item], characters: int, length: Callable[[Item], int]) -> Iterator[Item]:
+    """Items until more than `characters` were given."""
+    for item in items:
+        yield item
+        characters -= length(item)
         if characters < 0:
             return
 
 
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    while batch := list(_budgeted(texts, BATCH)):
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    while batch := list(_budgeted(pieces, BATCH, lambda piece: len(piece.text))):
         yield batch
 
 

@@ -131,7 +131,9 @@ def prepared_folder(config: Config, run: Path, ranks: Ranks, console: Console, s
                 if stop.requested and ranks.world == 1:  # others would wait for this process at the barrier
                     raise Stopped(Outcome(0, stop.requested))
 
-            prepare(config.data, run / "data", report)
+            done = prepare(config.data, run / "data", report)
+        if done.note:
+            console.say(done.note)
     barrier()
     return run / "data"
 
