@@ -1,14 +1,18 @@
 """Tokenizers keep every text, place no ids of their own, and mean the same after a save."""
 
+import itertools
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.text import tokenizer as module
@@ -151,3 +155,76 @@ def test_wrong_tokenizers_are_refused_in_one_sentence(tmp_path, monkeypatch):
 
 def test_lone_surrogates_do_not_crash():
     assert BPE.decode(BPE.encode("a\ud800b")) == "a?b"
+
+
+def longest_token(tokenizer):
+    return max(len(token) for token in tokenizer._backend.get_vocab() if token not in module.SPECIALS)
+
+
+def test_a_text_without_spaces_is_learned_in_words_of_bounded_length():
+    plain = train_bpe(["\u6f22\u5b57\u4eee\u540d" * 2000], 400)
+    assert longest_token(plain) <= module.LONGEST_WORD
+    assert plain.decode(plain.encode("\u6f22\u5b57" * 500)) == "\u6f22\u5b57" * 500
+    rng = random.Random(0)
+    words = ["".join(rng.choices([chr(0x4E00 + i) for i in range(40)], k=2)) for _ in range(25)]
+    unspaced = "".join(rng.choices(words, k=4000))
+    chinese = train_bpe([unspaced], 420)  # 256 bytes, 40 characters at most and 25 words fit
+    assert len(chinese.encode(unspaced)) < 1.1 * 4000 and chinese.decode(chinese.encode(unspaced)) == unspaced
+
+
+def test_words_of_a_language_with_spaces_are_learned_whole():
+    texts = [*TEXTS, "Rindfleischetikettierungs\u00fcberwachungsaufgaben\u00fcbertragungsgesetz " * 30]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=list(module.SPECIALS), show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )  # fmt: skip
+    backend.train_from_iterator(texts, trainer=trainer)
+    assert train_bpe(texts, 320)._backend.get_vocab() == backend.get_vocab()
+
+
+def test_training_gives_up_when_it_is_told_to_and_passes_errors_on():
+    class Enough(Exception):
+        pass
+
+    def check():
+        raise Enough
+
+    with pytest.raises(Enough):
+        train_bpe(itertools.repeat("word"), 320, check)  # would never end
+
+    def broken():
+        yield "word"
+        raise DataError("The file is damaged.")
+
+    with pytest.raises(DataError, match="damaged"):
+        train_bpe(broken(), 320)
+
+
+CHILD = """
+import random
+from jpeg_dlm.text.tokenizer import train_bpe
+
+def text():
+    for _ in range(60):
+        yield "".join(random.choices("abcdefghijklmnopqrstuvwxyz", k=100_000))
+    print("read", flush=True)
+
+train_bpe(text(), 60_000)  # six megabytes without a space, for minutes
+print("trained", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_training_while_it_computes():
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdout.readline() == "read\n"
+    time.sleep(2)
+    assert child.poll() is None
+    child.send_signal(signal.SIGINT)
+    try:
+        out, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert "trained" not in out and "KeyboardInterrupt" in err

@@ -12,13 +12,15 @@ import json
 import os
 import re
 import socket
+import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jpeg_dlm.assets import fetch
 from jpeg_dlm.errors import DataError, JpegDlmError, UsageError, reason_of
@@ -26,6 +28,9 @@ from jpeg_dlm.files import write_atomic
 
 SPECIALS = ("<pad>", "</s>", "<unk>", "<mask>", "<s>", "<line>")  # ids 0 to 5 of a tokenizer trained here
 SMALLEST_BPE = 256 + len(SPECIALS)  # every byte has an id, so nothing is ever unknown
+# Bytes of a word that training looks at in one: longer than the words of any language with spaces, and 32 characters of
+# one without, of whose neighbors it parts one pair in 32. Training takes the longer the longer words are, without end.
+LONGEST_WORD = 96
 LARGEST_FILE = 1 << 27  # bytes of a tokenizer.json; those with a quarter of a million ids have 35 MB
 T5_HUB_NAME = "t5-small"  # released
 OLDER_FILES = ("spiece.model", "tokenizer.model", "vocab.json", "vocab.txt")  # what came before tokenizer.json
@@ -137,13 +142,18 @@ class TextTokenizer:
         return " ".join(t for t in texts if t)
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """A byte-level BPE tokenizer; the same texts give the same tokenizer, and every text survives a round trip."""
+def train_bpe(texts: Iterable[str], vocab_size: int, check: Callable[[], None] = lambda: None) -> TextTokenizer:
+    """A byte-level BPE tokenizer; the same texts give the same tokenizer, and every text survives a round trip.
+
+    `check` is called ten times a second meanwhile, and may raise to give up.
+    """
     if vocab_size < SMALLEST_BPE:
         raise UsageError(f"data.vocab_size {vocab_size} is too small for 'bpe', which needs at least {SMALLEST_BPE}.")
     backend = Tokenizer(models.BPE())
     # The added space makes the first word of a text the same token as inside it, so cutting documents changes no ids.
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    bounded = pre_tokenizers.Split(Regex(f".{{{LONGEST_WORD}}}"), "isolated")  # of words already turned into bytes
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, bounded])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -151,8 +161,37 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator((collapse(t) for t in texts), trainer=trainer)
+    _interruptibly(lambda feed: backend.train_from_iterator(feed, trainer=trainer), map(collapse, texts), check)
+    backend.pre_tokenizer = words
     return TextTokenizer(backend)
+
+
+def _interruptibly(train: Callable[[Iterator[str]], None], texts: Iterator[str], check: Callable[[], None]) -> None:
+    """Run `train(texts)` in a thread: the library computes for minutes without letting a signal through to Python."""
+    given_up, future = threading.Event(), Future[None]()
+
+    def feed() -> Iterator[str]:
+        for text in texts:
+            if given_up.is_set():
+                raise InterruptedError
+            yield text
+
+    def work() -> None:
+        try:
+            future.set_result(train(feed()))
+        except BaseException as error:  # whatever it is, it belongs to the caller
+            future.set_exception(error)
+
+    thread = threading.Thread(target=work, daemon=True)  # a daemon, which no exit waits for
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.1)
+            check()
+    finally:
+        given_up.set()
+        thread.join(1)  # while it still reads it ends at once
+    future.result()
 
 
 def load_tokenizer(spec: str) -> TextTokenizer:
