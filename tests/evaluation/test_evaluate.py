@@ -153,6 +153,8 @@ def test_the_paper_stands_beside_ours_only_where_they_compare():
     assert {row["name"] for row in comparable_rows("lm1b", "openai-community/gpt2-large", "lm1b")} >= {"AR", "JPEG-DLM"}
     assert len(comparable_rows("owt128", "gpt2-large", "owt128")) == 8
     assert comparable_rows("lm1b", "gpt2-large")  # texts of another program
+    assert [row["name"] for row in comparable_rows("lm1b-lower", "gpt2-large", "lm1b", "ELF")] == ["ELF"]
+    assert comparable_rows("lm1b-lower", "gpt2-large", "lm1b", "JPEG-DLM") == []
     for protocol, scorer, preset in (
         ("lm1b", "SmolLM2-135M-Instruct-Q4_1", "lm1b"),
         ("lm1b", "gpt2-large", "tiny"),

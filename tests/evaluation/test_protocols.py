@@ -20,12 +20,12 @@ TEXTS = ["w1 w2 w3", "w4 w4"]
 REAL = ["w1 w1 w1", "w1 w2 w2"]
 
 
-def entry(fake, tmp_path, found: Protocol, texts=TEXTS, ids=None):
+def entry(fake, tmp_path, found: Protocol, texts=TEXTS, ids=None, real=REAL):
     import json
 
     lines = [{"prediction": text} | ({"token_ids": ids[i]} if ids else {}) for i, text in enumerate(texts)]
     (tmp_path / "s.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "r.txt").write_text("\n".join(REAL) + "\n")
+    (tmp_path / "r.txt").write_text("\n".join(real) + "\n")
     [source] = file_sources([tmp_path / "s.jsonl"], tmp_path / "r.txt")
     assert isinstance(source, FileSource)
     evaluation = Evaluation(fake, Request(found), Parts(), Console(quiet=True))
@@ -38,13 +38,29 @@ def ppl(fake, tmp_path, found: Protocol, texts=TEXTS, ids=None) -> tuple[float, 
 
 
 def test_names():
-    assert set(PROTOCOLS) == {"default", "lm1b", "owt1024", "owt128", "mdlm", "duo", "bd3lms", "sedd"}
+    assert set(PROTOCOLS) == {"default", "lm1b", "lm1b-lower", "owt1024", "owt128", "mdlm", "duo", "bd3lms", "sedd"}
     assert all(name == p.name for name, p in PROTOCOLS.items())
     assert (protocol("lm1b").bos, protocol("lm1b").mauve_tokens) == (False, 96)
     assert (protocol("owt1024").bos, protocol("owt1024").mauve_tokens, protocol("owt128").mauve_tokens) == (True, 768, 96)
     assert {(p.n, p.seeds) for name, p in PROTOCOLS.items() if name != "default"} == {(1024, 5)}
     with pytest.raises(UsageError, match="lm1b"):
         protocol("lm2b")
+
+
+def test_lower_case_is_that_of_both_sides(fake, tmp_path):
+    class Cased(type(fake)):
+        """A word in capitals costs ten times as much."""
+
+        def encode(self, text, max_tokens):
+            return [int(word[1:]) * (10 if word[0] == "W" else 1) for word in text.split()][:max_tokens]
+
+    texts = ["w1 W2 w3", "w4 W4"]
+    assert ppl(Cased(), tmp_path, PROTOCOLS["lm1b"], texts) == (pytest.approx((20 + 3 + 40) / 3), 3)
+    found = entry(Cased(), tmp_path, PROTOCOLS["lm1b-lower"], texts, real=["w1 W1 W1", "w1 W2 w2"])
+    generated, real = found["figures"]["generated"], found["figures"]["real"]
+    assert math.log(generated["gen_ppl"]) == pytest.approx((2 + 3 + 4) / 3)
+    assert math.log(real["gen_ppl"]) == pytest.approx((1 + 1 + 2 + 2) / 4)
+    assert found["runs"][0]["samples"] == ["w1 w2 w3", "w4 w4"]
 
 
 def test_beginning_token(fake, tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from jpeg_dlm import __version__
@@ -26,6 +26,7 @@ from jpeg_dlm.evaluation.summary import summarize
 from jpeg_dlm.evaluation.text_metrics import shuffle_words
 from jpeg_dlm.rng import generator
 from jpeg_dlm.training.console import Console
+from jpeg_dlm.wording import counted
 
 FORMAT = 1  # of the parts; a change of what they hold makes old ones unusable
 SHUFFLE_SEED = 0
@@ -103,6 +104,7 @@ class Evaluation:
         runs = source.runs(self.request.seeds)
         first = self.texts(source, runs[0], sampler)
         real = source.real(len(first.texts), self.protocol.text == "specials")
+        real = replace(real, texts=self.cased(real.texts))
         frame = self.frame(source, first, real)
         beside = self.real_figures(source, real, frame)
         parts = [self.scored(source, run, sampler, first if run == runs[0] else None, real, frame) for run in runs]
@@ -127,15 +129,19 @@ class Evaluation:
         """The texts of one run; those of a model are kept, since writing them costs most."""
         n, specials = self.n(source), self.protocol.text == "specials"
         if source.model is None:
-            return source.write(run, n, sampler, specials)
+            return self.cased(source.write(run, n, sampler, specials))
 
         def make() -> dict[str, Any]:
-            self.console.say(f"{self.label(source, sampler)}: writing {n} texts of seed {run} ...")
+            self.console.say(f"{self.label(source, sampler)}: writing {counted(n or 0, 'text')} of seed {run} ...")
             return asdict(source.write(run, n, sampler, specials))
 
         depends = {"kind": "texts", "format": FORMAT, "version": __version__, "n": n, "specials": specials}
         depends |= source.identity(run, sampler)
-        return Texts(**self.parts.get_or_make(f"texts-{self.label(source, sampler)}-seed{run}", depends, make))
+        return self.cased(Texts(**self.parts.get_or_make(f"texts-{self.label(source, sampler)}-seed{run}", depends, make)))
+
+    def cased(self, texts: Texts) -> Texts:
+        """`texts` in the case that the protocol scores."""
+        return replace(texts, texts=[text.lower() for text in texts.texts]) if self.protocol.lower else texts
 
     def label(self, source: Source, sampler: Mapping[str, Any]) -> str:
         return "-".join([source.name, *(str(sampler[k]) for k in ("solver", "steps") if k in sampler)])

@@ -27,7 +27,7 @@ def too_few(generated: int, real: int) -> str | None:
     """Why MAUVE cannot be taken of so many texts."""
     if min(generated, real) >= FEWEST:
         return None
-    return f"MAUVE needs at least {FEWEST} texts of both kinds, there are {generated} generated and {real} real ones"
+    return f"MAUVE needs at least {FEWEST} texts of both kinds, not {generated} generated and {real} real"
 
 
 def mauve_score(generated: np.ndarray, real: np.ndarray, seeds: Sequence[int] = KMEANS_SEEDS) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
+LOWER = "-lower"  # ends the names of protocols that put texts into lower case
+
 
 class PaperFigures(TypedDict, total=False):
     """What the tables state for one set-up; a figure the paper does not give for it is absent."""
@@ -68,11 +70,16 @@ def comparable_rows(protocol: str, scorer: str, preset: str | None = None, title
     """The paper's rows that an evaluation may stand beside, each with `name` and `method`, those of `title` first.
 
     None unless all conditions are equal: figures of another scorer, protocol or data set do not compare. `preset` None
-    stands for texts of another program, whose author has to know that they are of the same data.
+    stands for texts of another program, whose author has to know that they are of the same data. Lower case is the paper's
+    way with ELF alone.
     """
     tables = paper_tables()
+    lower, protocol = protocol.endswith(LOWER), protocol.removesuffix(LOWER)
     if scorer.rsplit("/", 1)[-1] != tables["scorer"] or (preset is not None and preset != protocol):
         return []
+    if lower:
+        rows = tables["main"].get(protocol, [])
+        return [{"name": row["method"]} | row for row in rows if row["method"] == "ELF" and title in (None, "ELF")]
     if protocol == "owt128":
         rows = [{"name": f"{OWN}, {row['variant']}", "method": OWN} | row for row in tables["ablation"]["rows"]]
         layers = tables["cosmos_layers"]["rows"]

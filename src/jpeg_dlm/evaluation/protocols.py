@@ -23,6 +23,7 @@ class Protocol:
     name: str
     bos: bool = choice(False, "a beginning token in front, so that the first token counts; else it is context only")
     text: Literal["plain", "specials", "ids"] = choice("plain", "what is scored: text, text with special tokens, raw ids")
+    lower: bool = choice(False, "generated and real texts are put into lower case first")
     scored: Literal["all", "eos", "non_eos"] = choice("all", "every token; all but the second and later ends; no ends")
     aggregate: Literal["corpus", "sequence"] = choice("corpus", "exp(all nll / all tokens), or mean over texts of their own")
     entropy: Literal["scorer", "model"] = choice("scorer", "unigram entropy over the scorer's or the model's own token ids")
@@ -45,6 +46,9 @@ PROTOCOLS: dict[str, Protocol] = {
     for p in (
         Protocol("default"),
         Protocol("lm1b", mauve_tokens=96, **_PAPER),
+        # The paper (appendix on evaluation) puts ELF's LM1B texts into lower case, as its reference is uncased. Real text here
+        # may have capitals, so both sides are put into lower case, which changes no uncased reference.
+        Protocol("lm1b-lower", lower=True, mauve_tokens=96, **_PAPER),
         Protocol("owt1024", bos=True, mauve_tokens=768, **_PAPER),
         Protocol("owt128", bos=True, mauve_tokens=96, **_PAPER),  # assumed: scored as the other OpenWebText set-up
         Protocol("mdlm", **_MDLM),

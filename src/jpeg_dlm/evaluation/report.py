@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jpeg_dlm.evaluation.paper import comparable_rows
+from jpeg_dlm.wording import counted
 
 COLUMNS = (
     "text", "steps", "Gen-PPL", "95% interval", "entropy (nats)", "MAUVE", "distinct-2", "repeated 4-grams", "texts/s", "",
@@ -128,7 +129,7 @@ def likelihood_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _likelihood_row(row: Mapping[str, Any]) -> list[str]:
-    size = f"{row['rows']} rows" if row["kind"] == "exact" else f"{row['rows']} rows x {row['draws']} times"
+    size = counted(row["rows"], "row") + ("" if row["kind"] == "exact" else f" x {counted(row['draws'], 'time')}")
     bits = row["bits_per_character"]
     return [
         _named(row, size),

@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jpeg_dlm.wording import counted
+
 # Assumed: differences that seeds do not explain and that a reader should look at before believing a low perplexity.
 ENTROPY_BELOW = 0.5  # nats under real text
 REPETITION_ABOVE = 0.1  # share of repeated 4-grams over real text's
@@ -83,6 +85,6 @@ def notes(runs: Sequence[Mapping[str, Any]], real: Mapping[str, Any]) -> list[st
     if real["skipped"]:
         found.append(f"real texts blank or too short to be scored: {real['skipped']}")
     if real["texts"] < runs[0]["figures"]["texts"]:
-        found.append(f"only {real['texts']} real texts beside {runs[0]['figures']['texts']} generated ones")
+        found.append(f"only {counted(real['texts'], 'real text')} beside {runs[0]['figures']['texts']} generated")
     found += sorted({run["mauve"]["skipped"] for run in runs if "skipped" in run["mauve"]})
     return found
