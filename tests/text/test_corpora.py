@@ -99,6 +99,8 @@ def test_hub_sets_stream_or_name_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", Fake)
     assert list(documents("hf:some/set:test")) == ["a b", "", "c"]
     assert list(documents("hf:some/set:test", skip=2)) == ["c"]
+    monkeypatch.setattr(Fake, "load_dataset", lambda path, split, streaming: Stream([{"input_ids": [3, 1]}]))
+    assert list(documents("hf:some/set:test")) == [(3, 1)]
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(MissingPackageError, match=r"jpeg-dlm\[data\]"):
         list(documents("lm1b"))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jpeg_dlm.cli.options import add_config_arguments, read_config
+from jpeg_dlm.wording import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     with Console(args.quiet).progress("Preparing text", "bytes") as progress:
         done = prepare(config.data, args.out, progress)
     print(
-        f"{done.train_rows:,} training and {done.heldout_rows:,} held-out blocks of {done.token_len} tokens "
+        f"{done.train_rows:,} training and {counted(done.heldout_rows, 'held-out block')} of {done.token_len} tokens "
         f"(vocabulary {done.vocab_size:,}) in '{done.path}'{', already there' if done.reused else ''}"
     )
     if done.note:

@@ -54,6 +54,7 @@ def _check_index(index: dict[str, Any]) -> None:
     if index["dtype"] not in DTYPES or type(index["padded"]) is not bool:
         raise ValueError("the rows are of no known type")
     numbers = [index["token_len"], index["vocab_size"], index["pad_id"] + 1, index["eos_id"] + 1]
+    numbers.append(index.get("long_documents", 0) + 1)
     for split in index["splits"].values():
         numbers += [shard["rows"] for shard in split["shards"]]
         if split["rows"] != sum(shard["rows"] for shard in split["shards"]):

@@ -1,6 +1,7 @@
 """Sources of text as streams of documents, always in the same order.
 
-A document is a string whose paragraphs are lines; within a line, white space is collapsed. What counts as a document:
+A document is a string whose paragraphs are lines; within a line, white space is collapsed. A record that has no "text" but
+"input_ids" is a row of token ids instead. What counts as a document:
 
 | source | documents |
 |---|---|
@@ -44,11 +45,15 @@ SPEECHES = {"sotu": "", "sotu-modern": "1945"}  # corpus and the first year it t
 HUB_SETS = {"lm1b": "dvruette/lm1b:train", "openwebtext": "Skylion007/openwebtext:train"}
 
 
+Ids = tuple[int, ...]
+Document = str | Ids
+
+
 @dataclass(frozen=True)
 class Corpus:
     """A source that was found: its documents, about how many bytes they are, and a mark that changes when it does."""
 
-    stream: Callable[[int], Iterator[str]]  # takes the number of documents to skip
+    stream: Callable[[int], Iterator[Document]]  # takes the number of documents to skip
     total_bytes: int | None
     fingerprint: str
 
@@ -57,11 +62,12 @@ def open_corpus(source: str, detokenize: str = "none") -> Corpus:
     """Find `source`; nothing is read yet but what is needed to know that it is there."""
     corpus = _find(source)
     if detokenize == "lm1b":
-        return Corpus(lambda skip: map(detokenize_lm1b, corpus.stream(skip)), corpus.total_bytes, corpus.fingerprint)
+        spaced = lambda document: detokenize_lm1b(document) if isinstance(document, str) else document  # noqa: E731
+        return Corpus(lambda skip: map(spaced, corpus.stream(skip)), corpus.total_bytes, corpus.fingerprint)
     return corpus
 
 
-def documents(source: str, detokenize: str = "none", skip: int = 0) -> Iterator[str]:
+def documents(source: str, detokenize: str = "none", skip: int = 0) -> Iterator[Document]:
     """The documents of `source` after the first `skip`."""
     return open_corpus(source, detokenize).stream(skip)
 
@@ -97,7 +103,7 @@ def _pinned(name: str) -> str:
     return f"asset:{ASSETS[name].archive_sha256}"
 
 
-def _skipping(stream: Iterator[str], skip: int) -> Iterator[str]:
+def _skipping(stream: Iterator[Document], skip: int) -> Iterator[Document]:
     return itertools.islice(stream, skip, None)
 
 
@@ -136,7 +142,7 @@ def _mark(files: list[Path], base: Path) -> str:
     return f"files:{digest.hexdigest()}"
 
 
-def _documents(files: Iterable[Path]) -> Iterator[str]:
+def _documents(files: Iterable[Path]) -> Iterator[Document]:
     for path in files:
         if _kind(path) == ".jsonl" or path.stat().st_size > BIG_FILE:
             yield from _file(path)
@@ -144,12 +150,12 @@ def _documents(files: Iterable[Path]) -> Iterator[str]:
             yield "\n".join(_paragraphs(_limited(text_lines(path), path)))
 
 
-def _file(path: Path) -> Iterator[str]:
+def _file(path: Path) -> Iterator[Document]:
     """The documents of one file; a file without any text is refused."""
     return _nonempty(_records(path) if _kind(path) == ".jsonl" else _parts(path), path)
 
 
-def _nonempty(stream: Iterator[str], path: Path) -> Iterator[str]:
+def _nonempty(stream: Iterator[Document], path: Path) -> Iterator[Document]:
     first = next(stream, None)
     if first is None:
         raise DataError(f"'{path}' holds no text: name a file with some.")
@@ -238,23 +244,28 @@ def _budget(lines: Iterable[str], characters: int) -> Iterator[str]:
             return
 
 
-def _records(path: Path) -> Iterator[str]:
+def _records(path: Path) -> Iterator[Document]:
     for number, line in enumerate(text_lines(path), 1):
         if line.isspace():
             continue
         try:
-            text = _text_of(json.loads(line))  # not strictly: what else a record holds is no concern of ours
+            document = _document_of(json.loads(line))  # not strictly: what else a record holds is no concern of ours
         except (ValueError, RecursionError) as error:
             raise DataError(f"Line {number} of '{path}' is not a JSON object with a text field ({error}).") from error
-        if text:
-            yield text
+        if document:
+            yield document
 
 
-def _text_of(record: Any) -> str:
-    """The text of a record: its field "text", else its first field that is a string."""
+def _document_of(record: Any) -> Document:
+    """The text of a record, or its token ids: its field "text", else "input_ids", else its first field that is a string."""
     if not isinstance(record, dict):
         raise ValueError("not an object")
     text = record.get("text")
+    ids = record.get("input_ids")
+    if not isinstance(text, str) and isinstance(ids, list):
+        if not all(type(i) is int and i >= 0 for i in ids):
+            raise ValueError("input_ids are not whole numbers from 0")
+        return tuple(ids)
     if not isinstance(text, str):
         text = next((v for v in record.values() if isinstance(v, str)), None)
     if text is None:
@@ -262,7 +273,7 @@ def _text_of(record: Any) -> str:
     return "\n".join(_paragraphs(text.splitlines()))
 
 
-def _hub_documents(name: str, skip: int) -> Iterator[str]:
+def _hub_documents(name: str, skip: int) -> Iterator[Document]:
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -272,7 +283,7 @@ def _hub_documents(name: str, skip: int) -> Iterator[str]:
         stream = datasets.load_dataset(path, split=split or "train", streaming=True).skip(skip)
         for record in stream:
             # Empty records stay, so that the number of documents read is the number to skip on resuming.
-            yield _text_of(record)
+            yield _document_of(record)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
             f"Cannot read the data set '{name}' ({reason_of(error)}): check the name, its split and the network."

@@ -19,7 +19,7 @@ import itertools
 import json
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,9 +28,10 @@ import numpy as np
 from jpeg_dlm.config import DataConfig
 from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.files import atomic_file, sweep_temps, write_atomic
-from jpeg_dlm.text.blocks import FORMAT, read_index
-from jpeg_dlm.text.corpora import Corpus, open_corpus
+from jpeg_dlm.text.blocks import FORMAT
+from jpeg_dlm.text.corpora import Corpus, Document, Ids, open_corpus
 from jpeg_dlm.text.packing import Carry, Layout, sentences, step
+from jpeg_dlm.text.prepared import SPLITS, UNCOMPARED, Prepared, describe, reuse
 from jpeg_dlm.text.split import START, Piece, Place, choose_split
 from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 from jpeg_dlm.wording import counted
@@ -42,25 +43,9 @@ LONG_HEAD = 64 << 20  # and as many more where documents are long, until ...
 HEAD_HELD = 4  # ... so many whole ones can be expected to be held out (assumed: the rest then follows the share closely)
 BATCH = 1 << 18  # characters tokenized at once
 TEXT_ROWS = 4096  # held-out rows also kept as text
-SPLITS = ("train", "heldout")
-UNCOMPARED = ("cache_features",)  # options that do not change the blocks
 
 Progress = Callable[[int, int | None], None]
 Item = TypeVar("Item")
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A finished preparation."""
-
-    path: Path
-    train_rows: int
-    heldout_rows: int
-    token_len: int
-    vocab_size: int
-    tokenizer: str  # fingerprint
-    reused: bool
-    note: str = ""  # what a user should know of the split
 
 
 @dataclass
@@ -73,6 +58,7 @@ class Part:
     tokens: int = 0
     unk: int = 0
     rows: int = 0
+    padded: bool = False  # given rows end in padding
     pending: list[np.ndarray] = field(default_factory=list)  # chunks of rows not yet in a shard
 
 
@@ -82,70 +68,24 @@ def prepare(
     progress: Progress | None = None,
     tokenizer: TextTokenizer | None = None,
     shard_bytes: int = SHARD_BYTES,
+    check: Callable[[], None] = lambda: None,
 ) -> Prepared:
     """Turn `data.source` into blocks below `out`, or return the ones that are there already.
 
     `progress` is told (bytes done, bytes in all or None). A given `tokenizer` is used instead of the one `data` names.
+    `check` is called often and may raise to stop.
     """
-    finished = _reuse(data, out, tokenizer)
+    finished = reuse(data, out, tokenizer)
     if finished:
         return finished
     corpus = open_corpus(data.source, data.detokenize)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        return _Run(data, out, corpus, progress or (lambda done, total: None), tokenizer, shard_bytes).run()
+        return _Run(data, out, corpus, progress or (lambda done, total: None), check, tokenizer, shard_bytes).run()
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = "free some space and run the same command again, it goes on from there" if full else "name another folder"
         raise DataError(f"Cannot write to '{out}' ({error.strerror or error}): {remedy}.") from error
-
-
-# ---------------------------------------------------------------- reuse
-
-
-def _reuse(data: DataConfig, out: Path, tokenizer: TextTokenizer | None) -> Prepared | None:
-    """The finished preparation in `out` when it is the one asked for; None when there is none yet."""
-    if not (out / "index.json").is_file():
-        return None
-    index = read_index(out)
-    old, new = index["data"], asdict(data)
-    for name in new:
-        if name not in UNCOMPARED and old.get(name, new[name]) != new[name]:  # what it does not name came later
-            raise DataError(
-                f"'{out}' was prepared with data.{name} {old[name]!r}, not {new[name]!r}: name another folder or delete it."
-            )
-    if tokenizer and tokenizer.fingerprint != index["tokenizer"]:
-        raise DataError(f"'{out}' was prepared with another tokenizer: name another folder or delete it.")
-    if _changed(data, index["source"]):
-        raise DataError(f"The text '{data.source}' has changed since '{out}' was prepared: delete it or name another folder.")
-    return _prepared(out, index, reused=True)
-
-
-def _changed(data: DataConfig, fingerprint: str) -> bool:
-    if not fingerprint.startswith("files:"):
-        return False  # pinned or named: nothing to compare without a download
-    try:
-        return open_corpus(data.source).fingerprint != fingerprint
-    except DataError:
-        return False  # the text is no longer there; its blocks are
-
-
-def _prepared(out: Path, index: dict[str, Any], reused: bool) -> Prepared:
-    rows = {name: index["splits"][name]["rows"] for name in SPLITS}
-    facts = index["token_len"], index["vocab_size"], index["tokenizer"]
-    return Prepared(out, rows["train"], rows["heldout"], *facts, reused, _note(index))
-
-
-def _note(index: dict[str, Any]) -> str:
-    """A sentence on documents that are in both parts; empty where all are whole."""
-    long = index.get("long_documents", 0)
-    if not long:
-        return ""
-    train, heldout = (index["splits"][name]["tokens"] for name in SPLITS)
-    return (
-        f"{counted(long, 'document')} {'is' if long == 1 else 'are'} longer than all the text to hold out, so stretches inside "
-        f"are held out ({heldout / (train + heldout):.1%} of the tokens)."
-    )
 
 
 # ---------------------------------------------------------------- the run
@@ -155,12 +95,16 @@ class _Run:
     """One preparation from the first document, or from saved state, to the index."""
 
     def __init__(
-        self, data: DataConfig, out: Path, corpus: Corpus, progress: Progress, tokenizer: TextTokenizer | None, shard_bytes: int
-    ) -> None:
-        self.data, self.out, self.corpus, self.progress = data, out, corpus, progress
-        self.head, self.whole = _head(corpus.stream(0), data.holdout)
+        self, data: DataConfig, out: Path, corpus: Corpus, progress: Progress, check: Callable[[], None],
+        tokenizer: TextTokenizer | None, shard_bytes: int,
+    ) -> None:  # fmt: skip
+        self.data, self.out, self.corpus, self.progress, self.check = data, out, corpus, progress, check
+        self.head, self.whole = _head(self._stream(0), data.holdout)
         if not any(self.head):
             raise DataError(f"'{data.source}' holds no text: name another source.")
+        self.given = not isinstance(self.head[0], str)  # rows of ids, taken as they are
+        if self.given:
+            self._check_options(tokenizer)
         known = sum(map(len, self.head))
         rest = 0 if self.whole else max(1, (corpus.total_bytes or 0) - known)
         self.split = choose_split(self.head, data.holdout, data.token_len, rest, data.holdout_by)
@@ -179,9 +123,10 @@ class _Run:
         """Consume every document and write the index."""
         self._resume()
         for batch in _batches(self._pieces(self.place)):
-            for piece, ids in zip(batch, self._encode([piece.text for piece in batch]), strict=True):
+            self.check()
+            for piece, ids in zip(batch, self._encode([piece.content for piece in batch]), strict=True):
                 self._add(piece.split, ids)
-                self.done_bytes += len(piece.text.encode())
+                self.done_bytes += _bytes(piece.content)
             self.place = batch[-1].end
             self.long += sum(piece.end.piece == 1 and not piece.whole for piece in batch)
             if self._flush(finish=False):
@@ -190,17 +135,33 @@ class _Run:
         self._flush(finish=True)
         return self._finish()
 
+    def _stream(self, skip: int) -> Iterator[Document]:
+        for number, document in enumerate(self.corpus.stream(skip), skip + 1):
+            if not isinstance(document, str) and len(document) != self.data.token_len:
+                raise DataError(
+                    f"Row {number} of '{self.data.source}' has {counted(len(document), 'id')}, but data.token_len is "
+                    f"{self.data.token_len}: set it to the length that all rows have, or prepare the text itself."
+                )
+            yield document
+
+    def _check_options(self, tokenizer: TextTokenizer | None) -> None:
+        if self.data.tokenizer == "bpe" and tokenizer is None:
+            raise UsageError(f"'{self.data.source}' holds token ids and no text: name their tokenizer with --data.tokenizer.")
+        if self.data.detokenize != "none":
+            raise UsageError(f"data.detokenize is for text, and '{self.data.source}' holds token ids: leave it out.")
+
     def _pieces(self, start: Place) -> Iterator[Piece]:
         """The text after a place, in the pieces it is split by."""
-        rest = iter(()) if self.whole else self.corpus.stream(max(start.document, len(self.head)))
+        rest = iter(()) if self.whole else self._stream(max(start.document, len(self.head)))
         return self.split.pieces(itertools.chain(self.head[start.document :], rest), start)
 
     def _tokenizer(self) -> TextTokenizer:
         if self.data.tokenizer != "bpe":
             return load_tokenizer(self.data.tokenizer)
         # Held-out text stays out of the tokenizer too.
-        texts = (piece.text for piece in self._pieces(START) if piece.split == "train")
-        return train_bpe((line for t in _budgeted(texts, BPE_SAMPLE, len) for line in t.split("\n")), self.data.vocab_size)
+        texts = (str(piece.content) for piece in self._pieces(START) if piece.split == "train")
+        lines = (line for text in _budgeted(texts, BPE_SAMPLE, len) for line in text.split("\n"))
+        return train_bpe(lines, self.data.vocab_size, self.check)
 
     def _check_vocabulary(self) -> None:
         size = self.tokenizer.vocab_size
@@ -210,19 +171,39 @@ class _Run:
     def _joined(self, chunks: list[np.ndarray]) -> np.ndarray:
         return np.concatenate([np.zeros((0, self.data.token_len), self.dtype), *chunks])
 
-    def _encode(self, batch: list[str]) -> list[list[list[int]]]:
+    def _encode(self, batch: list[Document]) -> list[list[list[int]]]:
         """Each document as pieces of ids, all pieces of the batch tokenized in one call."""
+        texts, rows = [d for d in batch if isinstance(d, str)], [d for d in batch if not isinstance(d, str)]
+        if texts if self.given else rows:
+            raise DataError(f"'{self.data.source}' holds both text and token ids: prepare them apart.")
+        if self.given:
+            return [[self._row(row)] for row in rows]
         by_sentence = self.data.packing == "sentences"
-        units = [_units(document, by_sentence, self.data.frame) for document in batch]
+        units = [_units(document, by_sentence, self.data.frame) for document in texts]
         flat = iter(self.tokenizer.encode_batch(list(itertools.chain.from_iterable(units)), following=by_sentence))
         return [list(itertools.islice(flat, len(u))) for u in units]
 
+    def _row(self, ids: Ids) -> list[int]:
+        size = self.tokenizer.vocab_size
+        if max(ids) >= size:
+            raise DataError(
+                f"A row of '{self.data.source}' holds the id {max(ids)}, but the tokenizer has {size}: name the one that "
+                "made the rows with --data.tokenizer."
+            )
+        return list(ids)
+
     def _add(self, name: str, document: list[list[int]]) -> None:
-        part, unk = self.parts[name], self.tokenizer.unk_id
+        part, unk, pad = self.parts[name], self.tokenizer.unk_id, self.tokenizer.pad_id
         part.documents += 1
         part.tokens += sum(map(len, document))
         part.unk += sum(piece.count(unk) for piece in document) if unk is not None else 0
-        rows, part.carry = step(self.layout, part.carry, document)
+        if self.given:
+            rows = document
+            if rows[0][-1] == pad != self.tokenizer.eos_id:
+                part.padded = True
+                part.tokens -= rows[0].count(pad)
+        else:
+            rows, part.carry = step(self.layout, part.carry, document)
         if rows:
             part.pending.append(np.asarray(rows, self.dtype))
 
@@ -280,7 +261,7 @@ class _Run:
         for name, part in self.parts.items():
             if not part.rows:
                 raise DataError(
-                    f"The {name} part of '{self.data.source}' has {part.tokens} tokens, which fill no block of "
+                    f"The {name} part of '{self.data.source}' has {counted(part.tokens, 'token')}, too few for a block of "
                     f"{self.data.token_len}: give more text, or lower data.token_len."
                 )
         self.tokenizer.save(self.out / "tokenizer.json")
@@ -289,7 +270,7 @@ class _Run:
         write_atomic(self.out / "index.json", (json.dumps(index, indent=1, sort_keys=True) + "\n").encode())
         self._tidy()
         self.progress(self.done_bytes, self.done_bytes)
-        return _prepared(self.out, index, reused=False)
+        return describe(self.out, index, reused=False)
 
     def _heldout_text(self) -> bytes:
         lines: list[str] = []
@@ -301,9 +282,12 @@ class _Run:
 
     def _index(self) -> dict[str, Any]:
         names = ("documents", "tokens", "unk", "rows", "shards")
+        data = self.data
+        if self.given:
+            data = replace(data, packing="padded" if any(part.padded for part in self.parts.values()) else "continuous")
         return {
             "format": FORMAT,
-            "data": asdict(self.data),
+            "data": asdict(data),
             "source": self.corpus.fingerprint,
             "tokenizer": self.tokenizer.fingerprint,
             "vocab_size": self.tokenizer.vocab_size,
@@ -311,7 +295,8 @@ class _Run:
             "dtype": self.dtype.name,
             "pad_id": self.layout.pad_id,
             "eos_id": self.layout.eos_id,
-            "padded": self.data.packing == "padded",
+            "padded": data.packing == "padded",
+            "given_rows": self.given,
             "long_documents": self.long,
             "splits": {name: {k: getattr(part, k) for k in names} for name, part in self.parts.items()},
         }
@@ -325,16 +310,21 @@ class _Run:
         sweep_temps(self.out)
 
 
-def _head(stream: Iterator[str], share: float) -> tuple[list[str], bool]:
+def _head(stream: Iterator[Document], share: float) -> tuple[list[Document], bool]:
     """The first documents, and whether they are all there are."""
-    head: list[str] = []
+    head: list[Document] = []
     size = 0
-    for text in stream:
+    for document in stream:
         if size > LONG_HEAD or size > HEAD and len(head) * share > HEAD_HELD:
-            return [*head, text], False
-        head.append(text)
-        size += len(text)
+            return [*head, document], False
+        head.append(document)
+        size += len(document)
     return head, True
+
+
+def _bytes(document: Document) -> int:
+    """About what a document takes in its file: a JSON list of ids has some six characters each."""
+    return len(document.encode()) if isinstance(document, str) else 6 * len(document)
 
 
 def _budgeted(items: Iterable[Item], characters: int, length: Callable[[Item], int]) -> Iterator[Item]:
@@ -347,7 +337,7 @@ def _budgeted(items: Iterable[Item], characters: int, length: Callable[[Item], i
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    while batch := list(_budgeted(pieces, BATCH, lambda piece: len(piece.text))):
+    while batch := list(_budgeted(pieces, BATCH, lambda piece: len(piece.content))):
         yield batch
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from jpeg_dlm.rng import derive_seed
+from jpeg_dlm.text.corpora import Document
 from jpeg_dlm.text.packing import sentences
 
 STRETCHES = 8  # held-out places inside long documents (assumed: several parts of a book, each long enough to read)
@@ -34,7 +35,7 @@ START = Place()
 class Piece(NamedTuple):
     """A document, or a part of a long one."""
 
-    text: str
+    content: Document
     split: Name
     end: Place
     whole: bool
@@ -56,19 +57,20 @@ class Split:
         held = number in self.held if number < self.known else draw(number) < self.share
         return "heldout" if held else "train"
 
-    def pieces(self, documents: Iterable[str], start: Place = START) -> Iterator[Piece]:
+    def pieces(self, documents: Iterable[Document], start: Place = START) -> Iterator[Piece]:
         """The pieces after `start`, where `documents` begins with the document that `start` is in."""
         _, skip, long = start
-        for number, text in enumerate(documents, start.document):
-            whole = len(text) <= self.longest
-            parts = iter([(text, self.of(number))]) if whole else self._stretches(text, long)
+        for number, document in enumerate(documents, start.document):
+            whole, parts = True, iter([(document, self.of(number))])
+            if isinstance(document, str) and len(document) > self.longest:  # a row of ids has the length it must have
+                whole, parts = False, self._stretches(document, long)
             for i, (part, name) in enumerate(parts):
                 if i >= skip:
                     yield Piece(part, name, Place(number, i + 1, long), whole)
             skip = 0
-            long += 0 if whole else len(text)
+            long += 0 if whole else len(document)
 
-    def _stretches(self, text: str, before: int) -> Iterator[tuple[str, Name]]:
+    def _stretches(self, text: str, before: int) -> Iterator[tuple[Document, Name]]:
         """The parts of a long document, in which `before` characters of other long ones have been passed."""
         lead, start, ideal = (self.period - self.stretch) // 2, 0, 0
         while ideal < len(text):
@@ -87,14 +89,14 @@ def draw(number: int) -> float:
 
 
 def choose_split(
-    head: Sequence[str], share: float, token_len: int, rest: int = 0, by: Literal["tokens", "documents"] = "tokens"
+    head: Sequence[Document], share: float, token_len: int, rest: int = 0, by: Literal["tokens", "documents"] = "tokens"
 ) -> Split:
     """The split for a stream that begins with `head` and has about `rest` more characters.
 
     There is a row's worth of text in the held-out part, and something to train on, wherever `head` has as much.
     """
     row = 8 * token_len  # more characters than a row of tokens has
-    lengths = {i: len(text) for i, text in enumerate(head)}
+    lengths = {i: len(document) for i, document in enumerate(head)}
     total = sum(lengths.values()) + rest
     longest = max(share * total, row) if by == "tokens" or len(head) == 1 else float("inf")
     whole = {i: n for i, n in lengths.items() if n <= longest}

@@ -126,12 +126,11 @@ def prepared_folder(config: Config, run: Path, ranks: Ranks, console: Console, s
         run.mkdir(parents=True, exist_ok=True)
         with console.progress("Preparing text", "bytes") as progress:
 
-            def report(done: int, total: int | None) -> None:
-                progress(done, total)
+            def check() -> None:
                 if stop.requested and ranks.world == 1:  # others would wait for this process at the barrier
                     raise Stopped(Outcome(0, stop.requested))
 
-            done = prepare(config.data, run / "data", report)
+            done = prepare(config.data, run / "data", progress, check=check)
         if done.note:
             console.say(done.note)
     barrier()
