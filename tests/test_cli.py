@@ -114,6 +114,28 @@ def test_a_reader_that_went_away_is_not_an_error(words):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+# ---------------------------------------------------------------- what is loaded on the way
+
+# Each takes a tenth of a second or more to import; the last ones are of verbs that draw, export or fetch.
+SLOW_TO_IMPORT = (
+    "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "sympy", "transformers", "huggingface_hub", "rich",
+    "matplotlib", "onnx", "onnxruntime", "openvino", "datasets", "sentencepiece",
+)  # fmt: skip
+
+
+def modules_after(*words):
+    """The modules that a command has loaded by its end, in a process of its own."""
+    script = "import sys\nfrom jpeg_dlm.cli.main import main\ncode = main(sys.argv[1:])\nprint('\\n', code, *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script, *map(str, words)], capture_output=True, text=True, check=True)
+    code, *names = done.stdout.splitlines()[-1].split()
+    return int(code), set(names), done
+
+
+def test_generate_loads_nothing_that_it_does_not_need():
+    code, loaded, _ = modules_after("generate", "-n", "1", "--steps", "1")
+    assert code == 0 and "torch" in loaded and not set(SLOW_TO_IMPORT) & loaded
+
+
 # ---------------------------------------------------------------- options
 
 

@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
-import tempfile
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelHubMixin, snapshot_download
 from torch import Tensor
 
 from jpeg_dlm.config import Config, SamplerConfig, validate
 from jpeg_dlm.config_io import override
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
-from jpeg_dlm.errors import AssetError, CheckpointError, DataError, UsageError, reason_of
+from jpeg_dlm.errors import CheckpointError, DataError, UsageError
 from jpeg_dlm.export.folder import is_exported, read_exported
 from jpeg_dlm.export.sampler import ExportedSampler
 from jpeg_dlm.methods.base import Batch, Method, Watch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
-from jpeg_dlm.model_folder import ENCODER_FILES, MODEL_FILES, ModelParts, bundled_folder, read_model, write_model
+from jpeg_dlm.model_folder import ModelParts, bundled_folder, read_model, write_model
 from jpeg_dlm.sampling.engine import Engine
 from jpeg_dlm.sampling.given import payload, prompt_row, template_row
 from jpeg_dlm.sampling.linear import DTYPES, Dtype
@@ -37,7 +34,7 @@ from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer
 from jpeg_dlm.training.dist import read_ranks
 
 
-class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-generation", "diffusion"]):
+class Model:
     """A trained model with its tokenizer and encoder, which are loaded when they are first needed."""
 
     def __init__(self, parts: ModelParts, device: str | torch.device = "cpu") -> None:
@@ -278,38 +275,24 @@ class Model(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-g
         """Write a model folder that `load` reads; refuses to overwrite."""
         return write_model(self.parts, Path(path))
 
-    def _save_pretrained(self, save_directory: Path) -> None:
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = write_model(self.parts, Path(scratch) / "model")
-            for file in folder.iterdir():
-                shutil.copyfile(file, save_directory / file.name)
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> str | None:
+        """`ModelHubMixin.save_pretrained` of huggingface_hub: a model folder with the hub's model card beside it."""
+        from jpeg_dlm.hub import HubModel
+
+        return HubModel(self).save_pretrained(Path(save_directory), **options)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """`ModelHubMixin.push_to_hub` of huggingface_hub."""
+        from jpeg_dlm.hub import HubModel
+
+        return HubModel(self).push_to_hub(repo_id, **options)
 
     @classmethod
-    def _from_pretrained(
-        cls, *, model_id: str, revision: str | None, cache_dir: Any, force_download: bool, local_files_only: bool,
-        token: Any, **kwargs: Any,
-    ) -> Model:  # fmt: skip
-        if kwargs.keys() - {"device", "config", "proxies", "resume_download"}:
-            raise UsageError(f"Unknown argument '{min(kwargs)}' of from_pretrained.")
-        folder = Path(model_id)
-        if not folder.is_dir():
-            try:
-                folder = Path(snapshot_download(
-                    model_id, revision=revision, cache_dir=cache_dir, force_download=force_download,
-                    local_files_only=local_files_only, token=token,
-                ))  # fmt: skip
-            except (OSError, ValueError) as error:  # no network, no such repository, or no name of one
-                raise AssetError(
-                    f"Cannot fetch the model '{model_id}' ({reason_of(error)}): check the network, or name a folder."
-                ) from error
-        # A repository also holds a model card and the hub's cache holds links; a model folder must hold neither.
-        scratch = tempfile.TemporaryDirectory(prefix="jpeg-dlm-")
-        for name in (*MODEL_FILES, *ENCODER_FILES):
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, Path(scratch.name) / name)
-        model = cls(read_model(Path(scratch.name)), kwargs.get("device", "cpu"))
-        model._scratch = scratch  # tokenizer and encoder are read when first needed
-        return model
+    def from_pretrained(cls, name_or_path: str | os.PathLike[str], **options: Any) -> Model:
+        """`ModelHubMixin.from_pretrained` of huggingface_hub: from a repository of the hub or a folder."""
+        from jpeg_dlm.hub import HubModel
+
+        return HubModel.from_pretrained(str(name_or_path), **options).model
 
 
 def load(

@@ -114,6 +114,10 @@ class _Allocations(TorchDispatchMode):
         super().__init__()
         self.count, self.size = count, size
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch would load its compiler, a third of the time in which a text is written (measured)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if isinstance(made, Tensor) and not any(isinstance(arg, Tensor) for arg in args):  # new, and not touched yet
