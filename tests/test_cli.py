@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,9 +14,14 @@ import torch
 from conftest import micro_flags
 
 from jpeg_dlm import files
-from jpeg_dlm.cli.main import VERBS, main
+from jpeg_dlm.cli.main import VERBS, build_parser, main
+from jpeg_dlm.cli.options import GROUPS
+from jpeg_dlm.cli.values import SOLVERS
+from jpeg_dlm.config_io import option_choices, option_names
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.methods.registry import METHODS, for_method
+from jpeg_dlm.presets import preset
 from jpeg_dlm.training import checkpoint
 from jpeg_dlm.training.checkpoint import verify_run
 from jpeg_dlm.training.loop import Trainer
@@ -62,7 +68,7 @@ def test_help_of_every_verb_answers_without_torch():
     script = """
 import sys
 from jpeg_dlm.cli.main import VERBS, main
-for words in [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)]:
+for words in [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS), ["train", "--help-all"]]:
     try:
         main(words)
     except SystemExit as stop:
@@ -71,17 +77,68 @@ for words in [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)]:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert all(verb in done.stdout for verb in VERBS)
-    assert "--model.latent-len" in done.stdout and "(paper)" in done.stdout
+    assert "--model.latent-len" in done.stdout and "(paper" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["fly"], ["train"], ["train", "--out"], ["interpolate", "one"], ["generate", "-n", "many"]]
-)
-def test_words_that_make_no_command_are_refused(words, capsys):
+def shown(capsys, monkeypatch, *words):
+    """What a command prints, with lines so long that nothing is wrapped."""
+    monkeypatch.setenv("COLUMNS", "2000")
     with pytest.raises(SystemExit) as stop:
-        main(words)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and "--help" in error
+        main(list(words))
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [*([verb] for verb in VERBS), ["study", "ablations"], ["study", "cost"], ["study", "steps"]])
+def test_help_shows_the_verbs_own_options_with_defaults_and_choices(words, capsys, monkeypatch):
+    text = shown(capsys, monkeypatch, *words, "--help")
+    assert "%" not in text and re.search(r"^  --(data|model|train|sampler)\.", text, re.MULTILINE) is None
+    lines = {line.split()[0].rstrip(","): line for line in text.splitlines() if line.startswith("  -")}
+    parser = build_parser(words[0])
+    for word in words:
+        parser = parser._subparsers._group_actions[0].choices[word]
+    for action in parser._actions:
+        if action.nargs != 0 and action.option_strings and action.help != "==SUPPRESS==":
+            line = lines[action.option_strings[0]]
+            assert action.default in (None, []) or str(action.default) in line.split("default:")[1]
+            assert all(str(choice) in line for choice in action.choices or ())
+
+
+def test_options_of_the_config_that_concern_a_verb_are_behind_help_all(capsys, monkeypatch):
+    expected = {"prepare": ("data",), "generate": ("sampler",), "train": GROUPS, "info": GROUPS}
+    for verb, groups in expected.items():
+        text = shown(capsys, monkeypatch, verb, "--help-all")
+        listed = re.findall(r"^  --([a-z]+\.[a-z0-9-]+)", text, re.MULTILINE)
+        known = [name for name in option_names() if name.split(".")[0] in groups]
+        assert [name.replace("-", "_") for name in listed] == known, verb
+        assert f"{len(known)} more options" in shown(capsys, monkeypatch, verb, "--help")
+        assert "%%" not in text
+
+
+def test_help_all_shows_the_values_of_the_preset(capsys, monkeypatch):
+    for name, length in (("smoke", 16), ("lm1b", 128)):
+        text = shown(capsys, monkeypatch, "train", "--preset", name, "--help-all")
+        (line,) = [line for line in text.splitlines() if line.startswith("  --data.token-len")]
+        assert f"default: {length})" in line
+    (line,) = [line for line in text.splitlines() if line.startswith("  --data.packing")]
+    assert "one of continuous, sentences, padded; default: continuous" in line
+    (line,) = [line for line in text.splitlines() if line.startswith("  --train.compile ")]
+    assert "one of true, false" in line and "0 is min(10%, 2000)" in text
+
+
+def test_solvers_are_those_of_the_systems():
+    found = {name: option_choices(for_method(preset("tiny"), name)).get("sampler.solver") for name in METHODS}
+    assert SOLVERS == {name: solvers for name, solvers in found.items() if solvers and name not in ("encoder", "cosmos-codec")}
+
+
+@pytest.mark.parametrize("words, hint", [
+    ([], "VERB"), (["fly"], "choose one of demo, generate"), (["genrate"], "did you mean generate?"),
+    (["train"], "--out"), (["train", "--out"], "--out needs a value"), (["interpolate", "one"], "second"),
+    (["study", "ablation", "--out", "x"], "did you mean ablations?"), (["train", "--otu", "x"], "did you mean --out?"),
+    (["study", "rates", "--ouut", "x"], "did you mean --out?"), (["export", "x", "--out", "y", "--format", "onx"], "mean onnx?"),
+])  # fmt: skip
+def test_words_that_make_no_command_are_refused(words, hint, capsys):
+    assert hint in refusal(capsys, words, 2)
 
 
 @pytest.mark.parametrize("words, hint", [
@@ -90,14 +147,52 @@ def test_words_that_make_no_command_are_refused(words, capsys):
     (["train", "--out", "x", "--model.latent-lenght", "4"], "did you mean 'model.latent_len'?"),
     (["generate", "--stepps", "4"], "did you mean --steps?"),
     (["reconstruct", "text", "--chekpoint=x"], "did you mean --checkpoint?"),
-    (["info", "smoke"], "Unexpected argument 'smoke'"),
-    (["generate", "--model.depth", "4"], "cannot be changed when generating"),
+    (["verify", "one", "two"], "Unexpected argument 'two'"),
+    (["generate", "--model.depth", "4"], "cannot be changed here; only --sampler.* options can"),
     (["verify", "x", "--train.steps", "4"], "Unknown option '--train.steps'"),
     (["info", "--model.depth"], "needs a value"),
     (["info", "--preset", "large"], "choose one of lm1b"),
 ])  # fmt: skip
 def test_an_unknown_option_is_refused_with_the_nearest_known_one(words, hint, capsys):
     assert hint in refusal(capsys, words, 2)
+
+
+BAD_VALUES = [
+    ["generate", "-n", "0"], ["generate", "-n", "many"], ["generate", "--steps", "0"], ["generate", "--seed", "-1"],
+    ["generate", "--w", "nan"], ["generate", "--w", "inf"], ["generate", "--w", "0"], ["generate", "--batch", "0"],
+    ["generate", "-n", "9" * 30], ["generate", "--top-p", "1.5"], ["generate", "--temperature", "-1"],
+    ["generate", "--solver", "rk4"], ["generate", "--grid", "log"], ["generate", "--dtype", "fp8"],
+    ["evaluate", "-n", "1"], ["evaluate", "--steps", "4,0"], ["evaluate", "--solver", "euler,rk4"], ["evaluate", "--seed", "-2"],
+    ["interpolate", "a", "b", "--points", "1"], ["benchmark", "--batch", "0"], ["benchmark", "--warmup", "-1"],
+    ["tune", "--out", "x", "--w", "nan"], ["tune", "--out", "x", "--trials", "0"], ["compare", "--out", "x", "--seeds", "0"],
+    ["study", "rates", "--out", "x", "--jobs", "0"], ["study", "cost", "--out", "x", "--limit", "0"],
+    ["train", "--out", "x", "--threads", "0"], ["train", "--out", "x", "--train.lr", "nan"], ["train", "--out", "x", "--method", "a"],
+    ["info", "--plan", "--tflops", "-1"], ["info", "--plan", "--utilization", "2"],
+]  # fmt: skip
+
+
+def test_bad_values_are_refused_before_torch_is_loaded():
+    script = (
+        "import json, sys\nfrom jpeg_dlm.cli.main import main\n"
+        "codes = [main(words) for words in json.loads(sys.argv[1])]\nprint(codes, 'torch' in sys.modules)"
+    )
+    words = [sys.executable, "-c", script, json.dumps(BAD_VALUES)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{[2] * len(BAD_VALUES)} False"
+    sentences = done.stderr.splitlines()
+    assert len(sentences) == len(BAD_VALUES)
+    for asked, sentence in zip(BAD_VALUES, sentences, strict=True):
+        assert sentence.startswith("error: ") and asked[-2].lstrip("-").replace("-", "_") in sentence.replace("-", "_"), (
+            sentence
+        )
+        assert asked[-1].split(",")[-1] in sentence or "--train." in asked[-2], sentence
+
+
+@pytest.mark.parametrize("value, kind", [("nan", "a finite number"), ("wide", "a finite number")])
+def test_a_number_that_is_none_is_named_so(value, kind, capsys):
+    assert f"'objective.sigma' must be {kind}, not '{value}'" in refusal(capsys, ["info", "--objective.sigma", value], 2)
+    assert "'train.steps' must be a whole number, not '2.5'" in refusal(capsys, ["info", "--train.steps", "2.5"], 2)
+    assert "'model.shared' must be one of" not in refusal(capsys, ["info", "--model.shared", "perhaps"], 2)
 
 
 def test_debug_shows_the_traceback():

@@ -33,6 +33,21 @@ def option_names(config: Any = None, prefix: str = "") -> dict[str, dataclasses.
     return names
 
 
+def option_choices(config: Any = None) -> dict[str, tuple[str, ...]]:
+    """The values that an option can have, of those options that have few, by dotted name."""
+    config = Config() if config is None else config
+    found: dict[str, tuple[str, ...]] = {}
+    for group in dataclasses.fields(config):
+        options = getattr(config, group.name)
+        hints = typing.get_type_hints(type(options)) if dataclasses.is_dataclass(options) else {}
+        for name, hint in hints.items():
+            if typing.get_origin(hint) is Literal:
+                found[f"{group.name}.{name}"] = tuple(map(str, typing.get_args(hint)))
+            elif hint is bool:
+                found[f"{group.name}.{name}"] = ("true", "false")
+    return found
+
+
 def _suggest(name: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}."
@@ -74,8 +89,8 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
             pass
     elif hint is str and isinstance(value, str):
         return value
-    name = hint.__name__ if isinstance(hint, type) else str(hint)
-    raise UsageError(f"'{path}' must be of type {name}, not {reprlib.repr(value)}.")
+    kinds = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a text"}
+    raise UsageError(f"'{path}' must be {kinds.get(hint, 'a list of numbers')}, not {reprlib.repr(value)}.")
 
 
 def from_dict(values: Mapping[str, Any], cls: type = Config, path: str = "") -> Any:

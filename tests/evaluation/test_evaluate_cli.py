@@ -71,10 +71,10 @@ def test_benchmark(micro_folder, files, capsys):
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["--protocol", "lm2b"], "Unknown protocol"),
+        (["--protocol", "lm2b"], "'lm2b' is unknown"),
         (["-n", "1"], "at least 2"),
         (["--seeds", "0"], "at least 1"),
-        (["--steps", "four"], "numbers"),
+        (["--steps", "four"], "whole number"),
         (["--solver", "rk4"], "euler"),
         (["--model.hidden", "8"], "sampler"),
         (["LONELY"], "--reference"),

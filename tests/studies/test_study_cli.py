@@ -41,8 +41,8 @@ def test_the_command(corpus_file, byte_gpt2, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["--jobs", "0"], "--jobs must be at least 1"),
-        (["--train-seeds", "0"], "--train-seeds must be at least 1"),
+        (["--jobs", "0"], "--jobs must be a whole number of at least 1"),
+        (["--train-seeds", "0"], "--train-seeds must be a whole number of at least 1"),
         (["--objective.sigma", "2"], "sets objective.sigma itself"),
         (["--model.latentdim", "2"], "did you mean 'model.latent_dim'"),
         (["--budget", "much"], "A budget is a number and a unit"),

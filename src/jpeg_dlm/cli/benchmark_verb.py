@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jpeg_dlm.cli.options import parse_overrides
+from jpeg_dlm.cli.options import document_options, parse_overrides
+from jpeg_dlm.cli.parser import Parser
+from jpeg_dlm.cli.values import EVERY_SOLVER, SOLVERS_SAID, several, some_of, whole
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.registry import METHODS, STAGES
 from jpeg_dlm.presets import PRESETS
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 CONTESTANTS = ("ar", "ar-kv", *(name for name in METHODS if name not in ("ar", *STAGES)))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "checkpoints", nargs="*", type=Path, help="model folders, runs or checkpoints (default: the bundled one)"
     )
@@ -34,27 +36,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{','.join(CONTESTANTS)} (ar is without KV cache, ar-kv with it)",
     )  # fmt: skip
     parser.add_argument(
-        "--preset", action="append", default=[], metavar="NAME",
-        help=f"sizes of --methods (default: lm1b), or without it of jpeg-dlm; may be given again: {', '.join(PRESETS)}",
+        "--preset", action="append", choices=tuple(PRESETS), default=[], metavar="NAME",
+        help="sizes of --methods (default: lm1b), or without it of jpeg-dlm; may be given again",
     )  # fmt: skip
-    parser.add_argument("--steps", help="sampling steps, one number or several such as 8,32 (default: the model's own)")
-    parser.add_argument("--solver", help="euler, heun or multistep, or several (default: the model's own)")
-    parser.add_argument("--batch", type=int, default=16, help="texts at once (paper: 64 on LM1B, 16 on OWT-1024; default: 16)")
-    parser.add_argument("--repeats", type=int, default=5, help="measured rounds (default: 5)")
-    parser.add_argument("--warmup", type=int, default=1, help="rounds before them that do not count (default: 1)")
+    parser.add_argument(
+        "--steps", type=several(whole(1)), metavar="N,N", help="sampling steps, several in turn (default: the model's own)"
+    )
+    parser.add_argument(
+        "--solver",
+        type=some_of(EVERY_SOLVER),
+        metavar="NAMES",
+        help=f"{SOLVERS_SAID} (default: the model's own)",
+    )
+    parser.add_argument("--batch", type=whole(1), default=16, help="texts at once (paper: 64 on LM1B, 16 on OWT-1024)")
+    parser.add_argument("--repeats", type=whole(1), default=5, help="measured rounds")
+    parser.add_argument("--warmup", type=whole(0), default=1, help="rounds before them that do not count")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast (default: fp32, the paper's)")
-    parser.add_argument("--threads", type=int, help="threads of torch")
+    parser.add_argument("--threads", type=whole(1), help="threads of torch")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument("--out", type=Path, help="folder for benchmark.json and benchmark.md")
     parser.add_argument("--quiet", action="store_true", help="no progress")
+    document_options(parser, ("sampler",))
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     sampler = parse_overrides(rest)
-    if any(not name.startswith("sampler.") for name in sampler):
-        raise UsageError("Only --sampler.* options can be changed in a benchmark.")
-    if min(args.batch, args.repeats, args.threads or 1) < 1 or args.warmup < 0:
-        raise UsageError("--batch, --repeats and --threads must be at least 1, --warmup at least 0.")
     if args.out and (args.out / "benchmark.json").exists():
         raise UsageError(f"'{args.out}' already holds results: name another folder, nothing was overwritten.")
     names = contestants(args.methods)
@@ -96,7 +102,7 @@ def _subjects(
     from jpeg_dlm.config_io import override
     from jpeg_dlm.evaluation.throughput import Subject
 
-    asked = {name: value.split(",") for name in ("steps", "solver") if (value := getattr(args, name))}
+    asked = {name: value for name in ("steps", "solver") if (value := getattr(args, name))}
     subjects = []
     for name, method, config, origin in models:
         for option in asked:

@@ -7,36 +7,35 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from jpeg_dlm.cli.options import parse_overrides
-from jpeg_dlm.errors import UsageError
+from jpeg_dlm.cli.options import GROUPS, document_options, parse_overrides
+from jpeg_dlm.cli.parser import Parser
+from jpeg_dlm.cli.values import whole
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
 from jpeg_dlm.presets import PRESETS
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preset", default="tiny", help=f"one of {', '.join(PRESETS)} (default: tiny)")
-    parser.add_argument("--methods", default="all", help="all (default), or names separated by commas")
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="tiny", metavar="NAME", help="where options start from")
+    parser.add_argument("--methods", default="all", metavar="NAMES", help="all, or names separated by commas")
     parser.add_argument("--data", help="text file, folder, .jsonl, prepared folder, named corpus or hf:NAME")
     parser.add_argument(
         "--budget", help="what each may spend in training: 2000steps, 5Mtokens or 10min (default: the preset's)"
     )
-    parser.add_argument("--protocol", default="default", help=f"one of {', '.join(PROTOCOLS)} (default: default)")
-    parser.add_argument("-n", type=int, default=256, help="texts per seed (default: 256)")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
-    parser.add_argument("--scorer", default="smollm2", help="as for evaluate (default: smollm2)")
-    parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="default: auto, if it can be had")
-    parser.add_argument("--batch", type=int, default=16, help="texts at once when speed is measured (default: 16)")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds when speed is measured (default: 5)")
-    parser.add_argument("--threads", type=int, help="threads of torch")
+    parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="as for evaluate")
+    parser.add_argument("-n", type=whole(1), default=256, help="texts per seed")
+    parser.add_argument("--seeds", type=whole(1), default=3, help="number of seeds")
+    parser.add_argument("--scorer", default="smollm2", help="as for evaluate")
+    parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="auto: if it can be had")
+    parser.add_argument("--batch", type=whole(1), default=16, help="texts at once when speed is measured")
+    parser.add_argument("--repeats", type=whole(1), default=5, help="rounds when speed is measured")
+    parser.add_argument("--threads", type=whole(1), help="threads of torch")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument("--out", type=Path, required=True, help="folder for runs and results; the same command goes on in it")
     parser.add_argument("--quiet", action="store_true", help="no progress")
+    document_options(parser, GROUPS)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    if min(args.n, args.seeds, args.batch, args.repeats, args.threads or 1) < 1:
-        raise UsageError("-n, --seeds, --batch, --repeats and --threads must be at least 1.")
-
     import torch
 
     from jpeg_dlm.evaluation.evaluate import Request

@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from jpeg_dlm.cli.options import refuse_rest
+from jpeg_dlm.cli.parser import Parser
 
 SENTENCE = "We must work together to build a stronger economy and a better future for our children."
 ENDS = ("We must work together to build a stronger economy.", "The American people want peace and freedom around the world.")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """No options."""
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    refuse_rest(rest)
     from jpeg_dlm.api import load
     from jpeg_dlm.cli.watch import Watcher
 

@@ -9,18 +9,17 @@ import shutil
 from collections.abc import Sequence
 from importlib import metadata
 
-from jpeg_dlm.cli.options import refuse_rest
+from jpeg_dlm.cli.parser import Parser
 
 OPTIONAL = {"datasets": "data", "mauve-text": "eval", "onnx": "export", "openvino": "export", "tensorboard": "track"}
 CORE = ("torch", "numpy", "safetensors", "tokenizers", "transformers", "sentencepiece", "huggingface_hub", "rich", "matplotlib")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """No options."""
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    refuse_rest(rest)
     import torch
 
     from jpeg_dlm.assets import ASSETS, cache_dir

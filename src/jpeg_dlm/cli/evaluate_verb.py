@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jpeg_dlm.cli.options import parse_overrides
+from jpeg_dlm.cli.options import document_options, parse_overrides
+from jpeg_dlm.cli.parser import Parser
+from jpeg_dlm.cli.values import EVERY_SOLVER, SOLVERS_SAID, several, some_of, whole
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
 
@@ -22,24 +24,22 @@ if TYPE_CHECKING:
     from jpeg_dlm.training.console import Console
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "sources", nargs="*", type=Path, metavar="CHECKPOINT_OR_SAMPLES",
         help="model folders, runs, checkpoints, or .txt and .jsonl files of texts (default: the bundled model)",
     )  # fmt: skip
-    parser.add_argument("--protocol", default="default", help=f"one of {', '.join(PROTOCOLS)} (default: default)")
-    parser.add_argument("-n", type=int, help="texts per seed (default: 256, in the paper's protocols 1024; all of a file)")
-    parser.add_argument("--seeds", type=int, help="number of seeds (default: 1, in the paper's protocols 5)")
-    parser.add_argument("--seed", type=int, default=0, help="the first seed (default: 0)")
-    parser.add_argument("--steps", help="sampling steps; several, such as 4,8,16,32, give a sweep")
-    parser.add_argument("--solver", help="euler, heun or multistep; several give a sweep")
+    parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="what is measured and how")
+    parser.add_argument("-n", type=whole(2), help="texts per seed (default: 256, in the paper's protocols 1024; all of a file)")
+    parser.add_argument("--seeds", type=whole(1), help="number of seeds (default: 1, in the paper's protocols 5)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="the first seed")
+    parser.add_argument("--steps", type=several(whole(1)), metavar="N,N", help="sampling steps; several give a sweep")
+    parser.add_argument("--solver", type=some_of(EVERY_SOLVER), metavar="NAMES", help=f"{SOLVERS_SAID}; several give a sweep")
     parser.add_argument(
         "--likelihood", action="store_true",
         help="perplexity of held-out text under the model itself; no text is written or scored unless --scorer is given too",
     )  # fmt: skip
-    parser.add_argument(
-        "--likelihood-draws", type=int, default=8, metavar="N", help="random times of a row, where it is a bound (default: 8)"
-    )
+    parser.add_argument("--likelihood-draws", type=whole(1), default=8, help="random times of a row, where it is a bound")
     parser.add_argument(
         "--data", help="text, prepared folder or named corpus to hold against (default: what the model was trained on)"
     )
@@ -48,11 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scorer",
         help="smollm2 (fetched; the default), hf:gpt2-large (the paper's), hf:FOLDER, gguf:FILE, or ar:CHECKPOINT of our own",
     )
-    parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="default: auto, if it can be had")
-    parser.add_argument("--batch", type=int, default=64, help="texts written at once (default: 64)")
+    parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="auto: if it can be had")
+    parser.add_argument("--batch", type=whole(1), default=64, help="texts written at once")
     parser.add_argument("--out", type=Path, help="folder for results, pictures, and parts to go on from when stopped")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument("--quiet", action="store_true", help="no progress")
+    document_options(parser, ("sampler",))
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -114,25 +115,11 @@ def _likelihood(source: Any, args: argparse.Namespace, parts: Parts, console: Co
 
 def _asked(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
     """The request in plain values, checked."""
-    if any(not name.startswith("sampler.") for name in extra):
-        raise UsageError("Only --sampler.* options can be changed when evaluating.")
-    if args.n is not None and args.n < 2:
-        raise UsageError("Evaluation needs at least 2 texts: raise -n.")
     count = args.seeds if args.seeds is not None else protocol(args.protocol).seeds
-    if count < 1 or args.batch < 1:
-        raise UsageError("--seeds and --batch must be at least 1.")
-    try:
-        steps = [int(k) for k in args.steps.split(",")] if args.steps else []
-    except ValueError as error:
-        raise UsageError(f"--steps takes numbers such as 4,8,16, not '{args.steps}'.") from error
-    if any(k < 1 for k in steps):
-        raise UsageError("--steps must be at least 1.")
-    if args.likelihood_draws < 1:
-        raise UsageError("--likelihood-draws must be at least 1.")
     return {
         "sources": [str(p) for p in args.sources], "protocol": args.protocol, "n": args.n,
-        "seeds": list(range(args.seed, args.seed + count)), "steps": steps,
-        "solvers": args.solver.split(",") if args.solver else [],
+        "seeds": list(range(args.seed, args.seed + count)), "steps": args.steps or [],
+        "solvers": args.solver or [],
         "sampler": {name.removeprefix("sampler.").replace("-", "_"): value for name, value in extra.items()},
         "scorer": args.scorer or (None if args.likelihood else "smollm2"),
         "data": args.data, "reference": str(args.reference) if args.reference else None,

@@ -6,25 +6,23 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jpeg_dlm.cli.options import refuse_rest
+from jpeg_dlm.cli.parser import Parser
 
 FORMATS = {
-    "safetensors": "a model folder in the released layout (default)",
+    "safetensors": "a model folder in the released layout",
     "onnx": "the networks of jpeg-dlm for onnxruntime",
     "openvino": "the same for OpenVINO",
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument("checkpoint", type=Path, help="run, checkpoint or model folder")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     said = "; ".join(f"{name}: {text}" for name, text in FORMATS.items())
-    parser.add_argument("--format", choices=FORMATS, default="safetensors", help=said)
+    parser.add_argument("--format", choices=FORMATS, default="safetensors", metavar="NAME", help=said)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    refuse_rest(rest, ("--out", "--format"))
-
     from jpeg_dlm.model_folder import read_model, write_model
 
     parts = read_model(args.checkpoint)

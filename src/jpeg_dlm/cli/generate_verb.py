@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jpeg_dlm.cli.options import parse_overrides
+from jpeg_dlm.cli.options import document_options, parse_overrides
+from jpeg_dlm.cli.parser import Parser
+from jpeg_dlm.cli.values import EVERY_SOLVER, SOLVERS_SAID, from_zero, positive, share, whole
+from jpeg_dlm.config_io import option_choices
 from jpeg_dlm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,28 +25,34 @@ DTYPES = ("fp32", "bf16", "int8")  # those of `sampling.linear`, which needs tor
 SLOW_S = 10.0  # of sampling, from which a faster runtime is worth an export (assumed)
 PRICED = 8  # texts that are written again in fp32 to tell what a reduced precision changed
 
+CHOICES = option_choices()
+
 # Options of samplers that need no --sampler. before them; which of them a model has depends on its method.
 SHORTHANDS = ("steps", "solver", "grid", "w", "protocol", "temperature", "top_k", "top_p")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument("checkpoint", nargs="?", type=Path, help="model folder, run or checkpoint (default: the bundled model)")
-    parser.add_argument("-n", type=int, default=4, help="number of texts (default: 4)")
-    parser.add_argument("--seed", type=int, default=0, help="seed; text i of a seed is the same in any batch (default: 0)")
+    parser.add_argument("-n", type=whole(1), default=4, help="number of texts")
+    parser.add_argument("--seed", type=whole(0), default=0, help="text i of a seed is the same in any batch")
     parser.add_argument("--prompt", metavar="TEXT", help="how every text begins (ar, mdlm, sedd, duo)")
     parser.add_argument(
         "--template", metavar="TEXT", help="the same with holes: [MASK] is one token to fill in, [MASK:5] are five"
     )
     parser.add_argument("--fast", action="store_true", help="of jpeg-dlm: few steps at the times that were stored by tune")
-    parser.add_argument("--steps", type=int, help="sampling steps")
-    parser.add_argument("--solver", help="euler, heun or multistep")
-    parser.add_argument("--grid", help="quantile, random, uniform or stored")
-    parser.add_argument("--w", type=float, help="self-conditioning guidance scale")
-    parser.add_argument("--protocol", help="default, or released: random numbers in the order of the authors' code")
-    parser.add_argument("--temperature", type=float, help="of ar: divides the logits, 0 is greedy")
-    parser.add_argument("--top-k", type=int, help="of ar: draw from the k most probable tokens")
-    parser.add_argument("--top-p", type=float, help="of ar: draw from the fewest tokens with this probability")
-    parser.add_argument("--batch", type=int, default=64, help="texts at once (default: 64)")
+    parser.add_argument("--steps", type=whole(1), help="sampling steps (default: the model's own)")
+    parser.add_argument("--solver", choices=EVERY_SOLVER, metavar="NAME", help=f"{SOLVERS_SAID} (default: the model's own)")
+    parser.add_argument(
+        "--grid", choices=CHOICES["sampler.grid"], metavar="NAME", help="how steps lie in time (default: the model's own)"
+    )
+    parser.add_argument("--w", type=positive, help="self-conditioning guidance scale (default: the model's own)")
+    parser.add_argument(
+        "--protocol", choices=CHOICES["sampler.protocol"], help="released: random numbers in the order of the authors' code"
+    )
+    parser.add_argument("--temperature", type=from_zero, help="of ar: divides the logits, 0 is greedy")
+    parser.add_argument("--top-k", type=whole(0), help="of ar: draw from the k most probable tokens")
+    parser.add_argument("--top-p", type=share, help="of ar: draw from the fewest tokens with this probability")
+    parser.add_argument("--batch", type=whole(1), default=64, help="texts at once")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of jpeg-dlm: prepared weights of this type; bf16 and int8 change texts a little"
@@ -52,13 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--watch", action="store_true", help="show the first text form step by step")
     parser.add_argument("--tokens", action="store_true", help="print token ids instead of text")
     parser.add_argument("--out", type=Path, help="write JSON lines to this file instead of printing")
+    document_options(parser, ("sampler",))
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     extra = parse_overrides(rest)
-    wrong = [name for name in extra if not name.startswith("sampler.")]
-    if wrong:
-        raise UsageError(f"'--{wrong[0]}' cannot be changed when generating; only --sampler.* options can.")
     options = {name.removeprefix("sampler.").replace("-", "_"): value for name, value in extra.items()}
     options |= {name: getattr(args, name) for name in SHORTHANDS if getattr(args, name) is not None}
     options |= {"fast": True} if args.fast else {}

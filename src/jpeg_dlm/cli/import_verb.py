@@ -7,18 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jpeg_dlm.cli.options import add_config_arguments, parse_overrides
+from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.config_io import flatten, read_json_file
+from jpeg_dlm.methods.registry import METHODS
 
 BY_FILE = "auto"  # no preset's name: the paper's preset with the file's vocabulary
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_config_arguments(parser, default=BY_FILE)
     parser.add_argument(
         "path", type=Path,
         help="a .safetensors, .ckpt, .pth, .pt or .bin file, or a Hugging Face folder; sizes are read from it",
     )  # fmt: skip
-    parser.add_argument("--method", default="", help="which system it is of (default: what the file tells)")
+    parser.add_argument(
+        "--method", choices=tuple(METHODS), metavar="NAME", help="which system it is of (default: what the file tells)"
+    )
     parser.add_argument("--weights", choices=("ema", "raw"), help="which weights, where it has both (default: ema)")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json, or a folder with one, to keep with the model")
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
@@ -26,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     values = read_json_file(args.config) if args.config else {}
-    method = args.method or str(values.pop("method", ""))
+    method: str = args.method or str(values.pop("method", ""))
     options = flatten(values) | parse_overrides(rest)
 
     from jpeg_dlm.model_folder import write_model

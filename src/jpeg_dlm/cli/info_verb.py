@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jpeg_dlm.cli.options import add_config_arguments, list_options, read_config
+from jpeg_dlm.cli.parser import Parser
+from jpeg_dlm.cli.values import positive, share
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.registry import METHODS, STAGES
 
@@ -18,23 +20,21 @@ SYSTEMS = [name for name in METHODS if name not in STAGES]
 PLAN_ONLY = ("devices", "tokens", "tflops", "utilization", "measured", "device")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_config_arguments(parser, default="lm1b")
-    parser.add_argument("--method", metavar="NAME", help=f"one of {', '.join(SYSTEMS)} (default: jpeg-dlm)")
+    parser.add_argument("--method", choices=SYSTEMS, metavar="NAME", help="which system (default: jpeg-dlm)")
     parser.add_argument("--options", action="store_true", help="every option of the method instead, with its value and meaning")
     parser.add_argument("--plan", action="store_true", help="what a training needs instead: memory of a device, time, days")
     parser.add_argument("--devices", metavar="NxMEMORY", help="with --plan: such as 8x80GB or 1x24GB (default: 8x80GB)")
     parser.add_argument("--tokens", metavar="NUMBER", help="with --plan: tokens of the corpus, such as 1.2B")
-    parser.add_argument("--tflops", type=float, help="with --plan: peak TFLOP/s of a device (default: an A100's)")
-    parser.add_argument("--utilization", type=float, help="with --plan: share of the peak that is reached (default: 0.3)")
+    parser.add_argument("--tflops", type=positive, help="with --plan: peak TFLOP/s of a device (default: an A100's)")
+    parser.add_argument("--utilization", type=share, help="with --plan: share of the peak that is reached (default: 0.3)")
     parser.add_argument("--measured", action="store_true", help="with --plan: the speed of this machine instead, timed now")
     parser.add_argument("--device", help="with --measured: cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    if args.method and args.method not in SYSTEMS:
-        raise UsageError(f"Unknown method '{args.method}'; choose one of {', '.join(SYSTEMS)}.")
     stray = next((name for name in PLAN_ONLY if getattr(args, name) and not args.plan), None)
     if stray:
         raise UsageError(f"--{stray} belongs to a plan: add --plan.")

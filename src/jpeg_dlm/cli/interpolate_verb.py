@@ -6,20 +6,19 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jpeg_dlm.cli.options import refuse_rest
+from jpeg_dlm.cli.parser import Parser
+from jpeg_dlm.cli.values import whole
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument("first", help="the text at one end")
     parser.add_argument("second", help="the text at the other end")
-    parser.add_argument("--points", type=int, default=5, help="texts along the way, ends included (default: 5)")
+    parser.add_argument("--points", type=whole(2), default=5, help="texts along the way, ends included")
     parser.add_argument("--checkpoint", type=Path, help="model folder, run or checkpoint (default: the bundled model)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    refuse_rest(rest, ("--points", "--checkpoint", "--device"))
-
     from jpeg_dlm.api import load
 
     texts = load(args.checkpoint, args.device).interpolate(args.first, args.second, args.points)

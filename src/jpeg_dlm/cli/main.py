@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import os
@@ -13,7 +12,8 @@ from importlib import import_module
 
 from jpeg_dlm import __version__
 from jpeg_dlm.allocator import keep_freed_memory
-from jpeg_dlm.cli.options import split_overrides, unknown_option
+from jpeg_dlm.cli.options import refused_override, split_overrides
+from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.errors import JpegDlmError
 
 VERBS = {
@@ -37,28 +37,17 @@ VERBS = {
 }
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line, with exit code 2."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        print(f"error: {message[0].upper() + message[1:]}. See  {self.prog} --help", file=sys.stderr)
-        raise SystemExit(2)
-
-
-def build_parser(verb: str | None) -> argparse.ArgumentParser:
+def build_parser(verb: str | None) -> Parser:
     """The parser; only the asked verb's module is imported, the others are names."""
     parser = Parser(prog="jpeg-dlm", description="Train, sample and study JPEG-DLM and its relatives.")
     parser.add_argument("--version", action="version", version=f"jpeg-dlm {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
     for name, summary in VERBS.items():
-        sub = verbs.add_parser(
-            name, help=summary, description=summary[0].upper() + summary[1:] + ".",
-            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-        )  # fmt: skip
-        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        sub = verbs.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        sub.set_defaults(parser=sub, accepts=())
         if name == verb:
             import_module(f"jpeg_dlm.cli.{name}_verb").add_arguments(sub)
-            sub.set_defaults(known=sorted(sub._option_string_actions))
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
@@ -66,8 +55,9 @@ def run_verb(words: Sequence[str], overrides: Sequence[str]) -> int:
     """Parse and run; the exit code."""
     verb = next((word for word in words if not word.startswith("-")), None)
     args, unknown = build_parser(verb).parse_known_args(words)
-    if unknown:
-        raise unknown_option(unknown, args.known, hasattr(args, "preset"))
+    error = args.parser.unknown(unknown) or refused_override(overrides, args.accepts, args.parser)
+    if error:
+        raise error
     args.command = shlex.join(["jpeg-dlm", *words, *overrides])  # results say what made them
     return import_module(f"jpeg_dlm.cli.{args.verb}_verb").run(args, overrides) or 0
 

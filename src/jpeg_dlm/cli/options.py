@@ -3,31 +3,78 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.config import Config, validate
-from jpeg_dlm.config_io import flatten, option_names, override, read_json_file
+from jpeg_dlm.config_io import flatten, option_choices, option_names, override, read_json_file
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.presets import PRESETS, preset
 
 NOT_OPTIONS = ("preset", "method")  # they choose what the others are
+GROUPS = ("data", "encoder", "model", "objective", "train", "sampler")
 
 
-def add_config_arguments(parser: argparse.ArgumentParser, default: str = "tiny") -> None:
-    """`--preset` and `--config`, and the list of every option below the help."""
-    parser.add_argument("--preset", default=default, metavar="NAME", help=f"one of {', '.join(PRESETS)} (default: {default})")
+def add_config_arguments(parser: Parser, default: str | None = "tiny", groups: Sequence[str] = GROUPS) -> None:
+    """`--preset` and `--config`, and the options of these groups behind `--help-all`; all others are taken too."""
+    said = "where options start from" if default else "where options start from; default: tiny"
+    parser.add_argument("--preset", choices=tuple(PRESETS), default=default, metavar="NAME", help=said)
     parser.add_argument("--config", type=Path, metavar="FILE", help="JSON file with options that replace the preset's")
-    lines = [
-        "every option can be given, for example --model.latent-len 16; those of another method than jpeg-dlm are shown by",
-        "jpeg-dlm info --method NAME --options, those of jpeg-dlm are:",
-    ]
-    for name, field in option_names().items():
-        if name not in NOT_OPTIONS:
-            lines.append(f"  --{name.replace('_', '-'):<30} {field.metadata['help']}")
-    parser.epilog = "\n".join(lines).replace("%", "%%")
+    document_options(parser, groups)
+    parser.set_defaults(accepts=GROUPS)
+
+
+def document_options(parser: Parser, groups: Sequence[str]) -> None:
+    """`--help-all`, which shows the options of these groups; the verb takes them."""
+    names = [f"--{name.replace('_', '-')}" for name in option_names() if name.split(".")[0] in groups]
+    shown = ", ".join(f"--{group}.*" for group in groups)
+    parser.dotted = [name for name in names if "." in name]
+    parser.epilog = f"{len(parser.dotted)} more options ({shown}) are shown by  {parser.prog} --help-all"
+    parser.set_defaults(accepts=groups)
+    parser.add_argument("--help-all", action=HelpAll, groups=groups, help="this and the options of the configuration")
+
+
+class HelpAll(argparse.Action):
+    """Print the help with every option of some groups; their values are those of the preset, if there is one."""
+
+    def __init__(self, groups: Sequence[str], **options: Any) -> None:
+        super().__init__(**options, nargs=0, default=argparse.SUPPRESS)
+        self.groups = groups
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
+        name = (namespace.preset or "tiny") if hasattr(namespace, "preset") else ""
+        add_every_option(parser, self.groups, preset(name) if name in PRESETS else None)
+        parser.epilog = "Those of another system than jpeg-dlm are shown by  jpeg-dlm info --method NAME --options"
+        parser.print_help()
+        parser.exit()
+
+
+def add_every_option(parser: argparse.ArgumentParser, groups: Sequence[str], config: Config | None) -> None:
+    """Options of the config as arguments, for help and completion; `split_overrides` takes them before argparse does."""
+    parser.usage = parser.format_usage().removeprefix("usage: ").strip().replace("%", "%%")
+    choices = option_choices()
+    for group in groups:
+        values = f"values of the preset {config.preset}" if config else "by default as the model has them"
+        section = parser.add_argument_group(f"options of {group}, {values}")
+        for name, field in option_names().items():
+            if name.split(".")[0] == group:
+                default = _shown(config, name) if config else None
+                section.add_argument(
+                    f"--{name.replace('_', '-')}", default=default, choices=choices.get(name), metavar="VALUE",
+                    help=field.metadata["help"].replace("%", "%%"),
+                )  # fmt: skip
+
+
+def refused_override(rest: Sequence[str], accepts: Sequence[str], parser: Parser) -> UsageError | None:
+    """The error for an option of the config that a verb does not take."""
+    for word in rest:
+        if word.startswith("--") and not _is_value(word) and word[2:].split(".")[0] not in accepts:
+            if not accepts or word[2:].split(".")[0] not in GROUPS:
+                return parser.unknown([word])
+            return UsageError(f"'{word}' cannot be changed here; only --{accepts[0]}.* options can. See  {parser.prog} --help")
+    return None
 
 
 def list_options(config: Config) -> str:
@@ -65,16 +112,6 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words, overrides
 
 
-def unknown_option(words: Sequence[str], known: Sequence[str], has_config: bool) -> UsageError:
-    """The error for words that a verb does not understand, with the nearest option that it does."""
-    word = next((w for w in words if w.startswith("-")), words[0])
-    if not word.startswith("-"):
-        return UsageError(f"Unexpected argument '{word}': see --help.")
-    dotted = [f"--{name.replace('_', '-')}" for name in option_names()] if has_config else []
-    close = difflib.get_close_matches(word.partition("=")[0], [*known, *dotted], n=1)
-    return UsageError(f"Unknown option '{word}'{f'; did you mean {close[0]}?' if close else ': see --help.'}")
-
-
 def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
     """`--model.latent-len 16` and `--model.latent-len=16` as dotted names and strings."""
     values: dict[str, Any] = {}
@@ -103,13 +140,6 @@ def _is_value(word: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def refuse_rest(rest: Sequence[str], known: Sequence[str] = ()) -> None:
-    """For verbs without config options: anything left over is a mistake."""
-    if rest:
-        close = difflib.get_close_matches(rest[0], known, n=1)
-        raise UsageError(f"Unknown option '{rest[0]}'{f'; did you mean {close[0]}?' if close else ': see --help.'}")
 
 
 def read_config(args: argparse.Namespace, rest: Sequence[str], base: Config | None = None, **fixed: str | None) -> Config:

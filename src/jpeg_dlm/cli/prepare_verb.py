@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jpeg_dlm.cli.options import add_config_arguments, read_config
+from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.wording import counted
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_arguments(parser)
+def add_arguments(parser: Parser) -> None:
+    add_config_arguments(parser, groups=("data",))
     parser.add_argument(
         "source", help="text file, folder, .jsonl, a named corpus (sotu, sotu-modern, wikipedia, lm1b, openwebtext) or hf:NAME"
     )

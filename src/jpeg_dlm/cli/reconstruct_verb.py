@@ -7,18 +7,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jpeg_dlm.cli.options import refuse_rest
+from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.errors import DataError
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument("text", nargs="*", help="the text; without it, standard input is read")
     parser.add_argument("--checkpoint", type=Path, help="model folder, run or checkpoint (default: the bundled model)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    refuse_rest(rest, ("--checkpoint", "--device"))
     text = " ".join(args.text) if args.text else sys.stdin.read()
     if not text.strip():
         raise DataError("There is no text: give it as an argument or on standard input.")

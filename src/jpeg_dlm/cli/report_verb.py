@@ -6,23 +6,19 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jpeg_dlm.cli.options import refuse_rest
+from jpeg_dlm.cli.parser import Parser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "folders", nargs="+", type=Path, metavar="RUN",
         help="runs, models, what evaluate, compare or study wrote, or folders that hold these",
     )  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, default=Path("report"), help="folder for index.html and report.md (default: report)"
-    )
+    parser.add_argument("--out", type=Path, default=Path("report"), help="folder for index.html and report.md")
     parser.add_argument("--title", help="heading of the page (default: the names of the folders)")
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    refuse_rest(rest, args.known)
-
     from jpeg_dlm.report.collect import collect
     from jpeg_dlm.report.write import write_report
 

@@ -12,8 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jpeg_dlm.cli.options import parse_overrides
-from jpeg_dlm.errors import UsageError
+from jpeg_dlm.cli.options import GROUPS, document_options, parse_overrides
+from jpeg_dlm.cli.parser import Parser
+from jpeg_dlm.cli.values import positive, whole
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
 from jpeg_dlm.presets import PRESETS
 from jpeg_dlm.studies.registry import STUDIES
@@ -23,46 +24,48 @@ if TYPE_CHECKING:
     from jpeg_dlm.training.console import Console
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     studies = parser.add_subparsers(dest="study", metavar="STUDY", required=True)
     for name, info in STUDIES.items():
-        sub = studies.add_parser(name, help=info.summary, description=info.summary, allow_abbrev=False)
+        sub = studies.add_parser(name, help=info.summary, description=info.summary[0].upper() + info.summary[1:] + ".")
         ARGUMENTS[info.takes](sub)
-        sub.add_argument("--threads", type=int, help="threads of torch")
+        sub.add_argument("--threads", type=whole(1), help="threads of torch")
         sub.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
         sub.add_argument("--out", type=Path, required=True, help="folder for the results; the same command goes on in it")
         sub.add_argument("--quiet", action="store_true", help="no progress")
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        sub.set_defaults(known=sorted(sub._option_string_actions))
+        sub.set_defaults(parser=sub)
+        if info.takes != "models":  # a trained model is looked at as it is
+            document_options(sub, GROUPS)
 
 
-def _scoring(parser: argparse.ArgumentParser, n: int, seeds: int) -> None:
-    parser.add_argument("-n", type=int, default=n, help=f"texts per seed (default: {n})")
-    parser.add_argument("--seeds", type=int, default=seeds, help=f"number of seeds of sampling (default: {seeds})")
-    parser.add_argument("--scorer", default="smollm2", help="as for evaluate (default: smollm2)")
-    parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="default: auto, if it can be had")
-    parser.add_argument("--batch", type=int, default=64, help="texts at once (default: 64)")
+def _scoring(parser: Parser, n: int, seeds: int) -> None:
+    parser.add_argument("-n", type=whole(1), default=n, help="texts per seed")
+    parser.add_argument("--seeds", type=whole(1), default=seeds, help="number of seeds of sampling")
+    parser.add_argument("--scorer", default="smollm2", help="as for evaluate")
+    parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="auto: if it can be had")
+    parser.add_argument("--batch", type=whole(1), default=64, help="texts at once")
 
 
-def _training(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preset", default="tiny", help=f"one of {', '.join(PRESETS)} (default: tiny)")
+def _training(parser: Parser) -> None:
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="tiny", metavar="NAME", help="where options start from")
     parser.add_argument("--data", help="text file, folder, .jsonl, prepared folder, named corpus or hf:NAME")
     parser.add_argument(
         "--budget", help="what each may spend in training: 2000steps, 5Mtokens or 10min (default: the preset's)"
     )
     parser.add_argument(
-        "--train-seeds", type=int, default=1, help="trainings of each variant; deviations are then over them (default: 1)"
+        "--train-seeds", type=whole(1), default=1, help="trainings of each variant; deviations are then over them"
     )
     parser.add_argument(
-        "--jobs", type=int, default=1,
-        help="processes that share the training (default: 1); the same command on another node with the same --out joins in",
+        "--jobs", type=whole(1), default=1,
+        help="processes that share the training; the same command on another node with the same --out joins in",
     )  # fmt: skip
     parser.add_argument("--train-only", action="store_true", help=argparse.SUPPRESS)  # what the other processes of --jobs do
-    parser.add_argument("--protocol", default="default", help=f"one of {', '.join(PROTOCOLS)} (default: default)")
+    parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="as for evaluate")
     _scoring(parser, 256, 3)
 
 
-def _models(parser: argparse.ArgumentParser) -> None:
+def _models(parser: Parser) -> None:
     parser.add_argument(
         "checkpoints", nargs="*", type=Path, metavar="CHECKPOINT",
         help="model folders, runs or checkpoints (default: the bundled model)",
@@ -71,29 +74,22 @@ def _models(parser: argparse.ArgumentParser) -> None:
     _scoring(parser, 256, 1)
 
 
-def _sizes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preset", default="lm1b", help=f"one of {', '.join(PRESETS)} (default: lm1b)")
+def _sizes(parser: Parser) -> None:
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="lm1b", metavar="NAME", help="where options start from")
     parser.add_argument("--lengths", default="128,256,512,1024,2048,4096,8192", help="tokens of a text")
     parser.add_argument("--rates", default="1,0.5,0.25,0.125,0.0625", help="compression rates")
     parser.add_argument("--measure", action="store_true", help="also build each model and time it; else only count")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds that one measured batch may take (default: 60)")
-    parser.add_argument("--batch", type=int, default=1, help="texts at once when time is measured (default: 1)")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds when time is measured (default: 3)")
+    parser.add_argument("--limit", type=positive, default=60.0, help="seconds that one measured batch may take")
+    parser.add_argument("--batch", type=whole(1), default=1, help="texts at once when time is measured")
+    parser.add_argument("--repeats", type=whole(1), default=3, help="rounds when time is measured")
 
 
-ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+ARGUMENTS: dict[str, Callable[[Parser], None]] = {
     "training": _training, "models": _models, "sizes": _sizes,
 }  # fmt: skip
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    counts = {name: getattr(args, name, 1) for name in ("n", "seeds", "batch", "threads", "train_seeds", "jobs", "repeats")}
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1.")
-    if getattr(args, "limit", 1) <= 0:
-        raise UsageError("--limit must be positive.")
-
     import torch
 
     if args.threads:
@@ -188,8 +184,6 @@ def _run_models(args: argparse.Namespace, rest: Sequence[str]) -> Outcome:
     from jpeg_dlm.training.console import Console
     from jpeg_dlm.training.dist import read_ranks
 
-    if parse_overrides(rest):
-        raise UsageError("Options of a configuration belong to training: a trained model is looked at as it is.")
     console = Console(args.quiet)
     device = str(read_ranks(args.device, {}).device)
     asked = Asked(

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jpeg_dlm.cli.options import add_config_arguments, read_config
+from jpeg_dlm.cli.parser import Parser
+from jpeg_dlm.cli.values import whole
 from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import from_dict, read_json_file
 from jpeg_dlm.errors import UsageError
@@ -14,13 +16,12 @@ from jpeg_dlm.methods.registry import METHODS, STAGES, STUDENTS, method_class
 from jpeg_dlm.presets import preset
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_arguments(parser)
-    parser.set_defaults(preset=None)  # to tell 'not given' from 'tiny' when a run is resumed
+def add_arguments(parser: Parser) -> None:
+    add_config_arguments(parser, default=None)  # to tell 'not given' from 'tiny' when a run is resumed
     parser.add_argument(
-        "--method", metavar="NAME",
-        help=f"which system to train: {', '.join(METHODS)} (the small text encoder alone), "
-        f"{', '.join(STUDENTS)} (of a trained model) (default: jpeg-dlm)",
+        "--method", choices=(*METHODS, *STUDENTS), metavar="NAME",
+        help=f"which system to train; encoder: the small text encoder alone; {', '.join(STUDENTS)}: of a trained model; "
+        "default: jpeg-dlm",
     )  # fmt: skip
     parser.add_argument(
         "--teacher", type=Path, metavar="MODEL",
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out and its options, or start it")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument(
-        "--threads", type=int, help="CPU threads (default: PyTorch's choice); part of what makes a run repeatable"
+        "--threads", type=whole(1), help="CPU threads (default: PyTorch's choice); part of what makes a run repeatable"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
@@ -70,9 +71,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     config = read_config(args, rest, base_config(args), **{"method": args.method, "data.source": args.data})
     if not config.data.source:
         raise UsageError("There is no text to train on: name it with --data.")
-
-    if args.threads is not None and args.threads < 1:
-        raise UsageError("--threads must be at least 1.")
 
     import torch
 

@@ -6,33 +6,29 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jpeg_dlm.cli.options import refuse_rest
+from jpeg_dlm.cli.parser import Parser
+from jpeg_dlm.cli.values import positive, whole
 from jpeg_dlm.config import FAST_EVALUATIONS
 from jpeg_dlm.errors import UsageError
 
-KNOWN = ("--out", "--evaluations", "--solver", "--w", "--rows", "--trials", "--device")
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument("checkpoint", nargs="?", type=Path, help="model folder, run or checkpoint (default: the bundled model)")
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
     parser.add_argument(
-        "--evaluations", type=int, default=FAST_EVALUATIONS, metavar="N",
-        help=f"of the network for a text, the decode evaluation among them (default: {FAST_EVALUATIONS})",
+        "--evaluations", type=whole(2), default=FAST_EVALUATIONS,
+        help="of the network for a text, the decode evaluation among them",
     )  # fmt: skip
     parser.add_argument(
         "--solver", choices=("euler", "heun", "multistep"), help="solver of the fast sampler (default: its own)"
     )
-    parser.add_argument("--w", type=float, help="guidance scale of the fast sampler (default: the model's)")
-    parser.add_argument("--rows", type=int, default=64, help="texts whose noise is searched on (default: 64)")
-    parser.add_argument("--trials", type=int, default=150, help="grids tried (default: 150)")
+    parser.add_argument("--w", type=positive, help="guidance scale of the fast sampler (default: the model's)")
+    parser.add_argument("--rows", type=whole(1), default=64, help="texts whose noise is searched on")
+    parser.add_argument("--trials", type=whole(1), default=150, help="grids tried")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    refuse_rest(rest, KNOWN)
-    if min(args.rows, args.trials) < 1:
-        raise UsageError("--rows and --trials must be at least 1.")
     if args.out.exists():
         raise UsageError(f"'{args.out}' already exists: name another folder, nothing was overwritten.")
 

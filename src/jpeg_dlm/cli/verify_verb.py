@@ -6,16 +6,15 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from jpeg_dlm.cli.options import refuse_rest
+from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.errors import CheckpointError, JpegDlmError
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument("path", type=Path, help="run directory, checkpoint, model folder or prepared text")
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    refuse_rest(rest)
     path: Path = args.path
     if (path / "index.json").is_file():
         verify_blocks(path)

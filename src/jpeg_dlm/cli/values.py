@@ -1,0 +1,68 @@
+"""Values of options as argparse reads them: a wrong one is refused in a sentence before torch is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+
+from jpeg_dlm.config import LARGEST_INT
+
+# Names of solvers by system, as their sampler groups have them; those of most systems can only be read with torch loaded.
+SOLVERS = {"jpeg-dlm": ("euler", "heun", "multistep"), "sedd": ("euler", "analytic"), "elf": ("ode", "sde")}
+EVERY_SOLVER = tuple(dict.fromkeys(name for names in SOLVERS.values() for name in names))
+SOLVERS_SAID = "; ".join(f"{system}: {', '.join(names)}" for system, names in SOLVERS.items())
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Whole numbers from `least`."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= LARGEST_INT:
+            bound = "below 2^63" if value > LARGEST_INT else f"of at least {least}"
+            raise argparse.ArgumentTypeError(f"must be a whole number {bound}, not '{text}'")
+        return value
+
+    return read
+
+
+def number(rule: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
+    """Finite numbers for which `holds`; `rule` says so in words, such as "above 0"."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or not holds(value):
+            raise argparse.ArgumentTypeError(f"must be a number {rule}, not '{text}'")
+        return value
+
+    return read
+
+
+positive = number("above 0", lambda value: value > 0)
+from_zero = number("of at least 0", lambda value: value >= 0)
+share = number("above 0 and at most 1", lambda value: 0 < value <= 1)
+
+
+def several(read: Callable[[str], int]) -> Callable[[str], list[int]]:
+    """One value or several with commas between them."""
+    return lambda text: [read(part) for part in text.split(",")]
+
+
+def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """One of the known names or several with commas between them."""
+
+    def read(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"must be some of {','.join(known)}, not '{name}'")
+        return names
+
+    return read
