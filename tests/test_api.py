@@ -10,6 +10,7 @@ import torch
 from conftest import MICRO, made_up_text, micro_flags
 
 from jpeg_dlm import Model, load
+from jpeg_dlm.api import first_copy
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.errors import CheckpointError, DataError, UsageError
 from jpeg_dlm.methods.base import Batch
@@ -358,3 +359,12 @@ def test_an_unknown_option_names_those_of_the_sampler(model, writer):
         model.generate(1, temperature=0.5)
     with pytest.raises(UsageError, match="has no option 'steps': it has temperature"):
         writer.generate(1, steps=4)
+
+
+def test_what_fills_a_block_by_repetition_is_one_text():
+    end = 0
+    assert first_copy([5, 6, 7, end, 5, 6, 7, end, 5, 6], end) == [5, 6, 7]
+    assert first_copy([5, 6, 7, end, 5, 9, 7, end, 5, 6], end) == [5, 6, 7]  # the codec changed a token of a copy
+    assert first_copy([5, 6, 9, 7, 5, 6, 7, end, 5, 6, 9], end) == [5, 6, 9, 7, 5, 6, 7]
+    assert first_copy([5, 6, 7, end, 8, 9, 4, end, 3, 2], end) == [5, 6, 7, end, 8, 9, 4, end, 3, 2]  # three texts
+    assert first_copy([5, 6, 7, end], end) == [5, 6, 7, end] and first_copy([5, 5, 5, 5], end) == [5, 5, 5, 5]

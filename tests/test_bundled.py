@@ -82,3 +82,8 @@ def test_the_demo_shows_all_three_acts(capsys):
     assert "step " in err and "t=1.00" in err
     for part in ("1. Writing", "2. The codec", "3. Halfway", "What to try next"):
         assert part in out
+
+
+@pytest.mark.parametrize("text", ["We must work together.", "We must work.", SENTENCES[0]])
+def test_a_text_comes_back_once_from_its_latents(model, text):
+    assert model.decode(model.encode([text])) == model.reconstruct([text]) == [text]

@@ -4,9 +4,11 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,10 +19,10 @@ from jpeg_dlm import files
 from jpeg_dlm.cli.main import VERBS, build_parser, main
 from jpeg_dlm.cli.options import GROUPS
 from jpeg_dlm.cli.values import SOLVERS
-from jpeg_dlm.config_io import option_choices, option_names
+from jpeg_dlm.config_io import from_dict, option_choices, option_names
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
-from jpeg_dlm.methods.registry import METHODS, for_method
+from jpeg_dlm.methods.registry import METHODS, build_method, for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.training import checkpoint
 from jpeg_dlm.training.checkpoint import verify_run
@@ -135,7 +137,8 @@ def test_solvers_are_those_of_the_systems():
     ([], "VERB"), (["fly"], "choose one of demo, generate"), (["genrate"], "did you mean generate?"),
     (["train"], "--out"), (["train", "--out"], "--out needs a value"), (["interpolate", "one"], "second"),
     (["study", "ablation", "--out", "x"], "did you mean ablations?"), (["train", "--otu", "x"], "did you mean --out?"),
-    (["study", "rates", "--ouut", "x"], "did you mean --out?"), (["export", "x", "--out", "y", "--format", "onx"], "mean onnx?"),
+    (["study", "rates", "--ouut", "x"], "did you mean --out?"),
+    (["export", "x", "--out", "y", "--format", "onx"], "mean onnx?"),
 ])  # fmt: skip
 def test_words_that_make_no_command_are_refused(words, hint, capsys):
     assert hint in refusal(capsys, words, 2)
@@ -162,11 +165,13 @@ BAD_VALUES = [
     ["generate", "--w", "nan"], ["generate", "--w", "inf"], ["generate", "--w", "0"], ["generate", "--batch", "0"],
     ["generate", "-n", "9" * 30], ["generate", "--top-p", "1.5"], ["generate", "--temperature", "-1"],
     ["generate", "--solver", "rk4"], ["generate", "--grid", "log"], ["generate", "--dtype", "fp8"],
-    ["evaluate", "-n", "1"], ["evaluate", "--steps", "4,0"], ["evaluate", "--solver", "euler,rk4"], ["evaluate", "--seed", "-2"],
+    ["evaluate", "-n", "1"], ["evaluate", "--steps", "4,0"], ["evaluate", "--solver", "euler,rk4"],
+    ["evaluate", "--seed", "-2"],
     ["interpolate", "a", "b", "--points", "1"], ["benchmark", "--batch", "0"], ["benchmark", "--warmup", "-1"],
     ["tune", "--out", "x", "--w", "nan"], ["tune", "--out", "x", "--trials", "0"], ["compare", "--out", "x", "--seeds", "0"],
     ["study", "rates", "--out", "x", "--jobs", "0"], ["study", "cost", "--out", "x", "--limit", "0"],
-    ["train", "--out", "x", "--threads", "0"], ["train", "--out", "x", "--train.lr", "nan"], ["train", "--out", "x", "--method", "a"],
+    ["train", "--out", "x", "--threads", "0"], ["train", "--out", "x", "--train.lr", "nan"],
+    ["train", "--out", "x", "--method", "a"],
     ["info", "--plan", "--tflops", "-1"], ["info", "--plan", "--utilization", "2"],
 ]  # fmt: skip
 
@@ -529,6 +534,69 @@ def test_options_that_a_model_lacks_are_refused(finished, micro_folders, capsys)
     assert "writes whole texts" in refusal(capsys, ["generate", finished, "--prompt", "The"], 2)
     assert "not both" in refusal(capsys, ["generate", ar, "--prompt", "The", "--template", "[MASK]"], 2)
     assert "need jpeg-dlm" in refusal(capsys, ["reconstruct", "The farmer", "--checkpoint", ar], 2)
+
+
+def test_info_describes_a_run(finished, tmp_path, capsys):
+    assert main(["info", str(finished), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    metrics = read_metrics(finished / "metrics.jsonl")
+    heldout = [row for row in metrics if "heldout/ce" in row]
+    assert found["kind"] == "run" and found["method"] == "jpeg-dlm" and found["preset"] == "smoke" and found["trouble"] == []
+    assert found["steps"] == {"done": 12, "total": 12, "finished": True} and found["seconds"] > 0
+    assert found["heldout"]["ce"] == heldout[-1]["heldout/ce"] and found["heldout_step"] == heldout[-1]["step"]
+    assert found["checkpoint"] == "step-00000012" and len(found["samples"]["texts"]) == 2
+    index = json.loads((finished / "data" / "index.json").read_text())
+    assert found["text"]["train_blocks"] == index["splits"]["train"]["rows"]
+    config = from_dict(json.loads((finished / "config.json").read_text()))
+    assert found["sizes"]["parameters"] == sum(p.numel() for p in build_method(config).parameters() if p.requires_grad)
+    assert main(["info", str(finished)]) == 0
+    text = capsys.readouterr().out
+    assert "12 of 12, finished" in text and "12 tokens as 3 latents" in text
+    for line in text.split("Go on with:\n")[1].splitlines():
+        assert shlex.split(line)[2 if "--resume" not in line else 4] == str(finished)
+
+
+def test_info_says_how_to_go_on_with_a_run_that_is_not_done(run, tmp_path, capsys):
+    moved = run.rename(tmp_path / "my run")
+    shutil.rmtree(moved / "checkpoints")
+    (moved / "metrics.jsonl").write_text('{"step": 5, "loss": 3.0}\n{"step": 6, "lo')
+    (moved / "samples" / "step-00000012.txt").write_text("[0] \x1b[31mred\n[1] two")
+    assert main(["info", str(moved)]) == 0
+    text = capsys.readouterr().out
+    assert "5 of 12\n" in text and "nothing yet" in text and "\\x1b[31mred" in text
+    assert [shlex.split(line) for line in text.split("Go on with:\n")[1].splitlines()] == [
+        ["jpeg-dlm", "train", "--resume", "--out", str(moved)]
+    ]
+    (moved / "config.json").write_text("{")
+    assert main(["info", str(moved)]) == 0
+    assert "The configuration cannot be shown" in capsys.readouterr().out
+
+
+def test_info_describes_a_model_folder_and_nothing_else(micro_folders, tmp_path, capsys):
+    ar = micro_folders("ar")
+    assert main(["info", str(ar)]) == 0
+    text = capsys.readouterr().out
+    assert "AR (ar), preset smoke" in text and f"jpeg-dlm generate {ar}" in text and "steps" not in text
+    assert "no run and no model folder" in refusal(capsys, ["info", tmp_path], 1)
+    assert "jpeg-dlm info --preset smoke" in refusal(capsys, ["info", "smoke"], 2)
+    assert "leave one of them out" in refusal(capsys, ["info", ar, "--preset", "smoke"], 2)
+    assert "leave one of them out" in refusal(capsys, ["info", ar, "--model.depth", "2"], 2)
+
+
+def test_commands_that_are_suggested_can_be_typed(micro_folders, tmp_path, capsys):
+    out = tmp_path / "my model's folder"
+    assert main(["export", str(micro_folders("ar")), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert shlex.split(said.split("  or  ")[1]) == ["jpeg-dlm", "generate", str(out)]
+    assert main(["generate", str(out), "-n", "1"]) == 0
+    assert capsys.readouterr().err.startswith("1 text of 12 tokens in")
+
+
+def test_no_hint_has_an_unquoted_path_or_names_a_file_that_a_wheel_lacks():
+    for path in sorted(Path(files.__file__).parent.rglob("*.py")):
+        text = path.read_text("utf-8")
+        assert not re.search(r"jpeg-dlm [a-z]+ [^\"`\n]*\{", text), path
+        assert "benchmarks/" not in text, path
 
 
 def test_info_of_another_method(capsys):

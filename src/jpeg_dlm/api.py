@@ -149,11 +149,15 @@ class Model:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> list[str]:
-        """Texts of latents, through the decode branch."""
+        """Texts of latents, through the decode branch; what `encode` repeated to fill a block is given back once."""
         m = self.config.model
         if latents.dim() != 3 or latents.shape[1:] != (m.latent_len, m.latent_dim):
             raise UsageError(f"Latents must have shape (B, {m.latent_len}, {m.latent_dim}), not {tuple(latents.shape)}.")
-        return self.to_text(self._decode_rows(latents))
+        tokens = self._decode_rows(latents)
+        if self.config.data.packing == "padded":
+            return self.to_text(tokens)
+        rows = tokens[:, self._payload_start :][:, : self._payload].tolist()
+        return [self.tokenizer.decode(first_copy(row, self._separator)) for row in rows]
 
     @torch.no_grad()
     def reconstruct(self, texts: Sequence[str]) -> list[str]:
@@ -200,6 +204,12 @@ class Model:
     def _payload(self) -> int:
         return payload(self.config.data)
 
+    @property
+    def _separator(self) -> int:
+        """The token between two texts of a block."""
+        tok = self.tokenizer
+        return tok.boundary_id if self.config.data.frame and tok.boundary_id is not None else tok.eos_id
+
     def _blocks(self, text: str) -> list[list[int]]:
         ids = self._ids(text)
         return [ids[i : i + self._payload] for i in range(0, len(ids), self._payload)]
@@ -227,10 +237,9 @@ class Model:
             if data.packing == "padded":
                 row = ids + [tok.pad_id] * (self._payload - len(ids))
             else:
-                between = tok.boundary_id if data.frame and tok.boundary_id is not None else tok.eos_id
                 row = ids[:]
                 while len(row) < self._payload:
-                    row += [between, *ids]
+                    row += [self._separator, *ids]
                 row = row[: self._payload]
             if data.frame:
                 if tok.bos_id is None:
@@ -293,6 +302,19 @@ class Model:
         from jpeg_dlm.hub import HubModel
 
         return HubModel.from_pretrained(str(name_or_path), **options).model
+
+
+def first_copy(row: list[int], separator: int) -> list[int]:
+    """The text that fills a row by repetition, once; any other row as it is.
+
+    A codec may change a few tokens, so a row repeats itself where more than half of what follows a separator is what the
+    row began with (assumed: of two different texts few tokens agree in place).
+    """
+    for i in [i for i, token in enumerate(row) if token == separator and i > 0]:
+        again = row[i + 1 :]
+        if 2 * sum(a == b for a, b in zip(row, again, strict=False)) > len(again) > 0:
+            return row[:i]
+    return row
 
 
 def load(

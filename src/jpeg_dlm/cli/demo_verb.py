@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from shutil import which
 
 from jpeg_dlm.cli.parser import Parser
 
@@ -31,11 +35,12 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     print("\n3. Halfway between two sentences, in latent space.\n")
     for i, text in enumerate(model.interpolate(*ENDS, points=5)):
         print(f"   {i / 4:.2f}  {text}")
+    program = shlex.quote(sys.argv[0]) if Path(sys.argv[0]).name == "jpeg-dlm" and not which("jpeg-dlm") else "jpeg-dlm"
     print(
         "\nWhat to try next:\n"
-        "   .venv/bin/jpeg-dlm generate -n 8 --steps 64 --watch\n"
-        "   .venv/bin/jpeg-dlm reconstruct 'Your own sentence here.'\n"
-        "   .venv/bin/jpeg-dlm train --preset smoke --data sotu-modern --out runs/first   (a few minutes)\n"
-        "   .venv/bin/jpeg-dlm train --preset tiny --data YOUR.txt --out runs/mine        (a coffee or an evening)"
+        f"   {program} generate -n 8 --steps 64 --watch\n"
+        f"   {program} reconstruct 'Your own sentence here.'\n"
+        f"   {program} train --preset smoke --data sotu-modern --out runs/first   (a few minutes)\n"
+        f"   {program} train --preset tiny --data YOUR.txt --out runs/mine        (an evening on two cores)"
     )
     return 0

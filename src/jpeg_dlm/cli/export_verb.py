@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jpeg_dlm.cli.parser import Parser
+from jpeg_dlm.wording import command
 
 FORMATS = {
     "safetensors": "a model folder in the released layout",
@@ -33,5 +34,5 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         from jpeg_dlm.training.console import Console
 
         write_exported(parts, args.format, args.out, Console().say)
-    print(f"Wrote '{args.out}': load it with  jpeg_dlm.load('{args.out}')  or  jpeg-dlm generate {args.out}")
+    print(f"Wrote '{args.out}': load it with  jpeg_dlm.load({str(args.out)!r})  or  {command('generate', args.out)}")
     return 0

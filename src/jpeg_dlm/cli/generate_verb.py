@@ -15,6 +15,7 @@ from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.cli.values import EVERY_SOLVER, SOLVERS_SAID, from_zero, positive, share, whole
 from jpeg_dlm.config_io import option_choices
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.wording import command, counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,12 +98,12 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     else:
         for i, row in enumerate(tokens.tolist()):
             print(" ".join(map(str, row)) if texts is None else f"[{i}] {texts[i]}")
-    print(f"{args.n} texts of {tokens.shape[1]} tokens in {seconds:.1f} s", file=sys.stderr)
+    print(f"{counted(args.n, 'text')} of {tokens.shape[1]} tokens in {seconds:.1f} s", file=sys.stderr)
     fp32_on_cpu = args.dtype in (None, "fp32") and model.can_accelerate and device_of(model.method).type == "cpu"
     if seconds > SLOW_S and fp32_on_cpu and args.checkpoint:
         print(
             "On a CPU OpenVINO writes the same tokens sooner, up to 1.2x as fast at the paper's sizes (measured):  "
-            f"jpeg-dlm export {args.checkpoint} --format openvino --out FOLDER",
+            f"{command('export', args.checkpoint, '--format', 'openvino', '--out', 'FOLDER')}",
             file=sys.stderr,
         )
     if args.dtype in ("bf16", "int8"):
@@ -117,6 +118,7 @@ def price(model: Model, tokens: Tensor, args: argparse.Namespace, options: dict[
     exact = model.accelerate("fp32").sample(n, seed=args.seed, batch=args.batch, **options)
     share = (exact == tokens[:n]).float().mean().item()
     return (
-        f"{args.dtype} against fp32: {share:.1%} of the tokens of the first {n} texts are the same; one that differs early "
-        "changes those after it, so see what quality it costs with  python benchmarks/run.py price"
+        f"{args.dtype} against fp32: {share:.1%} of the tokens of the first {counted(n, 'text')} are the same; one that "
+        "differs early changes those after it, so judge the texts: write some of both with --out, then  "
+        "jpeg-dlm evaluate FP32.jsonl REDUCED.jsonl --reference REAL.txt"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jpeg_dlm.cli.options import add_config_arguments, list_options, read_config
@@ -12,16 +13,22 @@ from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.cli.values import positive, share
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.registry import METHODS, STAGES
+from jpeg_dlm.presets import PRESETS, preset
+from jpeg_dlm.wording import command
 
 if TYPE_CHECKING:
     from jpeg_dlm.config import Config
 
 SYSTEMS = [name for name in METHODS if name not in STAGES]
+DEFAULT = "lm1b"
 PLAN_ONLY = ("devices", "tokens", "tflops", "utilization", "measured", "device")
 
 
 def add_arguments(parser: Parser) -> None:
-    add_config_arguments(parser, default="lm1b")
+    parser.add_argument(
+        "path", nargs="?", type=Path, metavar="RUN", help="run or model folder to describe; without it, a preset is described"
+    )
+    add_config_arguments(parser, DEFAULT, required=False)
     parser.add_argument("--method", choices=SYSTEMS, metavar="NAME", help="which system (default: jpeg-dlm)")
     parser.add_argument("--options", action="store_true", help="every option of the method instead, with its value and meaning")
     parser.add_argument("--plan", action="store_true", help="what a training needs instead: memory of a device, time, days")
@@ -35,10 +42,12 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    if args.path:
+        return _describe(args, rest)
     stray = next((name for name in PLAN_ONLY if getattr(args, name) and not args.plan), None)
     if stray:
         raise UsageError(f"--{stray} belongs to a plan: add --plan.")
-    config = read_config(args, rest, method=args.method)
+    config = read_config(args, rest, preset(args.preset or DEFAULT), method=args.method)
     if args.options:
         print(list_options(config))
         return 0
@@ -54,6 +63,23 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
         description, show = describe_method(config), format_method
     print(json.dumps(description, indent=1) if args.json else show(description))
+    return 0
+
+
+def _describe(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """What a folder holds; its options are fixed."""
+    stray = [name for name in (*PLAN_ONLY, "plan", "options", "preset", "config", "method") if getattr(args, name)]
+    if stray or rest:
+        option = rest[0] if rest else f"--{stray[0]}"
+        raise UsageError(f"{option} is for a preset, and '{args.path}' is as it is: leave one of them out.")
+    if not args.path.is_dir():
+        hint = f": a preset is described by  {command('info', '--preset', args.path)}" if str(args.path) in PRESETS else ""
+        raise UsageError(f"'{args.path}' is no folder of a run or a model{hint or '.'}")
+
+    from jpeg_dlm.report.overview import format_overview, overview
+
+    found = overview(args.path)
+    print(json.dumps(found, indent=1, ensure_ascii=False) if args.json else format_overview(found))
     return 0
 
 

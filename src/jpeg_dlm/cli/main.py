@@ -28,12 +28,13 @@ VERBS = {
     "study": "the paper's ablations, sweeps and latent-space figures, on your text and at your size",
     "report": "one page with tables, figures and samples of runs, evaluations, comparisons and studies",
     "benchmark": "how fast models write, measured in turns",
-    "info": "sizes, operations and memory of a preset",
+    "info": "what a run or model is and how to go on; or sizes, operations and memory of a preset",
     "tune": "find the few sampling times that serve a model best, for generate --fast",
     "import": "bring in a published checkpoint: JPEG-DLM, MDLM, SEDD, Duo, AR, ELF, LangFlow, FLM",
     "export": "write a model folder, or its networks for ONNX or OpenVINO",
     "verify": "check every file of a run or model against its hashes",
     "doctor": "what this machine has, what is missing, how to mend it",
+    "completion": "print a script with which a shell completes verbs, options and values",
 }
 
 

@@ -17,35 +17,41 @@ NOT_OPTIONS = ("preset", "method")  # they choose what the others are
 GROUPS = ("data", "encoder", "model", "objective", "train", "sampler")
 
 
-def add_config_arguments(parser: Parser, default: str | None = "tiny", groups: Sequence[str] = GROUPS) -> None:
-    """`--preset` and `--config`, and the options of these groups behind `--help-all`; all others are taken too."""
-    said = "where options start from" if default else "where options start from; default: tiny"
-    parser.add_argument("--preset", choices=tuple(PRESETS), default=default, metavar="NAME", help=said)
+def add_config_arguments(parser: Parser, default: str = "tiny", groups: Sequence[str] = GROUPS, required: bool = True) -> None:
+    """`--preset` and `--config`, and the options of these groups behind `--help-all`; all others are taken too.
+
+    Where no preset is required, the verb itself takes the default, so that it can tell it from one that was given.
+    """
+    parser.add_argument(
+        "--preset", choices=tuple(PRESETS), default=default if required else None, metavar="NAME",
+        help="where options start from" if required else f"where options start from (default: {default})",
+    )  # fmt: skip
     parser.add_argument("--config", type=Path, metavar="FILE", help="JSON file with options that replace the preset's")
-    document_options(parser, groups)
+    document_options(parser, groups, default)
     parser.set_defaults(accepts=GROUPS)
 
 
-def document_options(parser: Parser, groups: Sequence[str]) -> None:
+def document_options(parser: Parser, groups: Sequence[str], default: str = "") -> None:
     """`--help-all`, which shows the options of these groups; the verb takes them."""
     names = [f"--{name.replace('_', '-')}" for name in option_names() if name.split(".")[0] in groups]
     shown = ", ".join(f"--{group}.*" for group in groups)
     parser.dotted = [name for name in names if "." in name]
     parser.epilog = f"{len(parser.dotted)} more options ({shown}) are shown by  {parser.prog} --help-all"
     parser.set_defaults(accepts=groups)
-    parser.add_argument("--help-all", action=HelpAll, groups=groups, help="this and the options of the configuration")
+    said = "this and the options of the configuration"
+    parser.add_argument("--help-all", action=HelpAll, groups=groups, preset=default, help=said)
 
 
 class HelpAll(argparse.Action):
     """Print the help with every option of some groups; their values are those of the preset, if there is one."""
 
-    def __init__(self, groups: Sequence[str], **options: Any) -> None:
+    def __init__(self, groups: Sequence[str], preset: str, **options: Any) -> None:
         super().__init__(**options, nargs=0, default=argparse.SUPPRESS)
-        self.groups = groups
+        self.groups, self.preset = groups, preset
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
-        name = (namespace.preset or "tiny") if hasattr(namespace, "preset") else ""
-        add_every_option(parser, self.groups, preset(name) if name in PRESETS else None)
+        name = getattr(namespace, "preset", None) or self.preset
+        add_every_option(parser, self.groups, preset(name) if isinstance(name, str) and name in PRESETS else None)
         parser.epilog = "Those of another system than jpeg-dlm are shown by  jpeg-dlm info --method NAME --options"
         parser.print_help()
         parser.exit()

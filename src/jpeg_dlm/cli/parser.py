@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +21,9 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return "PATH" if action.type is Path else action.dest.upper() if action.type is None else "N"
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
 
     def _get_help_string(self, action: argparse.Action) -> str:
         said = action.help or ""

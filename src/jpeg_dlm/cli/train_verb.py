@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from jpeg_dlm.config_io import from_dict, read_json_file
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.registry import METHODS, STAGES, STUDENTS, method_class
 from jpeg_dlm.presets import preset
+from jpeg_dlm.wording import command
 
 
 def add_arguments(parser: Parser) -> None:
-    add_config_arguments(parser, default=None)  # to tell 'not given' from 'tiny' when a run is resumed
+    add_config_arguments(parser, required=False)  # to tell 'not given' from 'tiny' when a run is resumed
     parser.add_argument(
         "--method", choices=(*METHODS, *STUDENTS), metavar="NAME",
         help=f"which system to train; encoder: the small text encoder alone; {', '.join(STUDENTS)}: of a trained model; "
@@ -88,7 +90,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         console.say(f"Stopped by {outcome.stopped_by} at step {outcome.step:,} and saved: go on with --resume.")
         return 143 if outcome.stopped_by == "SIGTERM" else 130
     if config.method == "encoder":
-        console.say(f"Done. Use it with  --encoder.name {args.out / 'encoder'}")
+        console.say(f"Done. Use it with  --encoder.name {shlex.quote(str(args.out / 'encoder'))}")
     elif config.method not in STAGES:
-        console.say(f"Done. Try  jpeg-dlm generate {args.out}")
+        console.say(f"Done. Try  {command('generate', args.out)}")
     return 0

@@ -10,6 +10,7 @@ from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.cli.values import positive, whole
 from jpeg_dlm.config import FAST_EVALUATIONS
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.wording import command
 
 
 def add_arguments(parser: Parser) -> None:
@@ -56,6 +57,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     evaluations = sampler.fast().evaluations(config.data.token_len)
     print(
         f"Wrote '{args.out}': {sampler.fast_solver} with {evaluations} evaluations, distance from {found.start_error:.4f} to "
-        f"{found.error:.4f}; use it with  jpeg-dlm generate {args.out} --fast"
+        f"{found.error:.4f}; use it with  {command('generate', args.out, '--fast')}"
     )
     return 0
