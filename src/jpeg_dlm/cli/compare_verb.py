@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jpeg_dlm.cli.options import GROUPS, document_options, parse_overrides
 from jpeg_dlm.cli.parser import Parser
-from jpeg_dlm.cli.values import whole
+from jpeg_dlm.cli.values import scorer, whole
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
 from jpeg_dlm.presets import PRESETS
 
@@ -24,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="as for evaluate")
     parser.add_argument("-n", type=whole(1), default=256, help="texts per seed")
     parser.add_argument("--seeds", type=whole(1), default=3, help="number of seeds")
-    parser.add_argument("--scorer", default="smollm2", help="as for evaluate")
+    parser.add_argument("--scorer", type=scorer, default="smollm2", metavar="NAME", help="as for evaluate")
     parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="auto: if it can be had")
     parser.add_argument("--batch", type=whole(1), default=16, help="texts at once when speed is measured")
     parser.add_argument("--repeats", type=whole(1), default=5, help="rounds when speed is measured")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jpeg_dlm.cli.options import document_options, parse_overrides
 from jpeg_dlm.cli.parser import Parser
-from jpeg_dlm.cli.values import EVERY_SOLVER, SOLVERS_SAID, several, some_of, whole
+from jpeg_dlm.cli.values import EVERY_SOLVER, SOLVERS_SAID, scorer, several, some_of, whole
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
 
@@ -46,6 +46,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--reference", type=Path, help="real texts to hold against instead: .txt or .jsonl")
     parser.add_argument(
         "--scorer",
+        type=scorer,
+        metavar="NAME",
         help="smollm2 (fetched; the default), hf:gpt2-large (the paper's), hf:FOLDER, gguf:FILE, or ar:CHECKPOINT of our own",
     )
     parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="auto: if it can be had")

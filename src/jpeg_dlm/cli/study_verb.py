@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from jpeg_dlm.cli.options import GROUPS, document_options, parse_overrides
 from jpeg_dlm.cli.parser import Parser
-from jpeg_dlm.cli.values import positive, whole
+from jpeg_dlm.cli.values import positive, scorer, whole
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
 from jpeg_dlm.presets import PRESETS
 from jpeg_dlm.studies.registry import STUDIES
@@ -42,7 +42,7 @@ def add_arguments(parser: Parser) -> None:
 def _scoring(parser: Parser, n: int, seeds: int) -> None:
     parser.add_argument("-n", type=whole(1), default=n, help="texts per seed")
     parser.add_argument("--seeds", type=whole(1), default=seeds, help="number of seeds of sampling")
-    parser.add_argument("--scorer", default="smollm2", help="as for evaluate")
+    parser.add_argument("--scorer", type=scorer, default="smollm2", metavar="NAME", help="as for evaluate")
     parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="auto: if it can be had")
     parser.add_argument("--batch", type=whole(1), default=64, help="texts at once")
 

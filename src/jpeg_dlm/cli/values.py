@@ -50,6 +50,16 @@ from_zero = number("of at least 0", lambda value: value >= 0)
 share = number("above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
+def scorer(text: str) -> str:
+    """The name of a scorer as `evaluation.scoring.build_scorer` takes it."""
+    kind, _, rest = text.partition(":")
+    if text not in ("smollm2", "smollm2-135m") and not (kind in ("hf", "gguf", "ar") and rest):
+        raise argparse.ArgumentTypeError(
+            f"must be smollm2, hf:NAME (hf:gpt2-large is the paper's), gguf:FILE or ar:CHECKPOINT, not '{text}'"
+        )
+    return text
+
+
 def several(read: Callable[[str], int]) -> Callable[[str], list[int]]:
     """One value or several with commas between them."""
     return lambda text: [read(part) for part in text.split(",")]

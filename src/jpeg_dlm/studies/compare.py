@@ -48,7 +48,7 @@ def method_names(text: str) -> tuple[str, ...]:
     names = list(ORDER) if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in METHODS or name in STAGES:
-            raise UsageError(f"Unknown method '{name}': choose of {', '.join(ORDER)}, or all.")
+            raise UsageError(f"Unknown method '{name}': choose all, or some of {','.join(ORDER)}.")
     return tuple([name for name in ORDER if name in names] + [name for name in names if name not in ORDER])
 
 
