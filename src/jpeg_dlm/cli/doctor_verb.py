@@ -29,7 +29,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     for name in CORE:
         print(f"  {name:<18} {_version(name) or 'MISSING: pip install jpeg-dlm'}")
     for name, extra in OPTIONAL.items():
-        print(f"  {name:<18} {_version(name) or f'not installed: pip install "jpeg-dlm[{extra}]"'}")
+        missing = f"not installed: pip install 'jpeg-dlm[{extra}]'"
+        print(f"  {name:<18} {_version(name) or missing}")
     if torch.cuda.is_available():
         print(f"GPU: {torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB")
     else:
