@@ -18,12 +18,15 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OPTIONS = {name for method in METHODS if method != "cosmos-codec" for name in option_names(for_method(preset("tiny"), method))}
 
+KNOWN = {"--method": "ar", "--preset": "tiny"}  # in place of a placeholder
+
 
 def commands(page: Path) -> list[list[str]]:
     """Every `jpeg-dlm ...` in code, with placeholders as they stand."""
     text = page.read_text("utf-8")
     code = re.findall(r"`(jpeg-dlm [^`\n]+)`", text) + re.findall(r"^\s*(jpeg-dlm .+)$", text, re.MULTILINE)
-    lines = [re.split(r"\s{2,}#|\s+\[(?!MASK)", line)[0].replace("...", "x") for line in code if not line.endswith("--help")]
+    code = [re.sub(r"(--method|--preset) NAME", lambda m: f"{m[1]} {KNOWN[m[1]]}", line) for line in code]
+    lines = [re.split(r"\s{2,}#|\s+\[(?!MASK)", line)[0].replace("...", "x") for line in code if "--help" not in line]
     return [shlex.split(line)[1:] for line in lines]
 
 

@@ -28,9 +28,8 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         said = action.help or ""
         notes = []
-        choices = list(map(str, action.choices or ()))
-        if action.metavar and action.option_strings and not all(name in said for name in choices):  # else argparse shows them
-            notes.append(f"one of {', '.join(choices)}".replace("%", "%%"))
+        if action.choices and action.metavar and action.option_strings:  # else argparse shows them in place of the value
+            notes.append(f"one of {', '.join(map(str, action.choices))}".replace("%", "%%"))
         if action.nargs != 0 and action.default not in (None, "", argparse.SUPPRESS) and "default:" not in said:
             notes.append("default: %(default)s")
         if notes and said.endswith(")"):
