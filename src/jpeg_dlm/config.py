@@ -227,6 +227,9 @@ class TrainConfig:
     nonfinite: Literal["stop", "skip"] = opt("stop", "what to do when a loss or gradient is not a number")
     log_every: int = opt(10, "steps between lines of metrics.jsonl")
     eval_every: int = opt(500, "steps between held-out losses and sample texts; 0 is never")
+    diagnose: bool = opt(
+        False, "at each of them also compare the denoiser with the best linear one and samples with the training text"
+    )
     save_every: int = opt(500, "steps between checkpoints")
     keep: int = opt(2, "checkpoints kept")
     encoder_steps: int = opt(0, "steps of pretraining the 'small' encoder before the run (0: it must exist)")

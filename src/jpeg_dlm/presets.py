@@ -114,6 +114,7 @@ def tiny() -> Config:
             warmup=200,
             schedule="cosine",
             eval_every=250,
+            diagnose=True,  # a few seconds of one core each time; the paper's presets would keep other devices waiting
             save_every=250,
             encoder_steps=1600,
         ),
@@ -176,6 +177,7 @@ def smoke() -> Config:
             warmup=0,
             encoder_steps=300,
             eval_every=200,
+            diagnose=False,  # longer than the steps in between
             save_every=200,
             ema=0.98,
         ),

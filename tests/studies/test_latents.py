@@ -21,7 +21,6 @@ from jpeg_dlm.studies.latents import (
     linear_ratio,
     linear_time,
     tan_ratio,
-    tan_time,
     unit_rms,
     view_of,
 )
@@ -55,7 +54,7 @@ def test_the_papers_times_have_one_signal_to_noise_ratio(t, linear, snr):
 @pytest.mark.parametrize("d", [1.0, 5.0, 9.0])
 def test_times_and_ratios_are_inverse(d):
     for t in (0.0, 0.05, 0.5, 0.9):
-        assert tan_time(tan_ratio(t, TanSchedule(d)), TanSchedule(d)) == pytest.approx(t, abs=1e-9)
+        assert TanSchedule(d).time(tan_ratio(t, TanSchedule(d))) == pytest.approx(t, abs=1e-9)
     for t in (1.0, 0.7, 0.01):
         assert linear_time(linear_ratio(t)) == pytest.approx(t)
 
@@ -71,7 +70,7 @@ def test_states_are_those_that_the_model_was_trained_on(method):
     assert torch.equal(view.noisy(z, eps, 0.0), z)
     name, state = method.config.method, view.noisy(z, eps, ratio)
     if name == "cosmos":
-        alpha, sigma = TanSchedule().alpha_sigma(torch.tensor(tan_time(ratio, TanSchedule()), dtype=torch.float64))
+        alpha, sigma = TanSchedule().alpha_sigma(torch.tensor(TanSchedule().time(ratio), dtype=torch.float64))
         expected = float(alpha) * z + float(sigma) * eps
     else:  # t x + (1 - t) c eps with (1 - t) c / t = ratio
         c = method.config.objective.noise_scale if name == "elf" else 1.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -94,11 +94,11 @@ def _entropy(ids: Sequence[int]) -> float:
     return -math.fsum(n / total * math.log(n / total) for n in Counter(ids).values())
 
 
-def _ngrams(ids: Sequence[int], n: int) -> list[tuple[int, ...]]:
+def _ngrams(ids: Sequence[Hashable], n: int) -> list[tuple[Hashable, ...]]:
     return [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
 
 
-def distinct_n(ids_per_text: Iterable[Sequence[int]], n: int) -> float:
+def distinct_n(ids_per_text: Iterable[Sequence[Hashable]], n: int) -> float:
     """Different n-grams over all n-grams of all texts together; 0 when no text has n tokens."""
     grams = [gram for ids in ids_per_text for gram in _ngrams(ids, n)]
     return len(set(grams)) / len(grams) if grams else 0.0

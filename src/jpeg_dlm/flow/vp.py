@@ -26,6 +26,10 @@ class TanSchedule:
         length = torch.hypot(data, noise)
         return data / length, noise / length
 
+    def time(self, ratio: float) -> float:
+        """The time with this sigma / alpha = d tan(pi t / 2)."""
+        return 2 / math.pi * math.atan(ratio / self.d)
+
     def beta(self, t: Tensor) -> Tensor:
         """-d log(alpha**2) / dt, the rate of the forward SDE dz = -beta z / 2 dt + sqrt(beta) dw."""
         angle = math.pi / 2 * t.clamp(max=BETA_T_MAX)

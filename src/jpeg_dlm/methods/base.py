@@ -54,10 +54,15 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class Latents:
-    """Clean latents on the scale on which noise is N(0, I), and what decodes latents of that scale to token ids."""
+    """Clean latents on the scale on which noise is N(0, I), and what decodes latents of that scale to token ids.
+
+    `predict(z_t, t)` estimates the clean latents behind z_t = t z + (1 - t) eps in one evaluation of the method's network,
+    with no earlier estimate to go by; None for a method without such a network.
+    """
 
     z_BND: Tensor
     decode: Callable[[Tensor], Tensor]
+    predict: Callable[[Tensor, float], Tensor] | None = None
 
 
 class Method(nn.Module, ABC):

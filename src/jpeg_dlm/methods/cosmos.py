@@ -6,6 +6,7 @@ Shapes: B batch, L tokens, N latents, D latent width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Self
@@ -162,7 +163,12 @@ class Cosmos(Method):
         return masked_mean((self.greedy(self.encode(batch)) == batch.tokens_BL).float(), batch.mask_BL)
 
     def latent_space(self, batch: Batch) -> Latents:
-        return Latents(self.encode(batch), self.greedy)
+        def predict(z_t: Tensor, t: float) -> Tensor:
+            """By the state of its own path with the same SNR."""
+            time = torch.full((len(z_t),), self.schedule.time((1 - t) / t), device=z_t.device)
+            return self.predict(z_t / math.hypot(t, 1 - t), time)
+
+        return Latents(self.encode(batch), self.greedy, predict)
 
     def parameter_groups(self) -> list[ParameterGroup]:
         return [ParameterGroup("flow", {f"network.{name}": p for name, p in self.network.named_parameters()})]

@@ -363,8 +363,12 @@ class JpegDlm(Method):
         return masked_mean(same.float(), batch.mask_BL)
 
     def latent_space(self, batch: Batch, w: float = 1.0) -> Latents:
-        z = self.encode(batch)
-        return Latents(z, lambda z: self.tokens(z, torch.full((len(z),), w, device=z.device)))
+        def scale(z: Tensor) -> Tensor:
+            return torch.full((len(z),), w, device=z.device)
+
+        return Latents(
+            self.encode(batch), lambda z: self.tokens(z, scale(z)), lambda z_t, t: self.self_conditioned(scale(z_t))(z_t, t)
+        )
 
     # ------------------------------------------------------------ files and optimization
 

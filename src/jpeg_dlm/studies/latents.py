@@ -40,11 +40,6 @@ def tan_ratio(t: float, schedule: TanSchedule) -> float:
     return float(sigma / alpha)
 
 
-def tan_time(ratio: float, schedule: TanSchedule) -> float:
-    """The time of a tan-d schedule with this sigma / alpha = d tan(pi t / 2)."""
-    return 2 / math.pi * math.atan(ratio / schedule.d)
-
-
 def linear_ratio(t: float) -> float:
     """sigma / alpha = (1 - t) / t on the linear path."""
     return (1 - t) / t
@@ -135,7 +130,7 @@ class CosmosView(LatentView):
         return (z + ratio * eps) / math.hypot(1, ratio)
 
     def predict(self, z_t: Tensor, ratio: float) -> Tensor:
-        return self.method.predict(z_t, per_sample(tan_time(ratio, self.method.schedule), z_t))
+        return self.method.predict(z_t, per_sample(self.method.schedule.time(ratio), z_t))
 
     def decode(self, z: Tensor) -> Tensor:
         return self.method.greedy(z)

@@ -13,7 +13,9 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jpeg_dlm.config import Config
+from jpeg_dlm.training.metrics import DIAGNOSIS
 
+OF_DIAGNOSIS = (f"{DIAGNOSIS}ratio_0.3", f"{DIAGNOSIS}trigram")  # the two of some fifty that a line shows
 PLAIN_EVERY_S = 20.0  # in a log file a line now and then is enough
 
 
@@ -84,7 +86,7 @@ class Console:
         began, last = time.monotonic(), [0.0]
 
         def line(step: int, values: dict[str, float]) -> str:
-            terms = [f"{k} {v:.4g}" for k, v in values.items() if not k.startswith("lr_")]
+            terms = [f"{k} {v:.4g}" for k, v in values.items() if k in OF_DIAGNOSIS or not k.startswith(("lr_", DIAGNOSIS))]
             return "  ".join(terms)
 
         if self.live:

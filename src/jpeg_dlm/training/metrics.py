@@ -18,6 +18,7 @@ from typing import Any
 from jpeg_dlm.errors import DataError
 from jpeg_dlm.files import write_atomic
 
+DIAGNOSIS = "diag_"  # how the measures of `training.diagnosis` begin
 NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 

@@ -19,7 +19,7 @@ from matplotlib.ticker import EngFormatter, LogFormatter, MaxNLocator
 
 from jpeg_dlm.errors import DataError
 from jpeg_dlm.files import write_atomic
-from jpeg_dlm.training.metrics import read_metrics
+from jpeg_dlm.training.metrics import DIAGNOSIS, read_metrics
 
 HELDOUT = "heldout_"
 LR = "lr_"
@@ -110,7 +110,12 @@ def _collect(rows: Sequence[dict[str, Any]]) -> dict[str, _Series]:
     series: dict[str, _Series] = {}
     for row in rows:
         for name, value in row.items():
-            if name not in HIDDEN and isinstance(value, (int, float)) and not isinstance(value, bool):
+            if (
+                name not in HIDDEN
+                and not name.startswith(DIAGNOSIS)
+                and isinstance(value, (int, float))
+                and not isinstance(value, bool)
+            ):
                 one = series.setdefault(name, _Series())
                 one.steps.append(row["step"])
                 one.values.append(float(value))

@@ -41,6 +41,7 @@ from jpeg_dlm.training.alarms import Alarms
 from jpeg_dlm.training.checkpoint import latest_checkpoint
 from jpeg_dlm.training.console import Console
 from jpeg_dlm.training.data import BatchStream
+from jpeg_dlm.training.diagnosis import TEXTS, Diagnosis
 from jpeg_dlm.training.dist import Ranks
 from jpeg_dlm.training.heldout import heldout_losses
 from jpeg_dlm.training.lock import run_lock
@@ -309,12 +310,17 @@ def provenance(bench: Bench) -> dict[str, str]:
 
 def evaluation(trainer: Trainer, heldout: Blocks, tokenizer: TextTokenizer) -> Callable[[int], dict[str, float]]:
     """What happens every `eval_every` steps, with the averaged weights: held-out losses, sample texts, a new plot."""
+    writes = trainer.ranks.is_main and trainer.config.method not in STAGES
+    diagnosis = Diagnosis(trainer.stream, heldout, tokenizer) if writes and trainer.config.train.diagnose else None
 
     def evaluate(step: int) -> dict[str, float]:
         with trainer.averaged(), trainer.autocast():
             found = heldout_losses(trainer.method, heldout, trainer.ranks)
-            if trainer.ranks.is_main and trainer.config.method not in STAGES:
-                write_samples(trainer.method, trainer.config, tokenizer, trainer.run, step, trainer.ranks.device)
+            if writes:
+                n = TEXTS if diagnosis else SAMPLE_TEXTS
+                rows_BL = sample_rows(trainer.method, trainer.config, trainer.ranks.device, n)
+                write_samples(rows_BL[:SAMPLE_TEXTS], tokenizer, trainer.run, step)
+                found |= diagnosis(trainer.method, rows_BL) if diagnosis else {}
         if trainer.ranks.is_main:
             plot_if_measured(trainer.run)
         return found
@@ -329,15 +335,18 @@ def plot_if_measured(run: Path) -> None:
         plot_metrics(run)
 
 
-def write_samples(
-    method: Method, config: Config, tokenizer: TextTokenizer, run: Path, step: int, device: torch.device, n: int = SAMPLE_TEXTS
-) -> None:
-    """The first n samples of seed 0 at this step, as a text file: not chosen, only counted."""
+def sample_rows(method: Method, config: Config, device: torch.device, n: int) -> torch.Tensor:
+    """Token ids of the first n samples of seed 0."""
     was_training = method.training
     method.eval()
-    rows = method.sample(config.sampler, RowNoise(0, range(n), 0, device))
+    rows_BL = method.sample(config.sampler, RowNoise(0, range(n), 0, device))
     method.train(was_training)
-    texts = [tokenizer.decode(row) for row in rows.tolist()]
+    return rows_BL
+
+
+def write_samples(rows_BL: torch.Tensor, tokenizer: TextTokenizer, run: Path, step: int) -> None:
+    """The first samples at this step, as a text file: not chosen, only counted."""
+    texts = [tokenizer.decode(row) for row in rows_BL.tolist()]
     folder = run / "samples"
     folder.mkdir(exist_ok=True)
     write_atomic(folder / f"step-{step:08d}.txt", "\n".join(f"[{i}] {text}" for i, text in enumerate(texts)) + "\n")
