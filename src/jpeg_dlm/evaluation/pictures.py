@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,12 +83,15 @@ def draw_against_evaluations(
     return save_png(figure, path)
 
 
-def new_figure(panels: int, heading: str) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(4.6 * panels + 0.4, 3.4), facecolor="white")
+def new_figure(panels: int, heading: str, columns: int = 0) -> tuple[Figure, list[Axes]]:
+    """Panels in one row, or in as many as `columns` panels a row make."""
+    columns = min(panels, columns or panels)
+    rows = math.ceil(panels / columns)
+    figure = Figure(figsize=(4.6 * columns + 0.4, 3.1 * rows + 0.3), facecolor="white")
     figure.set_layout_engine("constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(heading, fontsize=11, color=INK, fontweight="bold")
-    return figure, [figure.add_subplot(1, panels, i + 1) for i in range(panels)]
+    return figure, [figure.add_subplot(rows, columns, i + 1) for i in range(panels)]
 
 
 def dress(axes: Axes, heading: str, y: str, x: str) -> None:

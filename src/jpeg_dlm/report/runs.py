@@ -12,17 +12,24 @@ from typing import Any
 from jpeg_dlm.config_io import flatten, read_json_file, to_dict
 from jpeg_dlm.evaluation.parts import key_of
 from jpeg_dlm.files import MANIFEST, MANIFEST_BYTES, load_json
+from jpeg_dlm.methods.denoising import TIMES
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.report.blocks import Block, Command, Details, Facts, Note, Paragraph, Samples, Section, Table, code, plain
 from jpeg_dlm.report.reading import Trouble, facts, folded_options, options_table, read_figure, read_text, shown, text_table
 from jpeg_dlm.studies.workshop import training_seconds
 from jpeg_dlm.training.checkpoint import STATE, STATE_BYTES, STEP_NAME
+from jpeg_dlm.training.diagnosis_plot import diagnoses
 from jpeg_dlm.training.metrics import read_metrics
 from jpeg_dlm.training.plots import HELDOUT
 
 METRICS_ALT = (
     "Curves over the optimizer steps: losses in training and on held-out text, gradient norm, speed and learning rates."
+)
+
+DIAGNOSIS_ALT = (
+    "Error of one prediction over that of the best linear denoiser, right tokens and effective rank, trigram perplexity and "
+    "words of samples."
 )
 
 
@@ -121,7 +128,9 @@ def run_section(folder: Path) -> Section:
     alarms = attempt("The list of alarms", lambda: _alarms(folder), [])
     caption = f"{run.name}: what was measured in training."
     picture = attempt("metrics.png", lambda: [read_figure(folder / "metrics.png", METRICS_ALT, caption)], [])
+    diagnosis = attempt("The diagnosis", lambda: _diagnosis(run), [])
     parts = [
+        Section("Diagnosis", tuple(diagnosis)),
         Section("Samples", tuple(attempt("The samples", lambda: _samples(folder), []))),
         Section("Configuration", tuple(attempt("The table of options", lambda: config_blocks(run.config), []))),
         Section("Stages before", tuple(attempt("The table of stages", lambda: _stages(folder), []))),
@@ -198,6 +207,36 @@ def _losses(run: Run) -> Table:
     terms = sorted(train.keys() | heldout.keys(), key=lambda name: (name != "loss", name))
     cells = [[name, *(f"{of[name]:.4g}" if name in of else "" for of in (train, heldout))] for name in terms]
     return text_table(f"Last losses of {run.name}", ("last value", "training", "held out"), cells)
+
+
+def _diagnosis(run: Run) -> list[Block]:
+    """What the last evaluation found out about denoiser and samples, and the picture of all of them."""
+    found = diagnoses(run.folder / "metrics.jsonl")
+    if not found:
+        return []
+    step, last = max(found.items())
+    times = [f"{t:g}" for t in TIMES if f"ratio_{t:g}" in last]
+    kinds = {"error": "error of one prediction", "linear": "of the best linear one", "ratio": "ratio", "accuracy": "tokens"}
+    cells = [[text, *(f"{last[f'{kind}_{t}']:.3g}" for t in times)] for kind, text in kinds.items()] if times else []
+    table = [text_table(f"Denoiser of {run.name} at step {step:,}", ("t", *times), cells)] if times else []
+    known = facts(
+        [
+            ("Words that exist", beside(last, "words")),
+            ("Different pairs of words", beside(last, "distinct")),
+            ("Trigram perplexity", beside(last, "trigram", "shuffled")),
+            ("Copied from training", shown(last["copied"])),
+            ("Effective rank of a vector", shown(last.get("rank", ""))),
+            ("Effective rank of a whole text", shown(last.get("rank_joint", ""))),
+        ]
+    )
+    picture = read_figure(run.folder / "diagnosis.png", DIAGNOSIS_ALT, f"{run.name}: denoiser and samples at every evaluation.")
+    return [*table, known, picture]
+
+
+def beside(values: Mapping[str, float], name: str, *others: str) -> str:
+    """A measure of samples with what real text has, and what else it is held against."""
+    held = [f"{other} text {shown(values[key])}" for other in ("real", *others) if (key := f"{name}_{other}") in values]
+    return f"{shown(values[name])} ({', '.join(held)})" if held else shown(values[name])
 
 
 def _alarms(folder: Path) -> list[Block]:

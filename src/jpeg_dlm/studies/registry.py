@@ -27,5 +27,6 @@ STUDIES: dict[str, StudyInfo] = {
     "lengths": StudyInfo("models", "lengths of generated and real text, which MAUVE could tell apart (paper, appendix)"),
     "decodability": StudyInfo("models", "where decoding breaks: token accuracy against noise, for each model"),
     "geometry": StudyInfo("models", "spectrum, effective rank and isotropy of the latents, at the end and over training"),
+    "diagnose": StudyInfo("models", "denoiser against the best linear one, codec and samples: why models write as they do"),
     "cost": StudyInfo("sizes", "parameters, operations, memory and time as r falls and texts grow"),
 }

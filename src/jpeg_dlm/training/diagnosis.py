@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,15 +25,19 @@ from jpeg_dlm.training.metrics import DIAGNOSIS
 TEXTS = 64  # written for the measures of text
 FIT_ROWS = 2048  # of training text to which the linear denoiser is fitted (assumed: twice its coordinates or more)
 FIT_NUMBERS = 1 << 27  # of their latents at most: half a gigabyte
-HELDOUT_ROWS = 128  # on which predictions are compared (measured: the ratio moves by 1% with other rows)
+HELDOUT_ROWS = 64  # on which predictions are compared, always the same (assumed: enough to follow a run; the study takes more)
 ROWS_AT_ONCE = 32
 
 
 class Diagnosis:
     """The measures of a run; what is fitted to its text is made when first needed, and then kept."""
 
-    def __init__(self, stream: BatchStream, heldout: Blocks, tokenizer: TextTokenizer) -> None:
+    def __init__(
+        self, stream: BatchStream, heldout: Blocks, tokenizer: TextTokenizer, fit_rows: int = FIT_ROWS,
+        heldout_rows: int = HELDOUT_ROWS,
+    ) -> None:  # fmt: skip
         self.stream, self.heldout, self.tokenizer = stream, heldout, tokenizer
+        self.fit_rows, self.heldout_rows = fit_rows, min(heldout_rows, len(heldout))
 
     @cached_property
     def known(self) -> KnownText:
@@ -42,7 +47,7 @@ class Diagnosis:
         """All measures of a method and of rows that it wrote, by their names in `metrics.jsonl`."""
         was_training = method.training
         method.eval()
-        found = self.latents(method) | self.texts(rows_BL)
+        found = self.latents(method) | self.texts(rows_BL.cpu().numpy())
         method.train(was_training)
         return {f"{DIAGNOSIS}{name}": value for name, value in found.items()}
 
@@ -50,19 +55,19 @@ class Diagnosis:
     def latents(self, method: Method) -> dict[str, float]:
         """What is known of latents and their denoiser; nothing for methods without one."""
         first = method.latent_space(self.stream.batch([0]))
-        if first is None or first.predict is None or not len(self.heldout):
+        if first is None or first.predict is None or not self.heldout_rows:
             return {}
-        rows = spread(len(self.stream.blocks), min(FIT_ROWS, max(2, FIT_NUMBERS // first.z_BND.numel())))
-        parts = [self.stream.batch(rows[i : i + ROWS_AT_ONCE].tolist()) for i in range(0, len(rows), ROWS_AT_ONCE)]
-        z_SND = torch.cat([self.space(method, batch).z_BND for batch in parts])
+        rows = spread(len(self.stream.blocks), min(self.fit_rows, max(2, FIT_NUMBERS // first.z_BND.numel())))
+        parts = (rows[i : i + ROWS_AT_ONCE].tolist() for i in range(0, len(rows), ROWS_AT_ONCE))
+        z_SND = torch.cat([self.space(method, self.stream.batch(part)).z_BND for part in parts])
         linear = fit_linear_denoiser(z_SND)
         return compare_denoisers(self.heldout_parts(method), linear) | ranks(z_SND, linear)
 
     def heldout_parts(self, method: Method) -> Iterator[tuple[Latents, Batch, RowNoise]]:
         """The first held-out rows with noise that never changes."""
         device = self.stream.device
-        for start in range(0, min(HELDOUT_ROWS, len(self.heldout)), ROWS_AT_ONCE):
-            rows = range(start, min(start + ROWS_AT_ONCE, HELDOUT_ROWS, len(self.heldout)))
+        for start in range(0, self.heldout_rows, ROWS_AT_ONCE):
+            rows = range(start, min(start + ROWS_AT_ONCE, self.heldout_rows))
             tokens_BL = self.heldout.rows(list(rows)).to(device)
             batch = Batch(tokens_BL, self.heldout.mask(tokens_BL))
             yield self.space(method, batch), batch, RowNoise(0, rows, 0, device)
@@ -73,10 +78,10 @@ class Diagnosis:
         assert found is not None
         return found
 
-    def texts(self, rows_BL: Tensor) -> dict[str, float]:
+    def texts(self, rows_BL: np.ndarray) -> dict[str, float]:
         """What training text says of written rows, of real ones, and of real ones in no order."""
         known = self.known
-        found = vars(known.measure(known.cut(rows_BL.cpu().numpy())))
+        found = vars(known.measure(known.cut(rows_BL)))
         if known.real is None or known.shuffled is None:
             return found
         return found | {"words_real": known.real.words, "distinct_real": known.real.distinct,

@@ -49,12 +49,12 @@ class _Series:
 
 def plot_metrics(run: Path) -> Path:
     """Draw `RUN/metrics.png` and return its path."""
-    with _collected():
+    with collected():
         return _draw_run(run)
 
 
 @contextlib.contextmanager
-def _collected() -> Iterator[None]:
+def collected() -> Iterator[None]:
     """Frees what is made within: figures are full of cycles, and a training loop makes too few objects to trigger that.
 
     What is made while collection is off stays in the youngest generation, so that collecting it costs next to nothing.

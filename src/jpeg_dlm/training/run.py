@@ -1,6 +1,6 @@
 """A run from text to trained model: prepare, train stage after stage, and write what a person wants to see.
 
-RUN/config.json  tokenizer.json  metrics.jsonl  metrics.png  alarms.jsonl (if any)  samples/  checkpoints/
+RUN/config.json  tokenizer.json  metrics.jsonl  metrics.png  diagnosis.png  alarms.jsonl (if any)  samples/  checkpoints/
 RUN/data/        prepared blocks, unless a prepared folder was named
 RUN/encoder/     the trained 'small' encoder
 RUN/features/    cached features, if asked for
@@ -42,6 +42,7 @@ from jpeg_dlm.training.checkpoint import latest_checkpoint
 from jpeg_dlm.training.console import Console
 from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.training.diagnosis import TEXTS, Diagnosis
+from jpeg_dlm.training.diagnosis_plot import plot_diagnosis
 from jpeg_dlm.training.dist import Ranks
 from jpeg_dlm.training.heldout import heldout_losses
 from jpeg_dlm.training.lock import run_lock
@@ -329,10 +330,11 @@ def evaluation(trainer: Trainer, heldout: Blocks, tokenizer: TextTokenizer) -> C
 
 
 def plot_if_measured(run: Path) -> None:
-    """A new picture of the metrics, unless the run was stopped before its first line."""
+    """New pictures of metrics and diagnosis, unless the run was stopped before its first line."""
     path = run / "metrics.jsonl"
     if path.is_file() and path.stat().st_size:
         plot_metrics(run)
+        plot_diagnosis(run)
 
 
 def sample_rows(method: Method, config: Config, device: torch.device, n: int) -> torch.Tensor:
