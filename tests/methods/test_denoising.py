@@ -9,7 +9,9 @@ from conftest import MICRO, perturb
 from jpeg_dlm.config_io import override
 from jpeg_dlm.encoders import build_encoder
 from jpeg_dlm.methods.base import Batch, Latents
+from jpeg_dlm.methods.cosmos import Cosmos
 from jpeg_dlm.methods.denoising import TIMES, compare_denoisers, fit_linear_denoiser, ranks
+from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.rng import RowNoise, generator
@@ -127,7 +129,7 @@ def test_what_is_not_a_number_raises_nothing():
 
 @pytest.mark.parametrize("name", ["jpeg-dlm", "cosmos"])
 def test_methods_predict_from_the_linear_path(name):
-    """A prediction from almost clean latents is that of the network at its own last time."""
+    """The network sees the state of its own path with the same ratio of noise to signal."""
     config = for_method(override(preset("smoke"), MICRO), name)
     encoder = build_encoder(override(config, {"encoder.kind": "random", "encoder.scale": "none"}).encoder, 300, 0)
     method = perturb(build_method(config, encoder)).eval()
@@ -137,9 +139,10 @@ def test_methods_predict_from_the_linear_path(name):
     with torch.no_grad():
         z, t = latents.z_BND, 0.4
         z_t = t * z + (1 - t) * RowNoise(0, range(5)).normal("x", *z.shape[1:])
-        if name == "jpeg-dlm":
+        if isinstance(method, JpegDlm):
             own = method.dit(z_t, torch.full((5,), t), None, torch.ones(5))
         else:
+            assert isinstance(method, Cosmos)
             time = torch.full((5,), 2 / math.pi * math.atan((1 - t) / t / method.schedule.d))
             alpha, _ = method.schedule.alpha_sigma(time)
             own = method.network(z_t / t * alpha[:, None, None], time, None)

@@ -25,7 +25,7 @@ from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.training.diagnosis_plot import diagnoses, plot_diagnosis
 from jpeg_dlm.training.metrics import MetricsLog, read_metrics
 
-TEXT = {"words", "distinct", "trigram", "copied", "words_real", "distinct_real", "trigram_real", "trigram_shuffled"}
+TEXT = {f"{name}{of}" for name in ("words", "distinct", "trigram", "copied") for of in ("", "_real")} | {"trigram_shuffled"}
 LATENT = {f"{kind}_{t:g}" for kind in ("error", "linear", "ratio", "accuracy") for t in TIMES} | {"rank", "rank_joint"}
 
 SIZES = {"data.vocab_size": 300, "data.token_len": 12, "train.steps": 12}

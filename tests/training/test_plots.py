@@ -29,7 +29,7 @@ def write(run, rows):
 def test_panels_follow_the_measures(tmp_path, drawn):
     rows = [(s, {"ce": 3.0 / s, "loss": 4.0 / s, "odd_term": 1.0, "grad_norm": 1.0, "lr_flow": 1e-3, "lr_codec": 3e-4,
                  "rows_per_s": 50.0, "elapsed_s": s, "note": "text"}) for s in range(1, 300)]  # fmt: skip
-    rows += [(100, {"heldout_ce": 0.5}), (200, {"heldout_ce": 0.4, "heldout_only": 2.0})]
+    rows += [(100, {"heldout_ce": 0.5}), (200, {"heldout_ce": 0.4, "heldout_only": 2.0, "diag_ratio_0.3": 1.0})]
     write(tmp_path, rows)
     path = plots.plot_metrics(tmp_path)
     assert path == tmp_path / "metrics.png" and imread(path).shape[1] > 1000

@@ -134,13 +134,16 @@ class KnownText:
     def words(self, row: np.ndarray) -> list[str]:
         return words_of(self.tokenizer.decode(row.tolist()), whole=self.padded)
 
+    def distinct(self, rows: Sequence[np.ndarray]) -> float:
+        """Different pairs of words over all pairs, which falls with the number of rows."""
+        return distinct_n([self.words(row) for row in rows], 2)
+
     def measure(self, rows: Sequence[np.ndarray]) -> Written:
         """What is known of rows that were cut."""
-        words = [self.words(row) for row in rows]
-        every = [word for text in words for word in text]
+        words = [word for row in rows for word in self.words(row)]
         return Written(
-            words=sum(word in self.known for word in every) / max(1, len(every)),
-            distinct=distinct_n(words, 2),
+            words=sum(word in self.known for word in words) / max(1, len(words)),
+            distinct=self.distinct(rows),
             trigram=self.trigram.perplexity(rows),
             copied=sum(map(self.has, rows)) / len(rows),
         )

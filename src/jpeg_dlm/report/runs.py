@@ -224,7 +224,7 @@ def _diagnosis(run: Run) -> list[Block]:
             ("Words that exist", beside(last, "words")),
             ("Different pairs of words", beside(last, "distinct")),
             ("Trigram perplexity", beside(last, "trigram", "shuffled")),
-            ("Copied from training", shown(last["copied"])),
+            ("Copied from training", beside(last, "copied")),
             ("Effective rank of a vector", shown(last.get("rank", ""))),
             ("Effective rank of a whole text", shown(last.get("rank_joint", ""))),
         ]

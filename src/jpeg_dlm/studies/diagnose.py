@@ -101,7 +101,8 @@ def table(result: Mapping[str, Any]) -> str:
     for row in {row["heldout"]: row for row in result["rows"]}.values():
         m = row["measures"]
         real = [_cell(m.get(f"{name}_real"), digits) for name, digits in (("words", 3), ("distinct", 2), ("trigram", 0))]
-        rows.append([f"*real text of {row['name']}*", *[""] * (5 + len(RATIOS)), *real, "1", ""])
+        copied = _cell(m.get("copied_real"), 3)
+        rows.append([f"*real text of {row['name']}*", *[""] * (5 + len(RATIOS)), *real, "1", copied])
         rows.append(["*its tokens shuffled*", *[""] * (7 + len(RATIOS)), _cell(m.get("trigram_shuffled"), 0), "0", ""])
     head = (
         "Error of one prediction over that of the best linear denoiser, on held-out text (below 1 it knows more than means and "

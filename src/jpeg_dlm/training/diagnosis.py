@@ -84,5 +84,6 @@ class Diagnosis:
         found = vars(known.measure(known.cut(rows_BL)))
         if known.real is None or known.shuffled is None:
             return found
-        return found | {"words_real": known.real.words, "distinct_real": known.real.distinct,
-                        "trigram_real": known.real.trigram, "trigram_shuffled": known.shuffled}  # fmt: skip
+        real = {f"{name}_real": value for name, value in vars(known.real).items()}
+        same_number = known.cut(self.heldout.rows(range(min(len(rows_BL), len(self.heldout)))).numpy())
+        return found | real | {"distinct_real": known.distinct(same_number), "trigram_shuffled": known.shuffled}
