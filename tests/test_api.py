@@ -12,10 +12,15 @@ from conftest import MICRO, made_up_text, micro_flags
 from jpeg_dlm import Model, load
 from jpeg_dlm.api import first_copy
 from jpeg_dlm.cli.main import main
+from jpeg_dlm.cli.watch import Watcher
 from jpeg_dlm.errors import CheckpointError, DataError, UsageError
+from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.methods.base import Batch
+from jpeg_dlm.methods.registry import METHODS, STAGES
 from jpeg_dlm.sampling.given import template_ids
+from jpeg_dlm.text.packing import Layout, step
 from jpeg_dlm.text.tokenizer import train_bpe
+from jpeg_dlm.training.run import write_samples
 
 pytest_plugins = ["stand_in"]  # fixtures
 
@@ -153,6 +158,63 @@ def test_a_seed_names_a_text_in_any_batch(model):
     assert torch.equal(whole[4:6], model.sample(2, seed=2, first=4))
     assert not torch.equal(whole, model.sample(7, seed=3))
     assert model.generate(7, seed=2, batch=2) == model.to_text(whole)
+
+
+def row_with_ends(tokenizer):
+    """'The farmer' END 'steers' END 'books', and what a text that ends would be."""
+    head, rest, more = (tokenizer.encode(word) for word in ("The farmer", "steers", "books"))
+    row = [*head, tokenizer.eos_id, *rest, tokenizer.eos_id, *more]
+    return torch.tensor([(row + row)[:L]]), "The farmer", [*head, tokenizer.eos_id]
+
+
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - set(STAGES)))
+@pytest.mark.parametrize("packing", ["padded", "continuous"])
+def test_text_ends_at_the_first_end_where_rows_end(method, packing, micro_folders, monkeypatch, capsys, tmp_path):
+    """Of every method, in everything that shows its text; rows of other packings stay whole."""
+    model = load(micro_folders(method, data__packing=packing), "cpu")
+    rows, ended, kept = row_with_ends(model.tokenizer)
+
+    def sample(sampler, noise, watch=None, given_BL=None):
+        if watch:
+            watch(1, 1, 1.0, lambda: rows)
+        return rows.expand(len(noise.rows), -1)
+
+    monkeypatch.setattr(model.method, "sample", sample)
+    whole = model.tokenizer.decode(rows[0].tolist())
+    expected = ended if packing == "padded" else whole
+    assert whole != ended and model.generate(2) == [expected] * 2 == model.to_text(rows) * 2
+    tokens = model.sample(1)[0].tolist()
+    assert tokens == (kept + [model.tokenizer.pad_id] * (L - len(kept)) if packing == "padded" else rows[0].tolist())
+    found = ModelSource(model, "m", 4).write(0, 1, {}, specials=False)
+    assert found.texts == [expected] and model.tokenizer.decode(found.ids[0]) == expected
+    assert found.ids == [kept[:-1]] if packing == "padded" else found.ids == rows.tolist()
+    named = ModelSource(model, "m", 4).write(0, 1, {}, specials=True).texts[0]
+    assert named.count("</s>") == (0 if packing == "padded" else rows[0].tolist().count(model.tokenizer.eos_id))
+    model.sample(1, watch=Watcher(model))
+    assert capsys.readouterr().err.strip().endswith(f"t=1.00  {expected}")
+    write_samples(model.method, model.config, model.tokenizer, tmp_path, 3, torch.device("cpu"), 1)
+    assert (tmp_path / "samples" / "step-00000003.txt").read_text("utf-8") == f"[0] {expected}\n"
+
+
+def test_a_template_is_kept_where_a_hole_was_filled_with_an_end(stand_ins, micro_folders, monkeypatch):
+    model = load(micro_folders("unigram", data__packing="padded"), "cpu")
+    eos = model.tokenizer.eos_id
+    monkeypatch.setattr(
+        model.method, "sample", lambda s, noise, w=None, given_BL=None: torch.where(given_BL < 0, eos, given_BL)
+    )
+    assert model.generate(1, template="The farmer [MASK] steers") == ["The farmer steers"]
+
+
+@pytest.mark.parametrize("frame", [False, True])
+def test_texts_are_encoded_as_the_rows_of_training_were(frame, micro_folders):
+    """Against what `prepare` makes of the same text."""
+    model = load(micro_folders("jpeg-dlm", data__packing="padded", data__frame=frame), "cpu")
+    tok = model.tokenizer
+    layout = Layout("padded", L, tok.eos_id, tok.pad_id, frame, tok.bos_id, tok.boundary_id)
+    for text in ("The farmer", "The captain steers ships", "books " * (10 if frame else 12)):
+        ids = tok.encode(text)
+        if len(ids) <= model._payload:
+            assert model._rows([text])[0].tolist() == step(layout, [], [ids])[0][:1]
 
 
 def test_sampler_options_are_keywords(model):

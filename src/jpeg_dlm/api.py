@@ -30,6 +30,7 @@ from jpeg_dlm.sampling.engine import Engine
 from jpeg_dlm.sampling.given import payload, prompt_row, template_row
 from jpeg_dlm.sampling.linear import DTYPES, Dtype
 from jpeg_dlm.sampling.sampler import Writer, device_of, sample_batches
+from jpeg_dlm.text.packing import end_rows
 from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer
 from jpeg_dlm.training.dist import read_ranks
 
@@ -50,7 +51,7 @@ class Model:
         self, n: int = 1, *, seed: int = 0, first: int = 0, batch: int = 64, watch: Watch | None = None,
         given: Tensor | None = None, **sampler: Any,
     ) -> Tensor:  # fmt: skip
-        """Token ids (n, L) of samples `first` to `first + n - 1` of `seed`.
+        """Token ids (n, L) of samples `first` to `first + n - 1` of `seed`, `ended` where rows end.
 
         `given` (L) holds ids that every sample keeps, and -1 elsewhere. Keyword arguments are options of the method's
         sampler; for JPEG-DLM: steps, solver, grid, w, protocol, ...
@@ -60,7 +61,8 @@ class Model:
         if given is not None and given.shape != (self.config.data.token_len,):
             raise UsageError(f"`given` must have shape ({self.config.data.token_len},), not {tuple(given.shape)}.")
         options = self.sampler_options(**sampler)
-        return torch.cat(list(sample_batches(self.writer, n, options, seed, batch, first, watch, given))).cpu()
+        tokens = torch.cat(list(sample_batches(self.writer, n, options, seed, batch, first, watch, given))).cpu()
+        return self.ended(tokens, given)
 
     @property
     def writer(self) -> Writer:
@@ -110,7 +112,7 @@ class Model:
         """
         if prompt is not None or template is not None:
             options["given"] = self.given(prompt, template)
-        return self.to_text(self.sample(n, seed=seed, **options))
+        return self.to_text(self.sample(n, seed=seed, **options), options.get("given"))
 
     def given(self, prompt: str | None = None, template: str | None = None) -> Tensor | None:
         """What `sample` has to keep for a prompt or a template."""
@@ -129,9 +131,23 @@ class Model:
         if max(ids) >= self.config.data.vocab_size:
             raise DataError(f"The text holds the token {max(ids)}, which the model does not know: leave that word out.")
 
-    def to_text(self, tokens: Tensor) -> list[str]:
-        """Rows of token ids as strings."""
-        return [self.tokenizer.decode(row) for row in tokens.tolist()]
+    def ended(self, tokens: Tensor, given: Tensor | None = None) -> Tensor:
+        """Rows with padding behind the first end token (and behind what was `given`), for a model of rows that end."""
+        if not self.config.data.rows_end:
+            return tokens
+        return end_rows(tokens, self.tokenizer.eos_id, self.tokenizer.pad_id, given)
+
+    def to_text(self, tokens: Tensor, given: Tensor | None = None) -> list[str]:
+        """Rows of token ids as strings, which end where the rows do."""
+        return [self.tokenizer.decode(row) for row in self.ended(tokens, given).tolist()]
+
+    def text_ids(self, tokens: Tensor) -> list[list[int]]:
+        """The ids of each row that are text: whole rows, or what stands before the end where rows end."""
+        rows = self.ended(tokens).tolist()
+        if not self.config.data.rows_end:
+            return rows
+        around = {self.tokenizer.eos_id, self.tokenizer.pad_id}
+        return [[i for i in row if i not in around] for row in rows]
 
     # ------------------------------------------------------------ the codec
 
@@ -188,7 +204,7 @@ class Model:
         codec = self.codec
         self.complete_method()
         rows = rows.to(device_of(codec))
-        mask = rows != self.tokenizer.pad_id if self.config.data.packing == "padded" else None
+        mask = rows != self.tokenizer.pad_id if self.config.data.rows_end else None
         return codec.encode(Batch(rows, mask))
 
     def _decode_rows(self, latents: Tensor) -> Tensor:
@@ -224,7 +240,8 @@ class Model:
     def _rows(self, texts: Sequence[Any], from_ids: bool = False) -> tuple[Tensor, list[int]]:
         """Rows of exactly L tokens in the form the model was trained on, and how many tokens of each are the text's.
 
-        A model trained on full blocks never saw padding, so a short text is repeated, as if more of it followed.
+        A model trained on full blocks never saw padding, so a short text is repeated, as if more of it followed; where rows
+        end, the text is ended and padded.
         """
         tok, data, rows, lengths = self.tokenizer, self.config.data, [], []
         for text in texts:
@@ -234,18 +251,15 @@ class Model:
                     f"The text has {len(ids)} tokens, the model takes {self._payload}: shorten it or use reconstruct."
                 )
             lengths.append(len(ids))
-            if data.packing == "padded":
-                row = ids + [tok.pad_id] * (self._payload - len(ids))
-            else:
-                row = ids[:]
-                while len(row) < self._payload:
-                    row += [self._separator, *ids]
-                row = row[: self._payload]
+            row = [*ids, self._separator]
+            while not data.rows_end and len(row) < self._payload:
+                row += [*ids, self._separator]
+            row = row[: self._payload]
             if data.frame:
                 if tok.bos_id is None:
                     raise DataError("This model needs a tokenizer with a begin token: use the one it was trained with.")
                 row = [tok.bos_id, *row, tok.eos_id]
-            rows.append(row)
+            rows.append(row + [tok.pad_id] * (data.token_len - len(row)))
         return torch.tensor(rows), lengths
 
     # ------------------------------------------------------------ parts

@@ -48,6 +48,11 @@ class DataConfig:
     )
     cache_features: bool = opt(False, "keep the frozen encoder's features of every block on disk")
 
+    @property
+    def rows_end(self) -> bool:
+        """Whether a row's text ends at its first end token; in other packings that token only parts documents."""
+        return self.packing == "padded"
+
 
 @dataclass(frozen=True)
 class EncoderConfig:

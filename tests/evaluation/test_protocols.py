@@ -155,6 +155,6 @@ def test_special_tokens_stand_in_the_text_where_the_protocol_keeps_them(micro):
 
     source = ModelSource(micro, "micro", 4)
     ids = [*micro.tokenizer.encode("The farmer plants"), micro.tokenizer.eos_id]
-    assert "</s>" in source.with_specials([ids])[0]
+    assert "</s>" in source.texts(torch.tensor([ids]), specials=True).texts[0]
     plain, kept = (source.write(0, 4, {}, specials) for specials in (False, True))
     assert plain.ids == kept.ids and not any("</s>" in text for text in plain.texts)

@@ -14,7 +14,7 @@ from jpeg_dlm.encoders import build_encoder
 from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.flow.vp import TanSchedule
 from jpeg_dlm.methods.base import FREE, Batch
-from jpeg_dlm.methods.cosmos import VARIANCE_FLOOR, Cosmos, end_rows
+from jpeg_dlm.methods.cosmos import VARIANCE_FLOOR, Cosmos
 from jpeg_dlm.methods.cosmos_codec import CosmosCodec
 from jpeg_dlm.methods.cosmos_config import CosmosSampler
 from jpeg_dlm.methods.registry import build_method, for_method
@@ -411,17 +411,6 @@ def test_watching_sees_every_step_and_changes_nothing():
     assert [row[:2] for row in seen] == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
     assert [row[2] for row in seen] == pytest.approx([1, 0.7625, 0.525, 0.2875, 0.05])
     assert all(row[3].shape == (B, L) for row in seen)
-
-
-def test_rows_end_only_where_the_data_has_rows_that_end():
-    tokens = torch.tensor([[5, 1, 6, 1], [1, 7, 7, 7], [5, 6, 7, 1], [5, 6, 7, 8]])
-    expected = [[5, 1, 0, 0], [1, 0, 0, 0], [5, 6, 7, 1], [5, 6, 7, 8]]
-    assert end_rows(tokens, eos_id=1, pad_id=0).tolist() == expected
-    for packing in ("continuous", "padded"):
-        method = build(data__packing=packing)
-        method.codec.greedy = lambda z: tokens  # type: ignore[method-assign]
-        z = torch.zeros(4, N, D)
-        assert method.tokens(z, method.config.sampler).tolist() == (expected if packing == "padded" else tokens.tolist())
 
 
 def test_given_tokens_are_refused():

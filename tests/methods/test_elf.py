@@ -13,7 +13,7 @@ from jpeg_dlm.encoders import build_encoder
 from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.flow.path import guidance_scale, guided_target
 from jpeg_dlm.methods.base import Batch
-from jpeg_dlm.methods.elf import Elf, euler_step, pad_after_end, step_back
+from jpeg_dlm.methods.elf import Elf, euler_step, step_back
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.nn.dit import DiT
 from jpeg_dlm.presets import PRESETS, preset
@@ -249,7 +249,7 @@ def test_a_perfect_predictor_is_followed_to_its_features(solver, grid, monkeypat
     method = build(sampler__solver=solver, sampler__grid=grid, sampler__steps=16)
     x, seen = torch.randn(B, L, WIDTH), []
     monkeypatch.setattr(method, "predict", lambda z, t, s, w: seen.append((t, z)) or x)
-    monkeypatch.setattr(method, "tokens", lambda z, w: z)
+    monkeypatch.setattr(method, "greedy", lambda z, w: z)
     assert torch.allclose(method.sample(method.config.sampler, noise()), x, atol=1e-5)
     assert len(seen) == 16 and seen[0][0] == 0 and seen[0][1].std().item() == pytest.approx(2, rel=0.1)
     if solver == "ode":  # every state is t x and noise of deviation 2 (1 - t)
@@ -274,16 +274,6 @@ def test_watching_a_sample():
     assert method.config.sampler.evaluations(L) == 5 and method.config.sampler.label() == "4 ODE steps"
     with pytest.raises(UsageError):
         method.sample(method.config.sampler, noise(2), None, torch.full((2, L), -1))
-
-
-def test_text_ends_at_its_end_token_in_padded_data_only(monkeypatch):
-    rows = torch.tensor([[5, 1, 6, 1, 7], [1, 5, 5, 5, 5], [5, 6, 7, 8, 9]])
-    ended = [[5, 1, 0, 0, 0], [1, 0, 0, 0, 0], [5, 6, 7, 8, 9]]
-    assert pad_after_end(rows, 1, 0).tolist() == ended
-    for packing, wanted in (("padded", ended), ("continuous", rows.tolist())):
-        method = build(data__packing=packing)
-        monkeypatch.setattr(method, "greedy", lambda z, w: rows)
-        assert method.sample(method.config.sampler, noise(3)).tolist() == wanted
 
 
 def test_reconstruction_counts_real_tokens(monkeypatch):

@@ -1,10 +1,11 @@
 """Rows have exactly L ids, and no id of the text is lost or moved."""
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpeg_dlm.text.packing import Layout, lengths, pack, sentences, step
+from jpeg_dlm.text.packing import Layout, end_rows, lengths, pack, sentences, step
 
 EOS, PAD, BOS, LINE = 1, 0, 4, 5
 PIECE = st.lists(st.integers(10, 99), min_size=0, max_size=9)
@@ -54,6 +55,18 @@ def test_padded_rows_lose_nothing(documents, width, frame):
     if rows:
         found = lengths(np.asarray(rows), PAD)
         assert [r[:n] for r, n in zip(rows, found, strict=True)] == [[i for i in r if i != PAD] for r in rows]
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=4), st.integers(0, 6))
+def test_rows_end_at_the_first_end_behind_what_was_given(rows, kept):
+    given_L = torch.tensor([7] * kept + [-1] * (6 - kept))
+    expected = []
+    for row in rows:
+        ends = [i for i in range(kept, 6) if row[i] == EOS]
+        expected.append(row[: ends[0] + 1] + [PAD] * (5 - ends[0]) if ends else row)
+    assert end_rows(torch.tensor(rows), EOS, PAD, given_L).tolist() == expected
+    if kept == 0:
+        assert end_rows(torch.tensor(rows), EOS, PAD).tolist() == expected
 
 
 @given(DOCUMENTS, WIDTH)

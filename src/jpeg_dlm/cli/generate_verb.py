@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     began = time.monotonic()
     tokens = model.sample(args.n, seed=args.seed, batch=args.batch, watch=watch, given=given, **options)
     seconds = time.monotonic() - began
-    texts = None if args.tokens else model.to_text(tokens)
+    texts = None if args.tokens else model.to_text(tokens, given)
     if args.out:
         rows = tokens.tolist()
         lines = [{"index": i, "token_ids": row} | ({"prediction": texts[i]} if texts else {}) for i, row in enumerate(rows)]

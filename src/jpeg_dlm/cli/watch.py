@@ -32,7 +32,7 @@ class Watcher:
         last = step == steps
         if self.live is None and not last and step % max(1, steps // PLAIN_LINES):
             return
-        text = self.text(tokens()[0].tolist())
+        text = self.text(self.model.ended(tokens()[:1])[0].tolist())
         if self.live is None:
             print(f"  step {step:>3}/{steps}  t={t:.2f}  {text}", file=sys.stderr)
         else:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from jpeg_dlm.api import Model
 from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.encoders.base import tensors_sha256
@@ -102,19 +104,23 @@ class ModelSource:
             "batch": self.batch if released else None,  # else it changes nothing
             "dtype": self.model.dtype,
             "device": device_of(self.model.method).type,
+            # Texts that were kept before rows were ended are not used.
+            **({"ends": True} if self.model.config.data.rows_end else {}),
         }
 
     def write(self, run: int, n: int | None, sampler: dict[str, Any], specials: bool) -> Texts:
         began = time.perf_counter()
         tokens = self.model.sample(n or 1, seed=run, batch=self.batch, **sampler)
         seconds = time.perf_counter() - began
-        rows = tokens.tolist()
-        return Texts(self.with_specials(rows) if specials else self.model.to_text(tokens), rows, seconds)
+        return self.texts(tokens, specials, seconds)
 
-    def with_specials(self, rows: list[list[int]]) -> list[str]:
-        """Text in which special tokens stand by name, as the code of MDLM and Duo passes it on."""
+    def texts(self, tokens: Tensor, specials: bool, seconds: float | None = None) -> Texts:
+        """Rows as text; with `specials` their special tokens stand by name, as the code of MDLM and Duo passes it on."""
+        rows = self.model.text_ids(tokens)
+        if not specials:
+            return Texts(self.model.to_text(tokens), rows, seconds)
         backend = self.model.tokenizer._backend  # its own `decode` drops them, as every other use wants
-        return [backend.decode(row, skip_special_tokens=False) for row in rows]
+        return Texts([backend.decode(row, skip_special_tokens=False) for row in rows], rows, seconds)
 
     def real(self, n: int, specials: bool = False) -> Real:
         if self.reference is not None:
@@ -124,8 +130,7 @@ class ModelSource:
         if self.heldout is None or len(self.heldout) == 0:
             raise DataError("There is no held-out text: prepare more of it, or name real texts with --reference.")
         rows = self.heldout.rows(list(range(min(n, len(self.heldout)))))
-        texts = self.with_specials(rows.tolist()) if specials else self.model.to_text(rows)
-        return Real(Texts(texts, rows.tolist()), f"held-out {self.heldout.fingerprint[:12]}", same_length=True)
+        return Real(self.texts(rows, specials), f"held-out {self.heldout.fingerprint[:12]}", same_length=True)
 
     def reconstruction(self, n: int, batch: int = 64) -> float | None:
         """Share of held-out tokens that come back through the method's own codec.

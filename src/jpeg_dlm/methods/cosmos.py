@@ -112,7 +112,7 @@ class Cosmos(Method):
         self, sampler: CosmosSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
     ) -> Tensor:
         refuse_given(given_BL, self.title)
-        tokens = self.tokens(self.sample_latents(sampler, noise, watch), sampler)
+        tokens = self.greedy(self.sample_latents(sampler, noise, watch))
         if watch:
             watch(sampler.steps, sampler.steps, sampler.t_end, lambda: tokens)
         return tokens
@@ -128,13 +128,8 @@ class Cosmos(Method):
             x0 = self.predict(z, torch.full((len(z),), t, device=z.device), x0)
             mean, std = self.schedule.reverse_step(z, x0, t, after - t)
             if watch:
-                watch(step, sampler.steps, t, lambda x0=x0: self.tokens(x0, sampler))
+                watch(step, sampler.steps, t, lambda x0=x0: self.greedy(x0))
         return x0 if x0 is not None and sampler.result == "x0" else mean
-
-    def tokens(self, z_standardized: Tensor, sampler: CosmosSampler) -> Tensor:
-        """Greedy tokens; a row ends at its first end token where the data has rows that end."""
-        tokens = self.greedy(z_standardized)
-        return end_rows(tokens, sampler.eos_id, sampler.pad_id) if self.config.data.packing == "padded" else tokens
 
     # ------------------------------------------------------------ the codec
 
@@ -172,9 +167,3 @@ class Cosmos(Method):
 
     def parameter_groups(self) -> list[ParameterGroup]:
         return [ParameterGroup("flow", {f"network.{name}": p for name, p in self.network.named_parameters()})]
-
-
-def end_rows(tokens_BL: Tensor, eos_id: int, pad_id: int) -> Tensor:
-    """Rows with everything after their first end token replaced by padding."""
-    ends_BL = (tokens_BL == eos_id).long()
-    return tokens_BL.masked_fill(ends_BL.cumsum(1) > ends_BL, pad_id)

@@ -92,14 +92,11 @@ class CosmosSampler:
     steps: int = opt(200, "Euler steps of the reverse SDE (paper)")
     t_end: float = opt(0.05, "time at which the reverse SDE ends; it begins at 1 (COSMOS)")
     result: Literal["mean", "x0"] = opt("mean", "what is decoded: the mean of the last step (COSMOS) or its clean prediction")
-    eos_id: int = opt(1, "where rows are padded, a sample ends at this id (COSMOS cuts there; T5 and 'bpe': 1)")
-    pad_id: int = opt(0, "what follows the end of such a row (T5 and 'bpe': 0)")
 
     def checks(self, config: Config) -> Checks:
         return [
             (self.steps >= 1, "sampler.steps must be at least 1"),
             (0 < self.t_end < 1, "sampler.t_end must lie between 0 and 1"),
-            (0 <= self.pad_id < config.data.vocab_size, "sampler.pad_id must be an id of the tokenizer"),
         ]
 
     def label(self) -> str:

@@ -44,8 +44,6 @@ class ElfModel:
     time_tokens: int = opt(4, "prefix tokens carrying t (ELF)")
     sc_tokens: int = opt(4, "prefix tokens carrying the guidance scale w (ELF)")
     mode_tokens: int = opt(4, "prefix tokens telling denoise from decode (ELF)")
-    eos_id: int = opt(1, "end token of padded rows, behind which samples are padding (T5, and tokenizers trained here)")
-    pad_id: int = opt(0, "padding token (T5, and tokenizers trained here)")
 
     def checks(self, config: Config) -> Checks:
         m = self
@@ -129,13 +127,6 @@ def step_back(z: Tensor, t: float, u: float, gamma: float, noise: Tensor) -> tup
     """
     a = min(1.0, max(0.0, 1 - gamma * (u - t)))
     return a * z + (1 - a) * noise, a * t
-
-
-def pad_after_end(tokens_BL: Tensor, eos_id: int, pad_id: int) -> Tensor:
-    """Everything behind the first end token becomes padding."""
-    is_end = (tokens_BL == eos_id).long()
-    behind = is_end.cumsum(1) - is_end > 0
-    return tokens_BL.masked_fill(behind, pad_id)
 
 
 # ---------------------------------------------------------------- the system
@@ -265,9 +256,9 @@ class Elf(Method):
                 z, t = step_back(z, t, u, sampler.gamma, o.noise_scale * streams.normal(*shape))
             s = x = self.predict(z, t, s, w)
             if watch:
-                watch(k, sampler.steps, t, lambda x=x: self.tokens(x, w))
+                watch(k, sampler.steps, t, lambda x=x: self.greedy(x, w))
             z = euler_step(z, x, t, u, o.v_floor)
-        tokens = self.tokens(z, w)
+        tokens = self.greedy(z, w)
         if watch:
             watch(sampler.steps, sampler.steps, 1.0, lambda: tokens)
         return tokens
@@ -276,19 +267,8 @@ class Elf(Method):
         """Clean features from the state at time t."""
         return self.dit(z, torch.full_like(w, t), s, w, torch.zeros_like(w, dtype=torch.bool))[0]
 
-    def tokens(self, z: Tensor, w: Tensor) -> Tensor:
-        """One decode evaluation at t = 1 without self-conditioning, then greedy tokens.
-
-        In padded data a text ends at its end token and what follows is padding (ELF); elsewhere the end token only parts
-        documents, and text goes on behind it.
-        """
-        tokens = self.greedy(z, w)
-        if self.config.data.packing != "padded":
-            return tokens
-        return pad_after_end(tokens, self.config.model.eos_id, self.config.model.pad_id)
-
     def greedy(self, z: Tensor, w: Tensor) -> Tensor:
-        """The most probable token at every position."""
+        """One decode evaluation at t = 1 without self-conditioning, then the most probable token at every position."""
         _, hidden = self.dit(z, torch.ones_like(w), None, w, torch.ones_like(w, dtype=torch.bool))
         return self.dit.logits(hidden).argmax(-1)
 

@@ -113,7 +113,7 @@ def path_texts(source: ModelSource, ratio: float, asked: Asked) -> list[list[str
             z_a, z_b = view.encode(batch_a), view.encode(batch_b)
             eps = shared_noise(places, z_a)
             for found, share in zip(texts, LAMBDAS, strict=True):
-                tokens_BL = view.write(seen_by_decoder(view, mixed(z_a, z_b, share), eps, ratio))
+                tokens_BL = view.decode(seen_by_decoder(view, mixed(z_a, z_b, share), eps, ratio))
                 found += source.model.to_text(tokens_BL)
             progress(places.stop, len(pairs))
     return texts

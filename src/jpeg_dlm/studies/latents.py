@@ -88,10 +88,6 @@ class LatentView(ABC):
         """What sampling does to its last state before decoding; not part of the paper's diagnostics."""
         return z
 
-    def write(self, z: Tensor) -> Tensor:
-        """`decode`, with rows ended as the model's sampler ends them."""
-        return self.decode(z)
-
 
 class JpegDlmView(LatentView):
     """Clean latents are those of the target compressor."""
@@ -135,9 +131,6 @@ class CosmosView(LatentView):
     def decode(self, z: Tensor) -> Tensor:
         return self.method.greedy(z)
 
-    def write(self, z: Tensor) -> Tensor:
-        return self.method.tokens(z, self.method.config.sampler)
-
 
 class ElfView(LatentView):
     """Latents are the encoder's features, one for each token; the network itself decodes (not in the paper)."""
@@ -160,9 +153,6 @@ class ElfView(LatentView):
 
     def decode(self, z: Tensor) -> Tensor:
         return self.method.greedy(z, per_sample(W, z))
-
-    def write(self, z: Tensor) -> Tensor:
-        return self.method.tokens(z, per_sample(W, z))
 
 
 def view_of(method: Method) -> LatentView:

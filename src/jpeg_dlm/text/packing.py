@@ -8,7 +8,7 @@ a value, packing can stop after any document and go on elsewhere.
 |---|---|---|
 | continuous | documents joined by eos, cut anywhere, the remainder opens the next row | the last unfilled row of the stream |
 | sentences | the same, but a row opens with a sentence: one cut at the end of a row opens the next row again | the same |
-| padded | each document cut into rows of its own, the last one filled with pad | nothing; with `whole`, longer documents |
+| padded | each document cut into rows of its own, the last one filled with pad behind its eos | nothing; with `whole`, longer documents |
 
 Framed rows are [begin] + payload + [eos], and in the payload a boundary id follows each piece instead of eos after each
 document (released, LM1B; the place of the frame is inferred from the names in its config).
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from torch import Tensor
 
 Document = Sequence[Sequence[int]]
 Carry = list[list[int]]
@@ -84,6 +85,19 @@ def pack(layout: Layout, documents: Iterable[Document]) -> Iterator[list[int]]:
     for document in documents:
         rows, carry = step(layout, carry, document)
         yield from rows
+
+
+def end_rows(tokens_BL: Tensor, eos_id: int, pad_id: int, given_L: Tensor | None = None) -> Tensor:
+    """Return rows with padding behind their first end token, for models of rows that end (`DataConfig.rows_end`).
+
+    Padding is masked in training, so what such a model writes there means nothing. Text that was given (-1 elsewhere) is
+    kept: the end is looked for behind it.
+    """
+    ends_BL = (tokens_BL == eos_id).long()
+    if given_L is not None:
+        kept = (given_L >= 0).nonzero().flatten().tolist()
+        ends_BL[:, : max(kept, default=-1) + 1] = 0
+    return tokens_BL.masked_fill(ends_BL.cumsum(1) > ends_BL, pad_id)
 
 
 def lengths(rows: np.ndarray, pad_id: int) -> np.ndarray:

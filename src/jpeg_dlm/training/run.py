@@ -35,6 +35,7 @@ from jpeg_dlm.methods.registry import STAGES, build_method, method_class
 from jpeg_dlm.model_folder import read_model
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.text.packing import end_rows
 from jpeg_dlm.text.prepare import prepare
 from jpeg_dlm.text.tokenizer import TextTokenizer
 from jpeg_dlm.training.alarms import Alarms
@@ -319,7 +320,7 @@ def evaluation(trainer: Trainer, heldout: Blocks, tokenizer: TextTokenizer) -> C
             found = heldout_losses(trainer.method, heldout, trainer.ranks)
             if writes:
                 n = TEXTS if diagnosis else SAMPLE_TEXTS
-                rows_BL = sample_rows(trainer.method, trainer.config, trainer.ranks.device, n)
+                rows_BL = sample_rows(trainer.method, trainer.config, tokenizer, trainer.ranks.device, n)
                 write_samples(rows_BL[:SAMPLE_TEXTS], tokenizer, trainer.run, step)
                 found |= diagnosis(trainer.method, rows_BL) if diagnosis else {}
         if trainer.ranks.is_main:
@@ -337,13 +338,13 @@ def plot_if_measured(run: Path) -> None:
         plot_diagnosis(run)
 
 
-def sample_rows(method: Method, config: Config, device: torch.device, n: int) -> torch.Tensor:
-    """Token ids of the first n samples of seed 0."""
+def sample_rows(method: Method, config: Config, tokenizer: TextTokenizer, device: torch.device, n: int) -> torch.Tensor:
+    """Token ids of the first n samples of seed 0, padded behind their end for models of rows that end."""
     was_training = method.training
     method.eval()
     rows_BL = method.sample(config.sampler, RowNoise(0, range(n), 0, device))
     method.train(was_training)
-    return rows_BL
+    return end_rows(rows_BL, tokenizer.eos_id, tokenizer.pad_id) if config.data.rows_end else rows_BL
 
 
 def write_samples(rows_BL: torch.Tensor, tokenizer: TextTokenizer, run: Path, step: int) -> None:
