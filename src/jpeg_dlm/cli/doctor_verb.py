@@ -38,8 +38,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     print(f"CPU bf16: {'native' if native_bf16(torch) else 'emulated, so use --train.precision fp32'}")
     cache = cache_dir()
     print(f"Cache: {cache} ({shutil.disk_usage(_existing(cache)).free / 1e9:.0f} GB free)")
-    for name in ASSETS:
-        print(f"  {name:<18} {'cached' if any(cache.glob(f'{name}*')) else 'fetched when first needed'}")
+    for name, asset in ASSETS.items():
+        there = (cache / asset.cached_name).exists()
+        print(f"  {name:<18} {'cached' if there else f'{asset.megabytes} MB, fetched when first needed'}")
     whole = (bundled_folder() / "manifest.json").is_file()
     print(f"Bundled model: {'there' if whole else 'MISSING: reinstall jpeg-dlm'}")
     return 0
