@@ -9,9 +9,9 @@ import transformers
 
 from jpeg_dlm.errors import AssetError
 from jpeg_dlm.evaluation.gguf import read_gguf
-from jpeg_dlm.evaluation.llama import Llama, LlamaSizes
 from jpeg_dlm.evaluation.scoring import build_scorer
 from jpeg_dlm.evaluation.smollm2 import gguf_tokenizer, llama_sizes, load_gguf_llama
+from jpeg_dlm.nn.llama import Llama, LlamaSizes
 
 F32, F16, Q4_0, Q4_1, Q8_0 = 0, 1, 2, 3, 8
 

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     asked = Comparison(base, method_names(args.methods), budget, shared, args.batch, args.repeats)
     request = Request(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
     workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet))
-    result = compare(asked, workshop, lambda: build_scorer(args.scorer), request)
+    result = compare(asked, workshop, lambda: build_scorer(args.scorer, console=workshop.console), request)
     result["command"] = args.command
     text = compare_table(result, base.preset if base.preset == "owt1024" else "lm1b")
     print(text)

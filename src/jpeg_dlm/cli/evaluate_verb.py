@@ -48,7 +48,7 @@ def add_arguments(parser: Parser) -> None:
         "--scorer",
         type=scorer,
         metavar="NAME",
-        help="smollm2 (fetched; the default), hf:gpt2-large (the paper's), hf:FOLDER, gguf:FILE, or ar:CHECKPOINT of our own",
+        help="smollm2 (fetched; the default), stories15m, hf:gpt2-large (the paper's), hf:FOLDER, gguf:FILE, ar:CHECKPOINT",
     )
     parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="auto: if it can be had")
     parser.add_argument("--batch", type=whole(1), default=64, help="texts written at once")
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             likelihoods.append(_likelihood(source, args, parts, console))
         if asked["scorer"]:
             if evaluation is None:  # only now: what is wrong with a source is told before a scorer is fetched
-                scorer = build_scorer(asked["scorer"], str(read_ranks(args.device, {}).device))
+                scorer = build_scorer(asked["scorer"], str(read_ranks(args.device, {}).device), console=console)
                 evaluation = Evaluation(scorer, request, parts, console)
             entries += evaluation.entries(source)
     result = evaluation.result(entries) if evaluation else {"version": __version__, "entries": []}

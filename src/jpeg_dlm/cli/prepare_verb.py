@@ -14,7 +14,7 @@ from jpeg_dlm.wording import counted
 def add_arguments(parser: Parser) -> None:
     add_config_arguments(parser, groups=("data",))
     parser.add_argument(
-        "source", help="text file, folder, .jsonl, a named corpus (sotu, sotu-modern, wikipedia, lm1b, openwebtext) or hf:NAME"
+        "source", help="text file, folder, .jsonl, a named corpus (captions, stories, sotu, wikipedia, lm1b, ...) or hf:NAME"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the blocks")
     parser.add_argument("--quiet", action="store_true", help="no progress")
@@ -23,10 +23,13 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     config = read_config(args, rest, **{"data.source": args.source})
 
+    from jpeg_dlm.text.corpora import bring
     from jpeg_dlm.text.prepare import prepare
     from jpeg_dlm.training.console import Console
 
-    with Console(args.quiet).progress("Preparing text", "bytes") as progress:
+    console = Console(args.quiet)
+    bring(config.data.source, args.out, console)
+    with console.progress("Preparing text", "bytes") as progress:
         done = prepare(config.data, args.out, progress)
     print(
         f"{done.train_rows:,} training and {counted(done.heldout_rows, 'held-out block')} of {done.token_len} tokens "

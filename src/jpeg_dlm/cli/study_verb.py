@@ -125,7 +125,9 @@ def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> Outcome | No
     if args.train_only:
         return None
     device = str(workshop.ranks.device)
-    return trained.evaluate(planned, workshop, lambda: build_scorer(args.scorer, device), request, args.batch)
+    return trained.evaluate(
+        planned, workshop, lambda: build_scorer(args.scorer, device, console=workshop.console), request, args.batch
+    )
 
 
 @contextlib.contextmanager
@@ -187,8 +189,8 @@ def _run_models(args: argparse.Namespace, rest: Sequence[str]) -> Outcome:
     console = Console(args.quiet)
     device = str(read_ranks(args.device, {}).device)
     asked = Asked(
-        args.n, tuple(range(args.seeds)), args.batch, lambda: build_scorer(args.scorer, device), Parts(args.out / "parts"),
-        console, args.mauve,
+        args.n, tuple(range(args.seeds)), args.batch, lambda: build_scorer(args.scorer, device, console=console),
+        Parts(args.out / "parts"), console, args.mauve,
     )  # fmt: skip
     sources = model_sources(args.checkpoints or [None], device, args.batch, args.data, console)
     return import_module(f"jpeg_dlm.studies.{args.study}").analyze(sources, asked)

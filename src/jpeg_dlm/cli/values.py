@@ -53,9 +53,9 @@ share = number("above 0 and at most 1", lambda value: 0 < value <= 1)
 def scorer(text: str) -> str:
     """The name of a scorer as `evaluation.scoring.build_scorer` takes it."""
     kind, _, rest = text.partition(":")
-    if text not in ("smollm2", "smollm2-135m") and not (kind in ("hf", "gguf", "ar") and rest):
+    if text not in ("smollm2", "smollm2-135m", "stories15m") and not (kind in ("hf", "gguf", "ar") and rest):
         raise argparse.ArgumentTypeError(
-            f"must be smollm2, hf:NAME (hf:gpt2-large is the paper's), gguf:FILE or ar:CHECKPOINT, not '{text}'"
+            f"must be smollm2, stories15m, hf:NAME (hf:gpt2-large is the paper's), gguf:FILE or ar:CHECKPOINT, not '{text}'"
         )
     return text
 

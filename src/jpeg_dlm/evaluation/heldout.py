@@ -13,6 +13,7 @@ from jpeg_dlm.errors import DataError
 from jpeg_dlm.evaluation.parts import key_of
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.text.corpora import bring
 from jpeg_dlm.text.prepare import prepare
 from jpeg_dlm.training.console import Console
 
@@ -30,6 +31,7 @@ def heldout_blocks(model: Model, source: str | None, console: Console) -> Blocks
         # Systems with one tokenizer may still pack their rows differently, so every option is in the name.
         key = key_of(to_dict(data) | {"fingerprint": model.tokenizer.fingerprint})
         folder = cache_dir() / "prepared" / f"{folder.name}-{data.token_len}-{key[:16]}"
+        bring(data.source, folder, console)
         with console.progress("Preparing text", "bytes") as progress:
             prepare(data, folder, progress, model.tokenizer)
     blocks = Blocks(folder, "heldout")

@@ -29,7 +29,11 @@ from jpeg_dlm.evaluation.text_metrics import (
 )
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from jpeg_dlm.config import Config
+    from jpeg_dlm.nn.llama import Llama
+    from jpeg_dlm.training.console import Console
 
 __all__ = [
     "ArScorer",
@@ -229,10 +233,46 @@ def _chunked_cross_entropy(states: Tensor, targets: Tensor, logits: Callable[[Te
     return torch.cat([F.cross_entropy(logits(h).float(), y, reduction="none") for h, y in pairs])
 
 
-class GgufScorer(Scorer):
+class LlamaScorer(Scorer):
+    """A llama-style model that was read from a file."""
+
+    model: Llama
+    tokenizer: Tokenizer
+
+    def encode(self, text: str, max_tokens: int) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids[:max_tokens]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def hidden_states(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        return self.model.hidden(tokens_BL)
+
+    def token_nll(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        h_BLH = self.model.hidden(tokens_BL)[:, :-1]
+        targets_BL = tokens_BL[:, 1:]
+        return _chunked_cross_entropy(h_BLH.flatten(0, 1), targets_BL.flatten(), self.model.logits).view_as(targets_BL)
+
+
+class StoriesScorer(LlamaScorer):
+    """stories15M, which knows children's stories alone: text of another kind is far off, and its own `stories` are its own."""
+
+    def __init__(self, device: str = "cpu", precision: str = "auto", console: Console | None = None) -> None:
+        from jpeg_dlm.assets import ASSETS, fetch
+        from jpeg_dlm.text.stories15m import BOS, NAME, load_stories15m
+
+        super().__init__(device, precision)
+        model, self.tokenizer, self.context = load_stories15m(fetch("stories15m", console=console))
+        self.model = model.to(self.device)
+        self.name, self.hash, self.bos_id, self.eos_id = NAME, ASSETS["stories15m"].member_sha256, BOS, BOS
+
+
+class GgufScorer(LlamaScorer):
     """A llama-style model from a GGUF file; without a path the pinned SmolLM2-135M-Instruct."""
 
-    def __init__(self, path: Path | None = None, device: str = "cpu", precision: str = "auto") -> None:
+    def __init__(
+        self, path: Path | None = None, device: str = "cpu", precision: str = "auto", console: Console | None = None
+    ) -> None:
         from jpeg_dlm.evaluation.smollm2 import DOCUMENT_START, NAME, load_gguf_llama
         from jpeg_dlm.files import sha256_file
 
@@ -241,7 +281,7 @@ class GgufScorer(Scorer):
         if path is None:
             from jpeg_dlm.assets import fetch
 
-            path = fetch("smollm2")
+            path = fetch("smollm2", console=console)
         try:
             model, self.tokenizer, metadata = load_gguf_llama(Path(path))
             self.model = model.to(self.device)
@@ -265,20 +305,6 @@ class GgufScorer(Scorer):
             raise ValueError("a context or an end token that cannot be")
         tokens_BL = torch.tensor([[0, last]], device=self.device)
         self.token_nll(tokens_BL, torch.ones_like(tokens_BL, dtype=torch.bool))
-
-    def encode(self, text: str, max_tokens: int) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids[:max_tokens]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
-
-    def hidden_states(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
-        return self.model.hidden(tokens_BL)
-
-    def token_nll(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
-        h_BLH = self.model.hidden(tokens_BL)[:, :-1]
-        targets_BL = tokens_BL[:, 1:]
-        return _chunked_cross_entropy(h_BLH.flatten(0, 1), targets_BL.flatten(), self.model.logits).view_as(targets_BL)
 
 
 class TransformersScorer(Scorer):
@@ -366,8 +392,8 @@ class ArScorer(Scorer):
         return self.model.token_nll(tokens_BL)[:, 1:]
 
 
-def build_scorer(spec: str, device: str = "cpu", precision: str = "auto") -> Scorer:
-    """'smollm2' (pinned package), 'gguf:FILE', 'hf:NAME' with a hub name or folder, or 'ar:CHECKPOINT' of our own."""
+def build_scorer(spec: str, device: str = "cpu", precision: str = "auto", console: Console | None = None) -> Scorer:
+    """'smollm2' or 'stories15m' (pinned packages), 'gguf:FILE', 'hf:NAME' (hub name or folder) or 'ar:CHECKPOINT' of ours."""
     kind, _, rest = spec.partition(":")
     if kind == "hf" and rest:
         return TransformersScorer(rest, device=device, precision=precision)
@@ -376,7 +402,10 @@ def build_scorer(spec: str, device: str = "cpu", precision: str = "auto") -> Sco
     if kind == "ar" and rest:
         return ArScorer(Path(rest), device, precision)
     if spec in ("smollm2", "smollm2-135m"):
-        return GgufScorer(None, device, precision)
+        return GgufScorer(None, device, precision, console)
+    if spec == "stories15m":
+        return StoriesScorer(device, precision, console)
     raise UsageError(
-        f"Unknown scorer '{spec}': choose smollm2, gguf:FILE, ar:CHECKPOINT or hf:NAME (hf:gpt2-large is the paper's)."
+        f"Unknown scorer '{spec}': choose smollm2, stories15m, gguf:FILE, ar:CHECKPOINT or hf:NAME "
+        "(hf:gpt2-large is the paper's)."
     )

@@ -12,7 +12,7 @@ import torch
 
 from jpeg_dlm.errors import AssetError
 from jpeg_dlm.evaluation.gguf import read_gguf
-from jpeg_dlm.evaluation.llama import Llama, LlamaSizes
+from jpeg_dlm.nn.llama import Llama, LlamaSizes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -33,6 +33,7 @@ from jpeg_dlm.files import write_atomic
 from jpeg_dlm.methods.registry import method_class
 from jpeg_dlm.studies.budget import Budget, measure_step, spend
 from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.text.corpora import bring
 from jpeg_dlm.text.prepare import prepare
 from jpeg_dlm.training.checkpoint import latest_checkpoint
 from jpeg_dlm.training.console import Console
@@ -117,8 +118,10 @@ class Workshop:
         if (source / "index.json").is_file():
             return source
         folder = self.folder / f"data-{key_of(to_dict(config.data))[:8]}"
-        with self.alone(folder.name), self.console.progress("Preparing text", "bytes") as progress:
-            prepare(config.data, folder, progress)
+        with self.alone(folder.name):
+            bring(config.data.source, folder, self.console)
+            with self.console.progress("Preparing text", "bytes") as progress:
+                prepare(config.data, folder, progress)
         return folder
 
     def conditions(self, config: Config) -> Config:

@@ -12,6 +12,7 @@ A document is a string whose paragraphs are lines; within a line, white space is
 | `sotu`, `sotu-modern` | one per speech; the latter those since 1945 |
 | `wikipedia` | one per article of enwik8, prose only |
 | `captions` | one per sentence: short ones of SNLI, each once |
+| `stories`, `stories:N` | one per story that stories15M writes: 20,000, or N |
 | `lm1b`, `openwebtext`, `hf:NAME[:SPLIT]` | one per record, streamed by the package `datasets` |
 """
 
@@ -28,13 +29,17 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jpeg_dlm.assets import ASSETS, fetch
 from jpeg_dlm.errors import DataError, MissingPackageError, UsageError, reason_of
 from jpeg_dlm.text.captions import captions
+from jpeg_dlm.text.stories import PART, VERSION, stories_of, written
 from jpeg_dlm.text.tokenizer import collapse
 from jpeg_dlm.text.wikipedia import wikipedia_articles
+
+if TYPE_CHECKING:
+    from jpeg_dlm.training.console import Console
 
 MARKER = "<|endoftext|>"
 SUFFIXES = (".txt", ".md", ".jsonl")
@@ -61,6 +66,20 @@ class Corpus:
     fingerprint: str
 
 
+def bring(source: str, out: Path, console: Console) -> None:
+    """Download or write what a named corpus needs, unless it is prepared in `out` already.
+
+    Its progress is shown on `console`, so that it is over before that of the preparation begins.
+    """
+    if (out / "index.json").is_file():
+        return
+    count = stories_of(source)
+    if count:
+        written(count, console)
+    elif name := {"wikipedia": "enwik8", "captions": "captions"}.get(source, "sotu" if source in SPEECHES else ""):
+        fetch(name, console=console)
+
+
 def open_corpus(source: str, detokenize: str = "none") -> Corpus:
     """Find `source`; nothing is read yet but what is needed to know that it is there."""
     corpus = _find(source)
@@ -85,6 +104,13 @@ def _find(source: str) -> Corpus:
         return Corpus(
             lambda skip: _skipping(wikipedia_articles(text_lines(fetch("enwik8"))), skip), WIKIPEDIA_BYTES, _pinned("enwik8")
         )
+    count = stories_of(source)
+    if count:
+        files = written(count)
+        size = _size(files) * count // (PART * len(files))
+        return Corpus(
+            lambda skip: itertools.islice(_documents(files), skip, count), size, f"{_pinned('stories15m')}:{VERSION}:{count}"
+        )
     if source == "captions":
         files = _files(fetch("captions"))
         return Corpus(
@@ -106,7 +132,7 @@ def _find(source: str) -> Corpus:
     raise DataError(f"No text at '{source}': no such file or folder; the named corpora are {', '.join(NAMED)} and hf:NAME.")
 
 
-NAMED = (*SPEECHES, "wikipedia", "captions", *HUB_SETS)
+NAMED = (*SPEECHES, "wikipedia", "captions", "stories", *HUB_SETS)
 
 
 def _pinned(name: str) -> str:

@@ -8,7 +8,7 @@ a value, packing can stop after any document and go on elsewhere.
 |---|---|---|
 | continuous | documents joined by eos, cut anywhere, the remainder opens the next row | the last unfilled row of the stream |
 | sentences | the same, but a row opens with a sentence: one cut at the end of a row opens the next row again | the same |
-| padded | each document cut into rows of its own, the last one filled with pad behind its eos | nothing; with `whole`, longer documents |
+| padded | each document cut into rows of its own, the last one with eos and then pad | nothing; `whole`: longer documents |
 
 Framed rows are [begin] + payload + [eos], and in the payload a boundary id follows each piece instead of eos after each
 document (released, LM1B; the place of the frame is inferred from the names in its config).

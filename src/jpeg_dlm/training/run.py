@@ -35,6 +35,7 @@ from jpeg_dlm.methods.registry import STAGES, build_method, method_class
 from jpeg_dlm.model_folder import read_model
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.text.corpora import bring
 from jpeg_dlm.text.packing import end_rows
 from jpeg_dlm.text.prepare import prepare
 from jpeg_dlm.text.tokenizer import TextTokenizer
@@ -127,6 +128,7 @@ def prepared_folder(config: Config, run: Path, ranks: Ranks, console: Console, s
         return source
     if ranks.is_main:
         run.mkdir(parents=True, exist_ok=True)
+        bring(config.data.source, run / "data", console)
         with console.progress("Preparing text", "bytes") as progress:
 
             def check() -> None:

@@ -1,0 +1,131 @@
+"""Children's stories written by stories15M: any amount of text that a small model can learn.
+
+Story i is drawn with numbers of its own, in parts of fixed stories that are kept in the cache, so a killed writer goes on
+with the part it was in and leaves the same files. Rounding may differ between machines, and a story with it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from jpeg_dlm.assets import cache_dir, fetch
+from jpeg_dlm.errors import UsageError
+from jpeg_dlm.files import write_atomic
+from jpeg_dlm.nn.llama import KeyValues, Llama
+from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.text.stories15m import BOS, SPECIALS, load_stories15m
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from jpeg_dlm.training.console import Console
+
+STORIES = 20_000  # of the source `stories`: about 4 M tokens of stories15M, an hour of one core
+MOST = 1_000_000
+PART = 64  # stories written at once; their keys and values take 225 MB
+NUCLEUS = 0.95  # measured: without it about one story of three is garbled
+TOP = 512  # pieces that are sorted; a nucleus that is larger (assumed to be rare) makes it all of them
+DROPPED = 0.75  # share of rows still written at which the finished ones are dropped: each time copies the cache
+VERSION = 1  # of what follows here: other stories need another folder
+_LAST_END = re.compile(r"^.*[.!?][\"']?(?=\s|$)", re.DOTALL)
+
+
+def stories_of(source: str) -> int | None:
+    """Return how many stories a source such as 'stories' or 'stories:5000' names; None for another source."""
+    name, colon, count = source.partition(":")
+    if name != "stories":
+        return None
+    if not colon:
+        return STORIES
+    if not re.fullmatch(r"[0-9]{1,9}", count) or not 2 <= int(count) <= MOST:
+        raise UsageError(f"'{source}' names no number of stories from 2 to {MOST:,}: write for example stories:20000.")
+    return int(count)
+
+
+def written(count: int, console: Console | None = None) -> list[Path]:
+    """Return the files of the first parts with at least `count` stories, after writing those that are missing."""
+    from jpeg_dlm.training.console import Console
+
+    console = console or Console()
+    folder = cache_dir() / f"stories-{VERSION}"
+    paths = [folder / f"part-{i:05d}.jsonl" for i in range(-(-count // PART))]
+    missing = [i for i, path in enumerate(paths) if not path.is_file()]
+    if missing:
+        model, tokenizer, context = load_stories15m(fetch("stories15m", console=console))
+        folder.mkdir(parents=True, exist_ok=True)
+        writer = Writer(model, tokenizer, context, folder, PART)
+        with console.progress(f"Writing {PART * len(missing):,} stories", "stories") as progress:
+            for done, number in enumerate(missing, 1):
+                write_atomic(paths[number], "".join(json.dumps({"text": text}) + "\n" for text in writer.part(number)))
+                progress(PART * done, PART * len(missing))
+    return paths
+
+
+class Writer:
+    """Writes parts. Beside them lie the pieces that can be drawn: all that were in a nucleus of part 0."""
+
+    def __init__(self, model: Llama, tokenizer: Tokenizer, context: int, folder: Path, size: int) -> None:
+        self.model, self.tokenizer, self.context, self.size = model, tokenizer, context, size
+        self.pieces = folder / "pieces.json"
+
+    def part(self, number: int) -> list[str]:
+        """Return the stories of one part."""
+        if number and not self.pieces.is_file():
+            self.part(0)
+        # The head has 60% of all multiplications, and most of its pieces belong to other text.
+        pieces = torch.tensor(json.loads(self.pieces.read_text("utf-8"))) if number else None
+        rows, seen = self._draw(number, pieces)
+        if pieces is None:
+            write_atomic(self.pieces, json.dumps(seen.nonzero().flatten().tolist()))
+        return [self._text(row) for row in rows]
+
+    @torch.no_grad()
+    def _draw(self, number: int, pieces: Tensor | None) -> tuple[list[list[int]], Tensor]:
+        """Ids of each story, its end included where it came, and which pieces were in a nucleus."""
+        rows = range(number * self.size, (number + 1) * self.size)
+        u_BL = RowNoise(0, rows).uniform("story", self.context)
+        head_VH = self.model.head if pieces is None else self.model.head[pieces]
+        seen = torch.zeros(len(self.model.head), dtype=torch.bool)
+        stories: list[list[int]] = [[] for _ in rows]
+        cache = KeyValues(self.model.sizes, len(rows), self.context, self.model.head_dim)
+        alive, last = torch.arange(len(rows)), torch.full((len(rows),), BOS)
+        writing = torch.ones(len(rows), dtype=torch.bool)
+        for place in range(self.context):
+            h_BH = self.model.hidden(last[:, None], cache)[:, 0]
+            chosen, kept = nucleus_draw((h_BH @ head_VH.T).softmax(-1), u_BL[alive, place])
+            last = chosen if pieces is None else pieces[chosen]
+            seen[kept] = True  # of the whole head: with `pieces` nobody asks
+            for row, token in zip(alive[writing].tolist(), last[writing].tolist(), strict=True):
+                stories[row].append(token)
+            writing &= last >= len(SPECIALS)
+            if not writing.any():
+                break
+            if writing.float().mean() <= DROPPED:
+                cache.keep(writing)
+                alive, last, writing = alive[writing], last[writing], writing[writing]
+        return stories, seen
+
+    def _text(self, ids: list[int]) -> str:
+        """The story; one that filled the context ends with its last whole sentence."""
+        whole = ids[-1] < len(SPECIALS)
+        text = self.tokenizer.decode(ids[:-1] if whole else ids, skip_special_tokens=False).strip()
+        ended = None if whole else _LAST_END.match(text)
+        return ended[0] if ended else text
+
+
+def nucleus_draw(p_BV: Tensor, u_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a piece for each row, drawn from the fewest that have a probability of `NUCLEUS`, and all these pieces."""
+    top, places = p_BV.topk(min(TOP, p_BV.shape[1]))
+    if top.shape[1] < p_BV.shape[1] and (top.sum(1) < NUCLEUS).any():
+        top, places = p_BV.sort(descending=True)
+    sums = top.double().cumsum(1)
+    inside = sums - top < NUCLEUS  # the piece that crosses it is kept
+    mass = torch.where(inside, sums, 0.0).amax(1)
+    drawn = torch.searchsorted(sums, (u_B.double() * mass)[:, None], right=True).clamp(max=top.shape[1] - 1)
+    return places.gather(1, drawn)[:, 0], places[inside]

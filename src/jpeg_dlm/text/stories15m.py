@@ -1,0 +1,75 @@
+"""stories15M, a language model of 15 M parameters that knows children's stories: its weights and its tokenizer.
+
+One file holds both, as llama2.c wrote them: seven sizes, the weights in fp32, then the pieces of a SentencePiece BPE.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers
+
+from jpeg_dlm.errors import AssetError
+from jpeg_dlm.nn.llama import Llama, LlamaSizes
+
+NAME = "stories15M"
+BOS = 1  # begins a story and, in the training of stories15M, follows its end
+SPECIALS = ("<unk>", "<s>", "</s>")  # ids 0 to 2; the 256 bytes follow
+# llama2.c: the sizes that its header does not hold.
+ROPE_BASE, NORM_EPS = 10_000.0, 1e-5
+HEADER = struct.Struct("<7i")
+
+
+def load_stories15m(path: Path) -> tuple[Llama, Tokenizer, int]:
+    """Return the model, its tokenizer and its context from weights and tokenizer in one file."""
+    try:
+        with open(path, "rb") as file:
+            dim, inner, layers, heads, kv_heads, vocabulary, context = HEADER.unpack(file.read(HEADER.size))
+            shared, vocabulary = vocabulary > 0, abs(vocabulary)  # llama2.c: a negative number means a head of its own
+            sizes = LlamaSizes(layers, heads, kv_heads, ROPE_BASE, NORM_EPS)
+            narrow = dim * kv_heads // heads
+
+            def take(*shape: int) -> torch.Tensor:
+                raw = file.read(4 * int(np.prod(shape)))
+                return torch.from_numpy(np.frombuffer(raw, "<f4").astype(np.float32).reshape(shape))
+
+            shapes = {
+                "attn_norm": (dim,), "attn_q": (dim, dim), "attn_k": (narrow, dim), "attn_v": (narrow, dim),
+                "attn_output": (dim, dim), "ffn_norm": (dim,), "ffn_gate": (inner, dim), "ffn_down": (dim, inner),
+                "ffn_up": (inner, dim),
+            }  # fmt: skip
+            tensors = {"token_embd.weight": take(vocabulary, dim)}
+            for name, shape in shapes.items():
+                tensors |= {f"blk.{i}.{name}.weight": w for i, w in enumerate(take(layers, *shape))}
+            tensors["output_norm.weight"] = take(dim)
+            take(2, context, dim // heads // 2)  # cosines and sines of the positions, which the model computes itself
+            if not shared:
+                tensors["output.weight"] = take(vocabulary, dim)
+            return Llama(sizes, tensors).eval(), _tokenizer(file.read(), vocabulary), context
+    except (OSError, ValueError, ArithmeticError, struct.error) as error:
+        raise AssetError(
+            f"'{path}' is no llama2.c model with its tokenizer ({error}): delete it and fetch it again."
+        ) from error
+
+
+def _tokenizer(raw: bytes, vocabulary: int) -> Tokenizer:
+    """The tokenizer of llama2.c's older layout: the longest piece, then score, length and bytes of each piece."""
+    pieces, scores, at = [], [], 4
+    for _ in range(vocabulary):
+        score, length = struct.unpack_from("<fi", raw, at)
+        pieces.append(raw[at + 8 : at + 8 + length].decode("utf-8"))
+        scores.append(score)
+        at += 8 + length
+    names = [*SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    ids = {piece: i for i, piece in enumerate(names + pieces[len(names) :])}
+    # Two pieces become one where that is a piece, the one of the highest score first: what SentencePiece does.
+    order = sorted(range(len(names), vocabulary), key=lambda i: (-scores[i], i))
+    halves = ((pieces[i][:cut], pieces[i][cut:]) for i in order for cut in range(1, len(pieces[i])))
+    merges = [(a, b) for a, b in halves if a in ids and b in ids]
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=SPECIALS[0], fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Prepend(" ")
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return tokenizer
