@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from jpeg_dlm.cpu import make_safe
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reached for the hub would be a bug
+
+
+def pytest_configure() -> None:
+    """Tests multiply in every type: before the first, and before workers inherit the environment."""
+    make_safe()
 
 
 def made_up_text(documents: int = 60, seed: int = 0) -> str:

@@ -197,7 +197,7 @@ SAME_IN_ALL = {
     "train.accumulation": 2,
     "train.devices": 8,
     "train.seed": 42,
-    "train.precision": "bf16",
+    "train.precision": "auto",  # bf16 on CUDA
     "train.beta1": 0.9,
     "train.beta2": 0.999,
     "train.clip": 1.0,

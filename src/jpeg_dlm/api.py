@@ -12,13 +12,14 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from jpeg_dlm.config import Config, SamplerConfig, validate
 from jpeg_dlm.config_io import override
+from jpeg_dlm.cpu import recall_limit, with_limit
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.errors import CheckpointError, DataError, UsageError
 from jpeg_dlm.export.folder import is_exported, read_exported
@@ -73,7 +74,9 @@ class Model:
     def dtype(self) -> str:
         """What the writer computes in, as results record it."""
         if self._engine is not None:
-            return f"{self._engine.dtype} engine"
+            name = f"{self._engine.dtype} engine"
+            reduced = self._engine.dtype != "fp32" and self._engine.device.type == "cpu"
+            return with_limit(name) if reduced else name
         return str(next(self.method.parameters()).dtype).removeprefix("torch.")
 
     @property
@@ -332,17 +335,22 @@ def first_copy(row: list[int], separator: int) -> list[int]:
 
 
 def load(
-    path: str | os.PathLike[str] | None = None, device: str | torch.device | None = None, dtype: Dtype | None = None,
-    compile: bool = False,
+    path: str | os.PathLike[str] | None = None, device: str | torch.device | None = None,
+    dtype: Dtype | Literal["auto"] | None = None, compile: bool = False,
 ) -> Model:  # fmt: skip
     """A model from a model folder, an exported folder, a run directory or a checkpoint; without a path, the bundled one.
 
-    `device` None takes a GPU if there is one. `dtype` and `compile` are those of `Model.accelerate`, for jpeg-dlm.
+    `device` None takes a GPU if there is one. `dtype` and `compile` are those of `Model.accelerate`, for jpeg-dlm; 'auto'
+    is the fastest way to write the tokens of fp32. Without them a model samples as the paper writes it, and its weights
+    may change.
     """
+    recall_limit()
     folder = Path(path) if path is not None else bundled_folder()
     if is_exported(folder):
-        if dtype or compile:
+        if dtype not in (None, "auto") or compile:
             raise UsageError(f"'{folder}' is run as it was exported: leave the dtype and compilation out.")
         return Model(read_exported(folder), "cpu")  # its runtimes are on the CPU
     model = Model(read_model(folder), read_ranks(None if device is None else str(device), {}).device)
+    if dtype == "auto":  # in fp32 the engine writes the tokens of the method itself (measured), sooner
+        dtype = "fp32" if model.can_accelerate else None
     return model.accelerate(dtype or "fp32", compile) if dtype or compile else model

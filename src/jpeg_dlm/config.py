@@ -221,7 +221,9 @@ class TrainConfig:
     lr_floor: float = opt(0.0, "share of the peak rate at which cosine and linear schedules end (COSMOS: 0.5)")
     ema: float = opt(0.999, "moving average of the weights that are sampled from (paper)")
     ema_warmup: bool = opt(False, "average n decays by at most (1 + n) / (10 + n), so that a young run is not mostly its start")
-    precision: Literal["fp32", "bf16"] = opt("bf16", "autocast type (paper: bf16); sensitive parts stay fp32")
+    precision: Literal["auto", "fp32", "bf16"] = opt(
+        "auto", "autocast type; 'auto' is bf16 on CUDA (paper) and on a CPU the faster one; sensitive parts stay fp32"
+    )
     compile: bool = opt(False, "compile the networks with torch.compile")
     checkpoint_layers: bool = opt(False, "keep only the inputs of layers and compute the rest again in backward")
     sharding: Literal["none", "fsdp"] = opt(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from jpeg_dlm.cli.parser import Parser
+from jpeg_dlm.errors import UsageError
 
 OPTIONAL = {"datasets": "data", "mauve-text": "eval", "onnx": "export", "openvino": "export", "tensorboard": "track"}
 CORE = ("torch", "numpy", "safetensors", "tokenizers", "transformers", "sentencepiece", "huggingface_hub", "rich", "matplotlib")
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         print(f"GPU: {torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB")
     else:
         print("GPU: none; everything runs on the CPU")
-    print(f"CPU bf16: {'native' if native_bf16(torch) else 'emulated, so use --train.precision fp32'}")
+    print(cpu_line())
     cache = cache_dir()
     print(f"Cache: {cache} ({shutil.disk_usage(_existing(cache)).free / 1e9:.0f} GB free)")
     for name, asset in ASSETS.items():
@@ -46,9 +47,20 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def native_bf16(torch) -> bool:  # noqa: ANN001 - the module, passed so that this file does not import it for --help
-    """Whether the CPU multiplies bf16 itself; emulation is about ten times slower than fp32 (measured on AVX2)."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+def cpu_line() -> str:
+    """The CPU, what its reduced types gain, and the limit on its instructions if there is one."""
+    from jpeg_dlm.cpu import cpu_facts, instruction_limit, speeds, training_precision
+
+    try:
+        found = speeds()
+    except UsageError as error:
+        return f"CPU: {cpu_facts()[0]}. {error}"
+    ratios = ", ".join(f"{dtype} {found[dtype] / found['fp32']:.2f}x" for dtype in ("bf16", "int8"))
+    limit = f"; instructions limited to {instruction_limit()}" if instruction_limit() else ""
+    return (
+        f"CPU: {cpu_facts()[0]}; products against fp32: {ratios} (measured), so --train.precision auto is "
+        f"{training_precision('auto', 'cpu')}{limit}"
+    )
 
 
 def _version(name: str) -> str | None:

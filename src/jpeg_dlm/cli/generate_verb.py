@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from jpeg_dlm.api import Model
 
-DTYPES = ("fp32", "bf16", "int8")  # those of `sampling.linear`, which needs torch: `--help` answers without it
+DTYPES = ("auto", "fp32", "bf16", "int8")  # auto and those of `sampling.linear`, which needs torch: `--help` answers without it
 SLOW_S = 10.0  # of sampling, from which a faster runtime is worth an export (assumed)
 PRICED = 8  # texts that are written again in fp32 to tell what a reduced precision changed
 
@@ -58,8 +58,10 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--batch", type=whole(1), default=64, help="texts at once")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="of jpeg-dlm: prepared weights of this type; bf16 and int8 change texts a little"
-    )
+        "--dtype", choices=DTYPES, default="auto",
+        help="of jpeg-dlm: type of prepared weights; bf16 and int8 change texts a little (default: auto, the fastest way to "
+        "write the texts of fp32)",
+    )  # fmt: skip
     parser.add_argument("--compile", action="store_true", help="of jpeg-dlm: fuse operations; no gain on a CPU (measured)")
     parser.add_argument("--watch", action="store_true", help="show the first text form step by step")
     parser.add_argument("--tokens", action="store_true", help="print token ids instead of text")
@@ -76,14 +78,16 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         raise UsageError(f"'{args.out}' already exists: name another file, nothing was overwritten.")
 
     from jpeg_dlm.api import load
+    from jpeg_dlm.cpu import cost_of
     from jpeg_dlm.files import write_atomic
     from jpeg_dlm.sampling.sampler import device_of
 
-    model = load(args.checkpoint, args.device)
+    model = load(args.checkpoint, args.device, args.dtype, args.compile)
     given = model.given(args.prompt, args.template)
-    # In fp32 the engine writes the tokens of the method itself (measured), sooner.
-    if args.dtype or args.compile or model.can_accelerate:
-        model.accelerate(args.dtype or "fp32", args.compile)
+    reduced = args.dtype in ("bf16", "int8")
+    on_cpu = device_of(model.method).type == "cpu"
+    if reduced and on_cpu and (cost := cost_of(args.dtype)):
+        print(f"{cost} --dtype auto is the fastest that writes the texts of fp32.", file=sys.stderr)
     watch = None
     if args.watch:
         from jpeg_dlm.cli.watch import Watcher
@@ -101,14 +105,13 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         for i, row in enumerate(tokens.tolist()):
             print(" ".join(map(str, row)) if texts is None else f"[{i}] {texts[i]}")
     print(f"{counted(args.n, 'text')} of {tokens.shape[1]} tokens in {seconds:.1f} s", file=sys.stderr)
-    fp32_on_cpu = args.dtype in (None, "fp32") and model.can_accelerate and device_of(model.method).type == "cpu"
-    if seconds > SLOW_S and fp32_on_cpu and args.checkpoint:
+    if seconds > SLOW_S and on_cpu and not reduced and model.can_accelerate and args.checkpoint:
         print(
             "On a CPU OpenVINO writes the same tokens sooner, up to 1.2x as fast at the paper's sizes (measured):  "
             f"{command('export', args.checkpoint, '--format', 'openvino', '--out', 'FOLDER')}",
             file=sys.stderr,
         )
-    if args.dtype in ("bf16", "int8"):
+    if reduced:
         print(price(model, tokens, args, options), file=sys.stderr)
     return 0
 

@@ -79,7 +79,7 @@ class Evaluation:
             "protocol": asdict(self.protocol),
             "scorer": scorer.name,
             "scorer_hash": scorer.hash,
-            "scorer_precision": "bf16" if scorer.bf16 else "fp32",
+            "scorer_precision": scorer.precision,
         }
         self._features: dict[Any, Any] = {}
 

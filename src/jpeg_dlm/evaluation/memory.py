@@ -88,12 +88,17 @@ def logit_bytes(config: Config) -> int:
     return round(network_ids(config) * kept)
 
 
+def planned_precision(config: Config) -> str:
+    """The type of training on the GPUs that a plan is made for."""
+    return "fp32" if config.train.precision == "fp32" else "bf16"
+
+
 def activation_bytes(config: Config, recompute: bool = False) -> int:
     """What backward needs of one micro-batch, logits included.
 
     `recompute` is gradient checkpointing: of each layer only the input is kept, and one layer at a time is computed again.
     """
-    bf16, rows, found = config.train.precision == "bf16", config.train.batch, stacks(config)
+    bf16, rows, found = planned_precision(config) == "bf16", config.train.batch, stacks(config)
     if not recompute:
         layers = sum(stack.layers * stack.bytes_per_layer(bf16) for stack in found)
     else:

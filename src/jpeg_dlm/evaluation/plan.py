@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jpeg_dlm.config import Config
+from jpeg_dlm.cpu import with_precision
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.counts import dit_block_parameters, parameter_counts
 from jpeg_dlm.evaluation.info import gigabytes, operations
-from jpeg_dlm.evaluation.memory import BF16, FP32, activation_bytes, logit_bytes
+from jpeg_dlm.evaluation.memory import BF16, FP32, activation_bytes, logit_bytes, planned_precision
 from jpeg_dlm.evaluation.training_counts import USES_ENCODER, encoder_size, training_macs
 
 UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30}
@@ -65,11 +66,12 @@ class Speed:
 
 def stated_speed(config: Config, tflops: float | None, utilization: float | None) -> Speed:
     """A peak and the share of it that is reached."""
-    peak = PEAK_TFLOPS[config.train.precision] if tflops is None else tflops
+    precision = planned_precision(config)
+    peak = PEAK_TFLOPS[precision] if tflops is None else tflops
     share = UTILIZATION if utilization is None else utilization
     if peak <= 0 or not 0 < share <= 1:
         raise UsageError("--tflops must be positive and --utilization above 0 and at most 1.")
-    whose = f"an A100's peak in {config.train.precision}" if tflops is None else "stated"
+    whose = f"an A100's peak in {precision}" if tflops is None else "stated"
     return Speed(peak * 1e12 * share, f"{peak:g} TFLOP/s ({whose}) x {share:g} utilization")
 
 
@@ -115,7 +117,7 @@ def sizes_of(config: Config) -> Sizes:
 
 def memory_per_device(config: Config, sizes: Sizes, count: int, layout: Layout) -> dict[str, int]:
     """Bytes by use, and `total`, with `train.batch` rows at once."""
-    bf16 = config.train.precision == "bf16"
+    bf16 = planned_precision(config) == "bf16"
     weights = FP32 * sizes.trained // (count if layout.fsdp else 1)
     whole = 2 * sizes.layer if layout.fsdp else sizes.trained  # FSDP gathers a layer while the one before it is in use
     encoder = encoder_size(config.encoder, config.data.vocab_size) if config.method in USES_ENCODER else None
@@ -184,7 +186,7 @@ def make_plan(config: Config, devices: Devices, speed: Speed, corpus_tokens: flo
     steps = t.steps or (math.ceil(t.epochs * corpus / per_step) if corpus else 0)
     days = steps * chosen["seconds_per_step"] / DAY
     return {
-        "preset": config.preset, "method": config.method, "precision": t.precision,
+        "preset": config.preset, "method": config.method, "precision": planned_precision(config),
         "devices": {"count": devices.count, "bytes": devices.capacity, "text": devices.text},
         "speed": {"flops": speed.flops, "said": speed.said},
         "parameters": {"trained": sizes.trained, "copies": sizes.copies},
@@ -225,6 +227,7 @@ def measured_speed(config: Config, device: str | None = None) -> Speed:
 
     on = read_ranks(device, {}).device
     method = build_method(config).to(on).train()
+    config = with_precision(config, on.type)
     config = replace(config, data=replace(config.data, cache_features=True))  # features are given, not computed
 
     def seconds(rows: int, passes: range) -> float:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jpeg_dlm.cpu import make_safe, with_limit
 from jpeg_dlm.errors import AssetError, JpegDlmError, UsageError, reason_of
 from jpeg_dlm.evaluation.text_metrics import (
     TextScore,
@@ -71,9 +72,16 @@ class Scorer:
         if precision not in ("auto", "fp32", "bf16"):
             raise UsageError(f"The scorer's precision must be auto, fp32 or bf16, not {precision!r}.")
         self.device = torch.device(device)
+        if precision == "bf16" and self.device.type == "cpu":
+            make_safe()
         # (measured) bf16 on a CPU without its instructions is nine times slower than fp32, so 'auto' means CUDA only.
         cuda = self.device.type == "cuda" and torch.cuda.is_bf16_supported()
         self.bf16 = precision == "bf16" or (precision == "auto" and cuda)
+
+    @property
+    def precision(self) -> str:
+        """As results record it."""
+        return "fp32" if not self.bf16 else with_limit("bf16") if self.device.type == "cpu" else "bf16"
 
     def encode(self, text: str, max_tokens: int) -> list[int]:
         """The first `max_tokens` ids of a text, without special tokens."""

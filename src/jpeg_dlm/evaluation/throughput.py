@@ -16,6 +16,7 @@ import torch
 
 from jpeg_dlm import __version__
 from jpeg_dlm.config_io import to_dict
+from jpeg_dlm.cpu import make_safe, with_limit
 from jpeg_dlm.evaluation.paper import paper_figures
 from jpeg_dlm.methods.base import Method
 from jpeg_dlm.rng import RowNoise
@@ -50,6 +51,10 @@ def measure(
 
     `dtype` bf16 is autocast, as in training; weights stay fp32.
     """
+    name = DTYPES[dtype]
+    if dtype == "bf16" and device_of(subjects[0].method).type == "cpu":
+        make_safe()
+        name = with_limit(name)
     for subject in subjects:
         subject.method.float().eval()
     seconds: list[list[float]] = [[] for _ in subjects]
@@ -73,7 +78,7 @@ def measure(
             "ratio_range": [min(ratios), max(ratios)], "paper_speed": _paper_speed(subject),
         })  # fmt: skip
     return {
-        "version": __version__, "torch": torch.__version__, "dtype": DTYPES[dtype], "batch": batch, "repeats": repeats,
+        "version": __version__, "torch": torch.__version__, "dtype": name, "batch": batch, "repeats": repeats,
         "warmup": warmup, "threads": torch.get_num_threads(), "device": _device_name(subjects[0]), "rows": rows,
     }  # fmt: skip
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import from_dict, to_dict
+from jpeg_dlm.cpu import with_precision
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +90,7 @@ def main() -> None:
     config, trial = from_dict(request["config"]), Trial(**request["trial"])
     torch.set_num_threads(trial.threads)
     device = torch.device(trial.device)
+    config = with_precision(config, device.type) if trial.work == "train" else config
     empty = peak_bytes(device)
     method = build_method(config).to(device).train(trial.work == "train")
     batch = random_batch(config, trial.batch, device, type(method).uses_encoder) if trial.work == "train" else None

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from jpeg_dlm.config import Config, ModelConfig, validate
 from jpeg_dlm.config_io import from_dict, to_dict
+from jpeg_dlm.cpu import Runtime, make_safe
 from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.export.graph import onnx_package
 from jpeg_dlm.export.graphs import write_network
@@ -41,7 +42,12 @@ class Format:
 
     suffix: str
     open: Callable[[Path], Opened]
-    runtime: str  # the package that runs it
+    runtime: Runtime  # the package that runs it
+
+    def open_safely(self, path: Path) -> Opened:
+        """The network of a file, in a runtime that was tried on this CPU."""
+        make_safe(self.runtime)
+        return self.open(path)
 
 
 FORMATS = {
@@ -88,7 +94,7 @@ def written_and_opened(name: str, method: JpegDlm, kind: str, folder: Path) -> O
     if kind == "openvino":
         convert_onnx(onnx, path)
         onnx.unlink()
-    return FORMATS[kind].open(path)
+    return FORMATS[kind].open_safely(path)
 
 
 def agreement_of(name: str, method: JpegDlm, opened: Opened) -> float:
@@ -136,7 +142,7 @@ def _open(folder: Path, name: str, kind: str, config: Config) -> Opened:
     path = folder / f"{name}{FORMATS[kind].suffix}"
     if not path.is_file():
         raise CheckpointError(f"'{path}' is missing: export the model again.")
-    opened = FORMATS[kind].open(path)
+    opened = FORMATS[kind].open_safely(path)
     if opened.shapes != {key: (None, *sizes) for key, sizes in input_sizes(name, config).items()}:
         raise CheckpointError(f"'{path}' does not take what its config says ({opened.shapes}): export the model again.")
     return opened

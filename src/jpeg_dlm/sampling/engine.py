@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from jpeg_dlm.config import SamplerConfig
+from jpeg_dlm.cpu import make_safe
 from jpeg_dlm.flow.grids import make_grid
 from jpeg_dlm.flow.solvers import SOLVERS
 from jpeg_dlm.methods.base import Watch, refuse_given
@@ -36,6 +37,8 @@ class Engine:
     def __init__(self, method: JpegDlm, dtype: Dtype = "fp32", compile: bool = False) -> None:
         self.config, self.dtype = method.config, dtype
         self.device = method.latent_mean.device
+        if dtype != "fp32" and self.device.type == "cpu":
+            make_safe()
         make = linear_maker(dtype)
         self.dit = FastDiT(method.dit, make, compile)
         self.predictor = self.dit if method.predictor is None else FastDiT(method.predictor, make, compile)

@@ -5,6 +5,7 @@ Shapes: M rows, K inputs, N outputs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -131,9 +132,20 @@ def keep_from_compiler(module: nn.Module) -> None:
                 setattr(layer, product, torch.compiler.disable(getattr(layer, product)))
 
 
+@functools.cache
 def weight_levels(device: torch.device) -> int:
-    """Without VNNI a CPU adds two products in 16 bits, which 7-bit weights cannot overflow: 2 * 255 * 63 < 2**15."""
-    return SEVEN_BITS if device.type == "cpu" and not torch.cpu._is_vnni_supported() else BYTE
+    """Without VNNI a CPU adds two products in 16 bits, which 7-bit weights cannot overflow: 2 * 255 * 63 < 2**15.
+
+    Found by a product of the largest numbers: instructions that the CPU has may be switched off for oneDNN.
+    """
+    if device.type != "cpu":
+        return BYTE
+    packed = torch.ops.onednn.qlinear_prepack(torch.full((16, 16), BYTE, dtype=torch.int8), None)
+    y = torch.ops.onednn.qlinear_pointwise(
+        torch.full((1, 16), 255, dtype=torch.uint8), 1.0, 0, packed, torch.ones(16), torch.zeros(16, dtype=torch.int32), None,
+        1.0, 0, torch.float32, "none", [], "",
+    )  # fmt: skip
+    return BYTE if bool((y == 16 * 255 * BYTE).all()) else SEVEN_BITS
 
 
 def quantize_channels(weight_NK: Tensor, levels: int) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jpeg_dlm.collectives import all_mean, barrier
 from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import to_dict
+from jpeg_dlm.cpu import instruction_limit, with_precision
 from jpeg_dlm.errors import CheckpointError, NonFiniteError
 from jpeg_dlm.methods.base import FROZEN, Method, copy_tensors
 from jpeg_dlm.methods.registry import build_method
@@ -65,6 +66,7 @@ class Trainer:
     step: int = 0
 
     def __post_init__(self) -> None:
+        self.config = with_precision(self.config, self.ranks.device.type)
         train = self.config.train
         self._prepare_layers()
         if self.ranks.world > 1 and train.sharding == "fsdp":
@@ -170,6 +172,7 @@ class Trainer:
                 "config": to_dict(self.config),
                 "provenance": self.provenance,
                 "rows_per_step": self.stream.rows_per_step,
+                "instruction_limit": instruction_limit(),
             }
             save_checkpoint(self.run, self.step, tensors, state, self.config.train.keep)
         barrier()

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import torch
 
-from jpeg_dlm.collectives import barrier
+from jpeg_dlm.collectives import barrier, from_main
 from jpeg_dlm.config import Config, DataConfig, TrainConfig, validate
-from jpeg_dlm.config_io import from_dict, to_dict
+from jpeg_dlm.config_io import from_dict, read_json_file, to_dict
+from jpeg_dlm.cpu import cost_of, with_precision
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.encoders.base import measure_statistics, save_statistics
 from jpeg_dlm.encoders.build import FrozenSmallEncoder
@@ -94,6 +95,7 @@ def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume:
         run_lock(run) if ranks.is_main else contextlib.nullcontext(),
         StopSignal(echo_s=2.0 if ranks.world > 1 else 0.0) as stop,
     ):
+        config = with_settled_precision(config, run, ranks, console)
         if ranks.is_main:  # as it was asked for: what --resume starts from
             write_atomic(run / "config.json", json.dumps(to_dict(config), indent=1) + "\n")
         try:
@@ -116,6 +118,20 @@ def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume:
 def _check_fresh(run: Path, resume: bool) -> None:
     if not resume and ((run / "checkpoints").is_dir() or any(run.glob("*-training/checkpoints"))):
         raise UsageError(f"'{run}' already holds a run: go on with --resume, or name another folder with --out.")
+
+
+def with_settled_precision(config: Config, run: Path, ranks: Ranks, console: Console) -> Config:
+    """The config with the type that the run began with, or that its first process chooses: it holds on every machine."""
+    stored = run / "config.json"
+    if config.train.precision == "auto" and stored.is_file():
+        begun = from_dict(read_json_file(stored)).train.precision
+        config = replace(config, train=replace(config.train, precision=begun))
+    asked, device = config.train.precision, ranks.device.type
+    config = with_precision(config, device) if ranks.is_main or asked != "auto" else config
+    config = replace(config, train=replace(config.train, precision=from_main(config.train.precision)))
+    if asked == "bf16" and device == "cpu" and (cost := cost_of("bf16")):
+        console.say(f"{cost} --train.precision auto takes the faster type.")
+    return config
 
 
 # ---------------------------------------------------------------- data
