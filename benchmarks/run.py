@@ -6,7 +6,7 @@ python benchmarks/run.py --short --out DIR      # smaller sizes and fewer rounds
 python benchmarks/run.py --record               # make these ratios the record that later runs are compared with
 
 Figures are ratios of what was measured side by side. A ratio that fell is a warning and never an error: seconds and even ratios
-depend on the machine, and the record says which one it is from.
+depend on the machine, so they are compared with a record of the same CPU only, and each CPU has its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from jpeg_dlm.allocator import keep_freed_memory
+from jpeg_dlm.cpu import cpu_facts, instruction_limit, make_safe
 from jpeg_dlm.evaluation.pictures import LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.files import write_atomic
 
@@ -49,7 +50,10 @@ def main() -> int:
     ratios = {name: result["ratios"] for name, result in results(args.out).items()}
     if args.record:
         record(ratios, RECORD)
-    for warning in fallen(ratios, json.loads(RECORD.read_text())["ratios"] if RECORD.exists() else {}):
+    before = records(RECORD).get(processor())
+    if before is None:
+        print(f"No record of this CPU ({processor()}) to compare with: make one with --record.", file=sys.stderr)
+    for warning in fallen(ratios, before["ratios"] if before else {}):
         print(f"warning: {warning}", file=sys.stderr)
     return 0
 
@@ -57,6 +61,7 @@ def main() -> int:
 def one(name: str, short: bool, out: Path) -> None:
     """One benchmark in this process: its JSON, Markdown and picture."""
     keep_freed_memory()  # as `jpeg-dlm` does
+    make_safe()  # before fp32: a limit on instructions must come first
     module = importlib.import_module(name)
     began = time.perf_counter()
     result = module.measure(short)
@@ -94,10 +99,23 @@ def machine() -> str:
 # ---------------------------------------------------------------- the guard
 
 
+def processor() -> str:
+    """The CPU by name, and what torch and oneDNN may use of it: ratios of another one say nothing."""
+    used = [torch.backends.cpu.get_cpu_capability(), *filter(None, [instruction_limit()])]
+    return f"{cpu_facts()[0]}, {torch.get_num_threads()} threads, {', '.join(used)}"
+
+
+def records(path: Path) -> dict[str, Any]:
+    """What is on record, by CPU."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def record(ratios: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """These ratios over those on record; benchmarks that were not run keep theirs."""
-    kept = json.loads(path.read_text())["ratios"] if path.exists() else {}
-    write_atomic(path, json.dumps({"machine": machine(), "ratios": {**kept, **ratios}}, indent=1, sort_keys=True) + "\n")
+    """These ratios over those on record of this CPU; benchmarks that were not run keep theirs, as other CPUs do."""
+    known = records(path)
+    kept = known.get(processor(), {"ratios": {}})["ratios"]
+    known[processor()] = {"machine": machine(), "ratios": {**kept, **ratios}}
+    write_atomic(path, json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 
 def fallen(now: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]) -> list[str]:

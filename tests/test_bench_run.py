@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,28 @@ def test_a_record_keeps_what_was_not_run_again(tmp_path: Path):
     path = tmp_path / "ratios.json"
     run.record({"sampling": {"fp32": 1.2}, "training": {"tiny": 1.5}}, path)
     run.record({"sampling": {"fp32": 1.3}}, path)
-    assert json.loads(path.read_text())["ratios"] == {"sampling": {"fp32": 1.3}, "training": {"tiny": 1.5}}
+    assert run.records(path)[run.processor()]["ratios"] == {"sampling": {"fp32": 1.3}, "training": {"tiny": 1.5}}
+
+
+def test_ratios_are_compared_with_those_of_the_same_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    path = tmp_path / "ratios.json"
+    monkeypatch.setattr(run, "cpu_facts", lambda: ("Another CPU", frozenset()))
+    run.record({"peak": {"a over b": 3.0}}, path)
+    other = run.processor()
+    monkeypatch.undo()
+    monkeypatch.setattr(run, "RECORD", path)
+    result = {"title": "A", "markdown": "", "rows": [], "ratios": {"a over b": 1.5}}
+    monkeypatch.setitem(sys.modules, "peak", SimpleNamespace(measure=lambda short: dict(result)))
+    monkeypatch.setattr(sys, "argv", ["run.py", "peak", "--out", str(tmp_path / "out")])
+    assert run.main() == 0
+    told = capsys.readouterr().err
+    assert "warning" not in told and f"No record of this CPU ({run.processor()})" in told
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--record"])
+    assert run.main() == 0 and not capsys.readouterr().err
+    assert {name: found["ratios"]["peak"]["a over b"] for name, found in run.records(path).items()} == {
+        other: 3.0,
+        run.processor(): 1.5,
+    }
 
 
 def test_one_benchmark_writes_table_picture_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -137,8 +137,8 @@ def make_safe(runtime: Runtime = "torch") -> str:
     if not reports_amx():
         return instruction_limit()
     if not instruction_limit():
-        limit = remembered(f"limit of {runtime}", lambda: widest(runtime, run_child), lambda value: value in ("", *LADDERS[runtime]))
-        impose(limit, runtime)
+        known = ("", *LADDERS[runtime])
+        impose(remembered(f"limit of {runtime}", lambda: widest(runtime, run_child), lambda found: found in known), runtime)
     limit = instruction_limit()
     if limit and runtime == "torch" and "AMX" not in limit and "AMX" in effective_isa():
         raise UsageError(

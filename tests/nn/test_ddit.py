@@ -215,7 +215,7 @@ def test_a_fresh_network_passes_its_input_on_until_the_gates_open():
     network = DDiT(V, H, DEPTH, HEADS, COND, FREQ)
     x = network.vocab_embed(tokens())
     states = network.states(x, network.condition(sigma()))
-    assert torch.allclose(states, torch.nn.functional.layer_norm(x, (H,)), atol=1e-6)
+    assert torch.allclose(states, torch.nn.functional.layer_norm(x, (H,)), atol=1e-5)
 
 
 @torch.no_grad()
@@ -223,7 +223,7 @@ def test_distributions_are_read_as_the_mean_of_rows():
     network = ddit()
     p = torch.rand(B, L, V, generator=torch.Generator().manual_seed(0)).softmax(-1)
     mean = sum(p[..., v, None] * network.vocab_embed.embedding[v] for v in range(V))
-    assert torch.allclose(network.vocab_embed(p), mean, atol=1e-6)
+    assert torch.allclose(network.vocab_embed(p), mean, atol=1e-5)
     one_hot = torch.nn.functional.one_hot(tokens(), V)
     assert torch.allclose(network(one_hot.double(), sigma()), network(tokens(), sigma()), atol=1e-5)
     with torch.autocast("cpu", torch.bfloat16):

@@ -114,7 +114,7 @@ def test_one_mixed_pass_equals_two_separate_ones():
     z, t, s, w = inputs(5)
     mixed = dit(z, t, s, w, decode_rows=2)
     decoded, denoised = dit(z[:2], t[:2], s[:2], w[:2], decode_rows=2), dit(z[2:], t[2:], s[2:], w[2:])
-    assert torch.allclose(mixed, torch.cat([decoded, denoised]), atol=1e-6)
+    assert torch.allclose(mixed, torch.cat([decoded, denoised]), atol=1e-5)
 
 
 @torch.no_grad()

@@ -89,9 +89,9 @@ def test_padded_tokens_are_removed_not_just_weakened():
     masked = compressor(h, mask)
     kept = mask[1].nonzero().squeeze(1)
     assert torch.allclose(masked[1], slow_compress(compressor.state_dict(), HEADS, h[1], kept), atol=1e-5)
-    assert torch.allclose(masked[0], compressor(h)[0], atol=1e-6)
+    assert torch.allclose(masked[0], compressor(h)[0], atol=1e-5)
     changed = torch.where(mask[..., None], h, 1e4 * torch.randn_like(h))
-    assert torch.allclose(compressor(changed, mask), masked, atol=1e-6)
+    assert torch.allclose(compressor(changed, mask), masked, atol=1e-5)
     assert not torch.allclose(masked[1], compressor(h)[1], atol=1e-3)
 
 
@@ -131,5 +131,5 @@ def test_token_order_matters_to_the_compressor_and_latent_order_to_the_decompres
 def test_rows_do_not_see_each_other():
     compressor, decompressor, h = build(Compressor), build(Decompressor), features(3)
     z = compressor(h)
-    assert torch.allclose(z[1], compressor(h[1:2])[0], atol=1e-6)
+    assert torch.allclose(z[1], compressor(h[1:2])[0], atol=1e-5)
     assert torch.allclose(decompressor(z)[1], decompressor(z[1:2])[0], atol=1e-5)

@@ -32,9 +32,9 @@ def test_chunks_change_neither_values_nor_gradients(chunk):
     whole = token_nll(head, h, tokens)
     wanted = torch.autograd.grad((whole * weight).sum(), [h, head.weight, head.bias])
     parts = token_nll(head, h, tokens, chunk)
-    assert torch.allclose(parts, whole, atol=1e-6)
+    assert torch.allclose(parts, whole, atol=1e-5)
     for got, want in zip(torch.autograd.grad((parts * weight).sum(), [h, head.weight, head.bias]), wanted, strict=True):
-        assert torch.allclose(got, want, atol=1e-6)
+        assert torch.allclose(got, want, atol=1e-5)
 
 
 def test_chunks_never_hold_more_rows_of_logits_than_asked_for():

@@ -102,7 +102,7 @@ def test_matrices_of_one_shape_do_not_mix():
         Muon([{"params": parameters, "matrix": True, "lr": 0.1}]).step()
         return torch.stack([p.detach() for p in parameters])
 
-    assert torch.allclose(updated([0, 1, 2]), torch.cat([updated([i]) for i in range(3)]), atol=1e-6)
+    assert torch.allclose(updated([0, 1, 2]), torch.cat([updated([i]) for i in range(3)]), atol=1e-5)
 
 
 # ---------------------------------------------------------------- groups and rates
