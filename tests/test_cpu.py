@@ -282,6 +282,12 @@ def test_generating_in_a_slower_type_tells_its_cost(speeds, told, monkeypatch, c
     assert ("int8 products run at 0.90x the speed of fp32" in capsys.readouterr().err) is told
 
 
+def test_generating_in_a_type_that_the_cpu_lacks_tells_so(monkeypatch, capsys):
+    monkeypatch.setattr("jpeg_dlm.sampling.linear.computes_in_bf16", lambda device: False)
+    assert main(["generate", "-n", "1", "--steps", "1", "--device", "cpu", "--dtype", "bf16"]) == 0
+    assert "weights are rounded to bf16 and multiplied in fp32" in capsys.readouterr().err
+
+
 def test_the_doctor_names_the_limit(trapping, monkeypatch, capsys):
     monkeypatch.setattr(cpu, "speeds", lambda: cpu.make_safe() and SLOW_BF16)
     assert main(["doctor"]) == 0

@@ -82,6 +82,16 @@ def test_tokens_are_those_of_torch(sampler, parts, solver, rows):
     assert_same_tokens(sampler.sample(options, noise), parts.method.sample(options, noise))
 
 
+def test_openvino_is_asked_for_full_precision(folders, monkeypatch):
+    """By itself it takes bf16 on a CPU that has it."""
+    import openvino
+
+    seen, compile_model = [], openvino.Core.compile_model
+    monkeypatch.setattr(openvino.Core, "compile_model", lambda *a: seen.append(compile_model(*a)) or seen[-1])
+    read_exported(folders["openvino"])
+    assert [compiled.get_property("INFERENCE_PRECISION_HINT") for compiled in seen] == [openvino.Type.f32] * 2
+
+
 def test_what_is_watched_is_that_of_torch(sampler, parts):
     def seen(method) -> list:
         found = []

@@ -78,7 +78,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         raise UsageError(f"'{args.out}' already exists: name another file, nothing was overwritten.")
 
     from jpeg_dlm.api import load
-    from jpeg_dlm.cpu import cost_of
     from jpeg_dlm.files import write_atomic
     from jpeg_dlm.sampling.sampler import device_of
 
@@ -86,7 +85,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     given = model.given(args.prompt, args.template)
     reduced = args.dtype in ("bf16", "int8")
     on_cpu = device_of(model.method).type == "cpu"
-    if reduced and on_cpu and (cost := cost_of(args.dtype)):
+    if reduced and on_cpu and (cost := slower(args.dtype)):
         print(f"{cost} --dtype auto is the fastest that writes the texts of fp32.", file=sys.stderr)
     watch = None
     if args.watch:
@@ -114,6 +113,18 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if reduced:
         print(price(model, tokens, args, options), file=sys.stderr)
     return 0
+
+
+def slower(dtype: str) -> str | None:
+    """A sentence if the CPU gains nothing by a reduced type."""
+    import torch
+
+    from jpeg_dlm.cpu import cost_of
+    from jpeg_dlm.sampling.linear import computes_in_bf16
+
+    if dtype == "bf16" and not computes_in_bf16(torch.device("cpu")):
+        return "This CPU has no bf16 products: weights are rounded to bf16 and multiplied in fp32, which is no faster."
+    return cost_of(dtype)
 
 
 def price(model: Model, tokens: Tensor, args: argparse.Namespace, options: dict[str, Any]) -> str:
