@@ -49,14 +49,6 @@ def all_mean(t: Tensor) -> Tensor:
     return all_sum(t) / world_size() if world_size() > 1 else t
 
 
-def from_main(value: Any) -> Any:
-    """What the main process has, on every process."""
-    values = [value]
-    if world_size() > 1:
-        dist.broadcast_object_list(values)
-    return values[0]
-
-
 def barrier() -> None:
     """Wait until every process is here."""
     if world_size() > 1:

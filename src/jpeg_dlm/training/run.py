@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from jpeg_dlm.collectives import barrier, from_main
+from jpeg_dlm.collectives import all_sum, barrier
 from jpeg_dlm.config import Config, DataConfig, TrainConfig, validate
 from jpeg_dlm.config_io import from_dict, read_json_file, to_dict
 from jpeg_dlm.cpu import cost_of, with_precision
@@ -127,11 +127,12 @@ def with_settled_precision(config: Config, run: Path, ranks: Ranks, console: Con
         begun = from_dict(read_json_file(stored)).train.precision
         config = replace(config, train=replace(config.train, precision=begun))
     asked, device = config.train.precision, ranks.device.type
-    config = with_precision(config, device) if ranks.is_main or asked != "auto" else config
-    config = replace(config, train=replace(config.train, precision=from_main(config.train.precision)))
+    config = with_precision(config, device)
+    mine = float(ranks.is_main and config.train.precision == "bf16")
+    bf16 = all_sum(torch.tensor([mine], device=ranks.device)).item() > 0  # machines may differ: the main process decides
     if asked == "bf16" and device == "cpu" and (cost := cost_of("bf16")):
         console.say(f"{cost} --train.precision auto takes the faster type.")
-    return config
+    return replace(config, train=replace(config.train, precision="bf16" if bf16 else "fp32"))
 
 
 # ---------------------------------------------------------------- data
