@@ -20,8 +20,7 @@ from jpeg_dlm.report.reading import Trouble, facts, folded_options, options_tabl
 from jpeg_dlm.studies.workshop import training_seconds
 from jpeg_dlm.training.checkpoint import STATE, STATE_BYTES, STEP_NAME
 from jpeg_dlm.training.diagnosis_plot import diagnoses
-from jpeg_dlm.training.metrics import read_metrics
-from jpeg_dlm.training.plots import HELDOUT
+from jpeg_dlm.training.metrics import HELDOUT, read_metrics
 
 METRICS_ALT = (
     "Curves over the optimizer steps: losses in training and on held-out text, gradient norm, speed and learning rates."

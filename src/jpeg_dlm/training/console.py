@@ -1,22 +1,24 @@
-"""What a person sees while a long command works: progress with an estimate, on a terminal or in a log file."""
+"""What a person sees while a long command works: progress with an estimate, on a terminal, in a notebook or in a log file."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, Any, cast
+from typing import IO, Any, Protocol, cast
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.live import Live
 
 from jpeg_dlm.config import Config
-from jpeg_dlm.training.metrics import DIAGNOSIS
+from jpeg_dlm.training.metrics import DIAGNOSIS, HELDOUT
+from jpeg_dlm.training.progress import GAP, Progress, flow, measured
 
 OF_DIAGNOSIS = (f"{DIAGNOSIS}ratio_0.3", f"{DIAGNOSIS}trigram")  # the two of some fifty that a line shows
 PLAIN_EVERY_S = 20.0  # in a log file a line now and then is enough
+NOTEBOOK_EVERY_S = 0.25  # every picture of the progress travels to the browser
 
 
 class ErrorStream:
@@ -64,68 +66,82 @@ class Console:
 
     @property
     def live(self) -> bool:
-        return self.rich.is_terminal and not self.quiet
+        """Whether what was written can be drawn over: on a terminal that can, and in a notebook."""
+        drawable = self.rich.is_terminal and not self.rich.is_dumb_terminal
+        return (drawable or self.rich.is_jupyter) and not self.quiet
 
     @contextmanager
     def progress(self, title: str, unit: str) -> Iterator[Callable[[int, int | None], None]]:
         """Yields `report(done, total)` for work whose amount may be unknown."""
+        state = Progress(title, unit)
         if not self.live:
             self.say(f"{title} ...")
-            yield _plain_reporter(self, title, unit)
-            return
-        with Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
-                      TimeElapsedColumn(), TimeRemainingColumn(), console=self.rich) as bar:  # fmt: skip
-            task = bar.add_task(title, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+        with self._shown(state) as show:
+
+            def report(done: int, total: int | None) -> None:
+                state.done, state.total = done, total
+                show()
+
+            yield report
 
     @contextmanager
     def training(self, config: Config, start: int, rows_per_step: int) -> Iterator[Callable[[int, dict[str, float]], None]]:
-        """Yields `tell(step, values)`; shows loss terms, rows per second and the time left."""
+        """Yields `tell(step, values)`; shows step, share, time left, rows per second and losses."""
         total, title = config.train.steps, f"Training {config.method}"
         self.say(f"{title}: {total:,} steps of {rows_per_step:,} rows, starting at step {start:,}.")
-        began, last = time.monotonic(), [0.0]
+        state = Progress(title, "steps", total, start)
+        with self._shown(state) as show:
 
-        def line(step: int, values: dict[str, float]) -> str:
-            terms = [f"{k} {v:.4g}" for k, v in values.items() if k in OF_DIAGNOSIS or not k.startswith(("lr_", DIAGNOSIS))]
-            return "  ".join(terms)
+            def tell(step: int, values: dict[str, float]) -> None:
+                first, state.done = not state.values, step
+                if any(name.startswith(HELDOUT) for name in values):
+                    words = measured({name.removeprefix(HELDOUT): value for name, value in values.items() if _is_shown(name)})
+                    self._say_words([f"step {step:,}, held out:", *words])
+                else:
+                    state.values = values
+                    show(now=first or step == total)
 
-        if self.live:
-            with Progress(TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(),
-                          TimeRemainingColumn(), TextColumn("{task.fields[terms]}"), console=self.rich) as bar:  # fmt: skip
-                task = bar.add_task(title, total=total, completed=start, terms="")
+            yield tell
 
-                def tell_live(step: int, values: dict[str, float]) -> None:
-                    if any(k.startswith("heldout_") for k in values):
-                        bar.console.print(f"step {step:,}  {line(step, values)}", highlight=False)
-                    else:
-                        bar.update(task, completed=step, terms=line(step, values))
+    def _say_words(self, words: Sequence[str]) -> None:
+        """Words on as many lines as it takes, on one where a program may read them."""
+        self.say("\n".join(flow(words, self.rich.width)) if self.live else GAP.join(words))
 
-                yield tell_live
-            return
+    @contextmanager
+    def _shown(self, state: Progress) -> Iterator[Show]:
+        """Keeps the progress in sight; yields what shows it anew, soon or `now`."""
+        if not self.live:
+            yield _sometimes(PLAIN_EVERY_S, lambda: self.say(state.line()))
+        elif self.rich.is_jupyter:
+            from IPython.display import display  # pyright: ignore[reportMissingImports] - there in every notebook
 
-        def tell_plain(step: int, values: dict[str, float]) -> None:
-            now = time.monotonic()
-            if now - last[0] >= PLAIN_EVERY_S or step == total or any(k.startswith("heldout_") for k in values):
-                last[0] = now
-                left = (now - began) / max(1, step - start) * (total - step)
-                self.say(f"step {step:,}/{total:,}  {_minutes(left)} left  {line(step, values)}")
-
-        yield tell_plain
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.1f} min"
+            handle = display(state, display_id=True)
+            show = _sometimes(NOTEBOOK_EVERY_S, lambda: handle.update(state))
+            try:
+                yield show
+            finally:
+                show(now=True)
+        else:
+            with Live(state, console=self.rich):
+                yield lambda now=False: None  # it draws itself
 
 
-def _plain_reporter(console: Console, title: str, unit: str) -> Callable[[int, int | None], None]:
-    began = time.monotonic()
-    last = [began]
+def _is_shown(name: str) -> bool:
+    return name in OF_DIAGNOSIS or not name.startswith(DIAGNOSIS)
 
-    def report(done: int, total: int | None) -> None:
-        now = time.monotonic()
-        if now - last[0] >= PLAIN_EVERY_S:
-            last[0] = now
-            left = f", {_minutes((now - began) / max(1, done) * (total - done))} left" if total else ""
-            console.say(f"{title}: {done:,}{f' of {total:,}' if total else ''} {unit}{left}")
 
-    return report
+class Show(Protocol):
+    def __call__(self, now: bool = False) -> None: ...
+
+
+def _sometimes(every_s: float, act: Callable[[], None]) -> Show:
+    """`act`, but unless it must be now not sooner than `every_s` seconds after it last did."""
+    before = time.monotonic()
+
+    def show(now: bool = False) -> None:
+        nonlocal before
+        if now or time.monotonic() - before >= every_s:
+            before = time.monotonic()
+            act()
+
+    return show

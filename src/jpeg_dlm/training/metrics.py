@@ -19,6 +19,7 @@ from jpeg_dlm.errors import DataError
 from jpeg_dlm.files import write_atomic
 
 DIAGNOSIS = "diag_"  # how the measures of `training.diagnosis` begin
+HELDOUT = "heldout_"  # what the names of measures on text that is not trained on begin with
 NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 

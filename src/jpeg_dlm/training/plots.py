@@ -19,9 +19,8 @@ from matplotlib.ticker import EngFormatter, LogFormatter, MaxNLocator
 
 from jpeg_dlm.errors import DataError
 from jpeg_dlm.files import write_atomic
-from jpeg_dlm.training.metrics import DIAGNOSIS, read_metrics
+from jpeg_dlm.training.metrics import DIAGNOSIS, HELDOUT, read_metrics
 
-HELDOUT = "heldout_"
 LR = "lr_"
 TRAIN_COLOR, HELDOUT_COLOR, BAD_COLOR, INK = "#2b6cb0", "#dd6b20", "#c53030", "#2d3748"
 LINE_COLORS = (TRAIN_COLOR, "#2f855a", "#805ad5", "#b7791f", "#97266d")
