@@ -1,6 +1,8 @@
 """`evaluate` and `benchmark` from the command line: files written, errors in one sentence, the same request goes on."""
 
+import io
 import json
+import sys
 
 import pytest
 from conftest import made_up_text
@@ -145,3 +147,16 @@ def test_bad_benchmarks_are_one_sentence(words, match, capsys):
     assert main(["benchmark", *words, "--preset", "smoke", "--quiet"]) == 2
     error = capsys.readouterr().err
     assert match in error and error.count("\n") == 1
+
+
+def test_a_terminal_gets_the_benchmark_drawn(micro_folder, monkeypatch):
+    class Screen(io.StringIO):
+        isatty = lambda self: True  # noqa: E731
+
+    screen = Screen()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert main(["benchmark", str(micro_folder), "--batch", "2", "--repeats", "1", "--quiet", "--device", "cpu"]) == 0
+    assert "│" not in screen.getvalue() and "|" not in screen.getvalue() and "──────" in screen.getvalue()
+    assert "texts/s" in screen.getvalue() and "paper" not in screen.getvalue()  # a column without content

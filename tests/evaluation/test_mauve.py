@@ -53,6 +53,16 @@ def test_equal_to_the_package_called_directly():
     assert mauve_score(p, p, seeds=(42,))["mauve"] == pytest.approx(1, abs=1e-3)
 
 
+def test_faiss_says_nothing(capfd):
+    faiss = pytest.importorskip("faiss", reason="mauve-text is an extra")
+    pytest.importorskip("mauve")
+    kmeans = faiss.Kmeans
+    kmeans(8, 12).train(features(120, 0.0, 0).astype(np.float32))
+    assert "WARNING clustering" in capfd.readouterr().err  # what would be seen
+    mauve_score(features(120, 0.0, 0), features(130, 0.3, 1), seeds=(42,))
+    assert capfd.readouterr() == ("", "") and faiss.Kmeans is kmeans
+
+
 def test_reasons_for_having_none(monkeypatch):
     def never():
         raise AssertionError("features were computed for nothing")

@@ -67,6 +67,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
     import torch
 
+    from jpeg_dlm.cli.show import show
     from jpeg_dlm.evaluation.throughput import measure, throughput_table
     from jpeg_dlm.files import write_atomic
     from jpeg_dlm.training.console import Console
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     subjects = _subjects(_models(args, names), args, sampler, console)
     with console.progress(f"Measuring {len(subjects)} samplers", "batches") as progress:
         result = measure(subjects, args.batch, args.repeats, args.warmup, dtype=args.dtype, progress=progress)
-    print(throughput_table(result))
+    show(throughput_table(result))
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         write_atomic(args.out / "benchmark.json", json.dumps(result, indent=1) + "\n")

@@ -38,6 +38,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     import torch
 
+    from jpeg_dlm.cli.show import show
     from jpeg_dlm.evaluation.evaluate import Request
     from jpeg_dlm.evaluation.scoring import build_scorer
     from jpeg_dlm.files import write_atomic
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     result = compare(asked, workshop, lambda: build_scorer(args.scorer, console=workshop.console), request)
     result["command"] = args.command
     text = compare_table(result, base.preset if base.preset == "owt1024" else "lm1b")
-    print(text)
+    show(text)
     write_atomic(args.out / "compare.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     write_atomic(args.out / "compare.md", text + "\n")
     draw_comparison(result, args.out / "compare.png")

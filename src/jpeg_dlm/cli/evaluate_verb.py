@@ -63,6 +63,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     _claim(args.out, asked)
 
     from jpeg_dlm import __version__
+    from jpeg_dlm.cli.show import show
     from jpeg_dlm.evaluation.evaluate import Evaluation, Request
     from jpeg_dlm.evaluation.parts import Parts
     from jpeg_dlm.evaluation.report import table
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             entries += evaluation.entries(source)
     result = evaluation.result(entries) if evaluation else {"version": __version__, "entries": []}
     result |= ({"likelihood": likelihoods} if args.likelihood else {}) | {"request": asked}
-    print(table(result))
+    show(table(result))
     if args.out:
         _write(args.out, result, console)
     return 0

@@ -92,13 +92,15 @@ ARGUMENTS: dict[str, Callable[[Parser], None]] = {
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     import torch
 
+    from jpeg_dlm.cli.show import show
+
     if args.threads:
         torch.set_num_threads(args.threads)
     outcome = RUN[STUDIES[args.study].takes](args, rest)
     if outcome is None:
         return 0
     outcome.result["command"] = args.command
-    print(outcome.table)
+    show(outcome.table)
     written = outcome.write(args.out, args.study)
     if not args.quiet:
         print(f"Wrote {', '.join(str(path) for path in written)}.")

@@ -35,8 +35,11 @@ def texts_table(result: Mapping[str, Any]) -> str:
 
 
 def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells as Markdown."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, ["---"] * len(heading), *rows))
+    """Cells as Markdown, without the columns that hold nothing, such as that of a measure that was not taken."""
+    rows = list(rows)
+    kept = [i for i in range(len(heading)) if not rows or any(row[i] for row in rows)]
+    lines = ([cells[i] for i in kept] for cells in (heading, ["---"] * len(heading), *rows))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def plus_minus(measure: Mapping[str, Any] | None, digits: int) -> str:

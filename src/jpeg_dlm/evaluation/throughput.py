@@ -18,12 +18,16 @@ from jpeg_dlm import __version__
 from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.cpu import make_safe, with_limit
 from jpeg_dlm.evaluation.paper import paper_figures
+from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.methods.base import Method
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.sampling.sampler import device_of
 
 Dtype = Literal["fp32", "bf16"]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16 autocast"}
+COLUMNS = (
+    "model", "sampler", "evaluations", "texts/s", "tokens/s", "ratio", "range of ratios", "paper (AR without KV cache = 1)",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -114,18 +118,17 @@ def _device_name(subject: Subject) -> str:
 
 def throughput_table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
-    lines = [
+    head = (
         f"{result['dtype']}, batch {result['batch']}, median of {result['repeats']} on {result['device']}; "
-        "model loading and detokenization excluded.",
-        "",
-        "| model | sampler | evaluations | texts/s | tokens/s | ratio | range of ratios | paper (AR without KV cache = 1) |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in result["rows"]:
-        low, high = row["ratio_range"]
-        paper = f"{row['paper_speed']:g}" if row["paper_speed"] else ""
-        lines.append(
-            f"| {row['name']} | {row['sampler_label']} | {row['evaluations']} | {row['texts_per_second']:.3g} "
-            f"| {row['tokens_per_second']:.4g} | {row['ratio']:.2f} | {low:.2f} to {high:.2f} | {paper} |"
-        )
-    return "\n".join(lines)
+        "model loading and detokenization excluded."
+    )
+    return "\n".join([head, "", markdown_table(COLUMNS, map(_cells, result["rows"]))])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    low, high = row["ratio_range"]
+    return [
+        row["name"], row["sampler_label"], str(row["evaluations"]), f"{row['texts_per_second']:.3g}",
+        f"{row['tokens_per_second']:.4g}", f"{row['ratio']:.2f}", f"{low:.2f} to {high:.2f}",
+        f"{row['paper_speed']:g}" if row["paper_speed"] else "",
+    ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +28,13 @@ class Span:
 
 
 Rich = tuple[Span, ...]
+_NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]?\d+)?( ?(±|to|of) ?[-+−]?\d[\d.,]*)?( ?(%|[A-Za-zµ]{1,3}))?")
+
+
+def is_numeric(cells: Sequence[str]) -> bool:
+    """Whether most cells of a column that hold anything hold a number; a word such as 'failed' may be among them."""
+    filled = [cell for cell in cells if cell]
+    return 2 * sum(_NUMBER.fullmatch(cell) is not None for cell in filled) > len(filled)
 
 
 def plain(text: object) -> Rich:

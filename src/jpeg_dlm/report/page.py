@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from jpeg_dlm.report.blocks import (
     Samples,
     Section,
     Table,
+    is_numeric,
     text_of,
     visible,
 )
@@ -31,7 +31,6 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri
 LONG_CELL = 28  # characters; longer ones may be broken into lines
 WIDE_PIXELS = 800  # a picture of more than one panel
 _TAGS = {"emphasis": "em", "strong": "strong", "code": "code"}
-_NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]?\d+)?( ?(±|to|of) ?[-+−]?\d[\d.,]*)?( ?(%|[A-Za-zµ]{1,3}))?")
 
 
 def render(report: Report) -> str:
@@ -120,11 +119,10 @@ def _row(row: Sequence[Rich], kinds: Sequence[str]) -> str:
 
 
 def _kind(cells: Sequence[str]) -> str:
-    """The class of a column: numbers if most of it are, though a word such as 'failed' may be among them; or long texts."""
-    filled = [cell for cell in cells if cell]
-    if 2 * sum(_NUMBER.fullmatch(cell) is not None for cell in filled) > len(filled):
+    """The class of a column of numbers or of long texts."""
+    if is_numeric(cells):
         return ' class="number"'
-    return ' class="long"' if any(len(cell) > LONG_CELL for cell in filled) else ""
+    return ' class="long"' if any(len(cell) > LONG_CELL for cell in cells) else ""
 
 
 def _figure(figure: Figure) -> str:

@@ -61,8 +61,11 @@ class Console:
         self.rich.print(text, markup=False)
 
     def warn(self, text: str) -> None:
-        """A warning is shown even when quiet."""
-        print(f"warning: {text}", file=ErrorStream())
+        """A warning is shown even when quiet; where there is progress it stands above it."""
+        if self.live:
+            self.rich.print(f"warning: {text}", markup=False, soft_wrap=False)
+        else:
+            print(f"warning: {text}", file=ErrorStream())
 
     @property
     def live(self) -> bool:
