@@ -232,6 +232,9 @@ class TrainConfig:
     timeout_s: float = opt(600.0, "longest wait for another process within training; preparing text may take longer (assumed)")
     seed: int = opt(42, "seed of everything random (paper)")
     nonfinite: Literal["stop", "skip"] = opt("stop", "what to do when a loss or gradient is not a number")
+    log: Literal["none", "tensorboard", "wandb", "trackio"] = opt(
+        "none", "dashboard that gets the metrics too; metrics.jsonl and metrics.png are always written"
+    )
     log_every: int = opt(10, "steps between lines of metrics.jsonl")
     eval_every: int = opt(500, "steps between held-out losses and sample texts; 0 is never")
     diagnose: bool = opt(

@@ -12,7 +12,10 @@ from importlib import metadata
 from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.errors import UsageError
 
-OPTIONAL = {"datasets": "data", "mauve-text": "eval", "onnx": "export", "openvino": "export", "tensorboard": "track"}
+OPTIONAL = {
+    "datasets": "data", "mauve-text": "eval", "onnx": "export", "openvino": "export", "tensorboard": "track",
+    "wandb": "wandb", "trackio": "trackio",
+}  # fmt: skip
 CORE = ("torch", "numpy", "safetensors", "tokenizers", "transformers", "sentencepiece", "huggingface_hub", "rich", "matplotlib")
 
 

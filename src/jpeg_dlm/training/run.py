@@ -1,6 +1,7 @@
 """A run from text to trained model: prepare, train stage after stage, and write what a person wants to see.
 
 RUN/config.json  tokenizer.json  metrics.jsonl  metrics.png  diagnosis.png  alarms.jsonl (if any)  samples/  checkpoints/
+RUN/tensorboard/  event files, if asked for
 RUN/data/        prepared blocks, unless a prepared folder was named
 RUN/encoder/     the trained 'small' encoder
 RUN/features/    cached features, if asked for
@@ -53,6 +54,7 @@ from jpeg_dlm.training.loop import Trainer
 from jpeg_dlm.training.metrics import MetricsLog
 from jpeg_dlm.training.plots import plot_metrics
 from jpeg_dlm.training.signals import StopSignal
+from jpeg_dlm.training.trackers import Follower, Start, check_tracker
 
 STATISTICS_ROWS = 4096  # rows over which feature statistics are measured (assumed: plenty for a mean per channel)
 SAMPLE_TEXTS = 8
@@ -91,6 +93,7 @@ def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume:
     """Everything `jpeg-dlm train` does."""
     config = validate(config)
     _check_fresh(run, resume)
+    check_tracker(config.train.log)
     with (
         run_lock(run) if ranks.is_main else contextlib.nullcontext(),
         StopSignal(echo_s=2.0 if ranks.world > 1 else 0.0) as stop,
@@ -294,18 +297,21 @@ def train_method(config: Config, run: Path, bench: Bench) -> Method:
     if ranks.is_main:
         tokenizer.save(run / "tokenizer.json")
     resume = trainer.step if checkpoint else None
+    follower = Follower(Start(run, config, resume), console.warn) if ranks.is_main else None  # reads what the log drops
     log = MetricsLog(run / "metrics.jsonl", resume) if ranks.is_main else None
     alarms = Alarms(run, config.train, console.warn, resume) if ranks.is_main else None
     with console.training(config, trainer.step, stream.rows_per_step) as show:
 
         def tell(step: int, values: dict[str, float]) -> None:
             show(step, values)
-            if alarms:
+            if alarms and follower:
                 alarms.watch(step, values)
+                follower.log(step, values)
 
         stopped = trainer.fit(log, bench.stop, tell, evaluation(trainer, bench.heldout, tokenizer))
-    if ranks.is_main and log:
+    if log and follower:
         log.close()
+        follower.close()
         plot_if_measured(run)
     if trainer.step < config.train.steps:
         raise Stopped(Outcome(trainer.step, stopped))
