@@ -40,7 +40,7 @@ def _few_points_are_fine() -> Iterator[None]:
     The package makes a cluster per ten texts whatever one asks for, and does not hand on the number that faiss takes for
     enough; nothing else depends on it.
     """
-    faiss = sys.modules.get("faiss")  # imported by the package
+    faiss: Any = sys.modules.get("faiss")  # imported by the package
     if faiss is None:
         yield
         return
