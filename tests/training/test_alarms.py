@@ -8,14 +8,20 @@ import signal
 from dataclasses import replace
 
 import pytest
+import torch
 from conftest import micro_flags
 
+from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config import TrainConfig
 from jpeg_dlm.files import sha256_file
-from jpeg_dlm.training.alarms import FILE, Alarms
+from jpeg_dlm.training import alarms
+from jpeg_dlm.training.alarms import ADVICE, FILE, Alarms
+from jpeg_dlm.training.dist import Ranks
+from jpeg_dlm.training.heldout import heldout_losses
 from jpeg_dlm.training.metrics import MetricsLog, read_metrics
 
+pytest_plugins = ["stand_in"]  # fixtures
 HEALTHY = {"latent_rank": 0.3, "latent_text": 0.9, "latent_sigreg": 0.02}
 
 
@@ -28,10 +34,10 @@ def hear(run, lines, resume=None, **options: float):
     """Steps and kinds that sounded; each line is logged before it is heard, as in training."""
     warnings: list[str] = []
     log = MetricsLog(run / "metrics.jsonl", resume)
-    alarms = Alarms(run, replace(TrainConfig(steps=1000), **options), warnings.append, resume)
+    heard = Alarms(run, replace(TrainConfig(steps=1000), **options), warnings.append, resume)
     for step, values in lines:
         log.log(step, values)
-        alarms.watch(step, values)
+        heard.watch(step, values)
     log.close()
     return warnings
 
@@ -81,14 +87,32 @@ def test_the_first_losses_and_zero_are_silent(tmp_path):
 def test_each_kind_of_collapse(tmp_path, measure, value, kind):
     bad = HEALTHY | {f"latent_{measure}": value}
     warnings = hear(tmp_path, [(10, HEALTHY), (20, bad), (30, bad), (40, HEALTHY), (50, bad)])
-    assert written(tmp_path) == [(20, kind), (50, kind)] and "latent geometry" in warnings[0]
+    assert written(tmp_path) == [(20, kind), (50, kind)] and ADVICE[kind] in warnings[0] and "latent geometry" in warnings[0]
 
 
 def test_a_young_space_has_its_time(tmp_path):
     bad = HEALTHY | {"latent_text": 0.003}
     assert not hear(tmp_path, [(s, bad) for s in range(50, 250, 50)])
     hear(tmp_path, [(s, bad) for s in range(50, 500, 50)])
-    assert written(tmp_path) == [(250, "latent variance")]
+    assert written(tmp_path) == [(300, "latent variance")]
+    hear(tmp_path, [(s, bad) for s in range(50, 3000, 50)], steps=8000)  # a longer run has a quarter
+    assert written(tmp_path) == [(2000, "latent variance")]
+
+
+# `smoke` on a made-up text of 31 kB: step, then rank, variance due to text and SIGReg distance of the latents.
+MEASURED = [
+    (25, 0.136, 0.007, 0.208), (50, 0.135, 0.007, 0.354), (75, 0.134, 0.009, 0.371), (100, 0.134, 0.013, 0.374),
+    (125, 0.137, 0.026, 0.371), (150, 0.148, 0.059, 0.357), (200, 0.202, 0.225, 0.310), (600, 0.373, 0.828, 0.252),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [60, 120, 200, 600])
+def test_a_short_run_on_little_text_is_silent(tmp_path, steps):
+    """Latents unfold after as many steps in a run that ends soon."""
+    lines = [(step, {"latent_rank": r, "latent_text": v, "latent_sigreg": s}) for step, r, v, s in MEASURED if step <= steps]
+    assert not hear(tmp_path, lines, steps=steps)
+    collapsed = [(step, values | {"latent_text": 0.001}) for step, values in lines[-1:]]
+    assert bool(hear(tmp_path, [*lines, *collapsed], steps=steps)) == (steps >= 200)  # they had unfolded before
 
 
 def test_resuming_anywhere_gives_the_same_alarms(tmp_path):
@@ -122,10 +146,34 @@ def hashes(run):
 MEASURES = {"latent_rank", "latent_isotropy", "latent_std_min", "latent_text", "latent_sigreg", "decode_t0.3", "decode_t0.7"}
 
 
+def test_one_text_says_nothing_about_the_space(micro_folders):
+    """A small corpus may hold out a single row, whose latents differ from their mean by nothing."""
+    model = load(micro_folders("jpeg-dlm"), "cpu")
+    model.complete_method()
+    row = torch.arange(8, 20)[None]
+
+    class Rows:
+        def __init__(self, n):
+            self.n = n
+
+        def __len__(self):
+            return self.n
+
+        def rows(self, numbers):
+            return row.repeat(len(numbers), 1)
+
+        def mask(self, tokens):
+            return None
+
+    assert "latent_text" not in heldout_losses(model.method, Rows(1), Ranks())
+    assert "latent_text" in heldout_losses(model.method, Rows(2), Ranks())
+
+
 def test_a_run_measures_warns_resumes_and_trains_the_same(corpus_file, tmp_path, monkeypatch, capsys):
     """Limits that every latent space breaks: two evaluations, one alarm of each kind, whether or not the run was stopped."""
     plain, watched, broken = tmp_path / "plain", tmp_path / "watched", tmp_path / "broken"
     assert main(command(corpus_file, plain, "--train.eval-every", "0")) == 0
+    monkeypatch.setattr(alarms, "UNFOLDING", 0)
     flags = ["--train.collapse-alarm", "0.999"]
     assert main(command(corpus_file, watched, *flags)) == 0
     assert capsys.readouterr().err.count("ALARM at step 6") >= 2

@@ -40,7 +40,7 @@ def heldout_losses(
             values["accuracy"] = float(accuracy)
         for name, value in values.items():
             totals[f"heldout_{name}"] = totals.get(f"heldout_{name}", 0.0) + value * len(rows) * world / n
-        if start == 0 and (latents := method.latent_space(b)):
+        if start == 0 and len(rows) * world > 1 and (latents := method.latent_space(b)):  # one text does not vary
             totals |= latent_measures(latents, b, noise)
     method.train(was_training)
     if world == 1 or not totals:
