@@ -10,8 +10,10 @@ import pytest
 from report_folders import HOSTILE, make_results, make_run, make_workshop
 
 from jpeg_dlm.evaluation.pictures import dress, new_figure, save_png
+from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.report.collect import collect
 from jpeg_dlm.report.write import write_report
+from jpeg_dlm.studies.compare_report import OURS, PAPER
 
 pytestmark = pytest.mark.slow
 FLAGS = (
@@ -79,6 +81,30 @@ def test_the_page_opens_on_a_desk_and_on_a_phone(page, browser):
     wide = "return Array.from(document.querySelectorAll('.scroll'), one => one.scrollWidth > one.clientWidth)"
     assert any(browser.execute_script(wide))  # what is too wide scrolls in its own place
     assert browser.get_log("browser") == []
+
+
+EDGES = """
+const box = document.querySelector('.scroll'), cells = box.querySelector('tbody tr').children;
+box.scrollLeft = arguments[0];
+const [inside, first, last] = [box, cells[0], cells[cells.length - 1]].map(one => one.getBoundingClientRect());
+const [beyond, bar] = [box.scrollWidth - box.clientWidth, box.offsetHeight - box.clientHeight];
+return [beyond, bar, first.left - inside.left, last.right - inside.right];
+"""
+
+
+def test_a_wide_table_scrolls_in_its_box_and_keeps_its_names(tmp_path, browser):
+    """At 1,200 pixels, where a comparison has more columns than there is room for."""
+    heading = [*OURS, *(f"paper, lm1b: {name}" for name in PAPER)]
+    cells = [["JPEG-DLM", *["123.45 ± 10.25"] * (len(heading) - 1)]]
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "compare.md").write_text(markdown_table(heading, cells))
+    browser.set_window_size(1200, 900)
+    browser.get(write_report(collect([tmp_path / "shop"]), tmp_path / "out")[0].as_uri())
+    beyond, bar, left, right = browser.execute_script(EDGES, 0)
+    assert beyond > 100 and bar >= 8 and left == pytest.approx(0, abs=1) and right > 100
+    *_, left, right = browser.execute_script(EDGES, 10_000)
+    assert left == pytest.approx(0, abs=1) and right <= 1  # the name is still there, and so is the last column
+    assert browser.execute_script(OVERFLOW) <= 0
 
 
 def test_the_page_is_dark_where_that_is_preferred(page, browser):

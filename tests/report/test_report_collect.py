@@ -18,6 +18,7 @@ from jpeg_dlm.report.blocks import Command, Details, Facts, Figure, Note, Sample
 from jpeg_dlm.report.collect import collect
 from jpeg_dlm.report.results import evaluate_command
 from jpeg_dlm.report.runs import split_samples
+from jpeg_dlm.training.alarms import ADVICE
 
 pytest_plugins = ["stand_in"]  # fixtures
 
@@ -97,7 +98,7 @@ def test_alarms_are_told(tmp_path):
     (run / "alarms.jsonl").write_text('{"step": 15, "kind": "loss spike", "text": "the loss is 9"}\n')
     blocks = collect([run]).sections[0].blocks
     assert only(Note, blocks)[0].text.startswith("1 alarm was raised")
-    assert cells(only(Table, blocks)[0]) == [["15", "loss spike", "the loss is 9"]]
+    assert cells(only(Table, blocks)[0]) == [["15", "loss spike", "the loss is 9", ADVICE["loss spike"]]]
 
 
 def test_a_model_and_a_stage(micro_folders, tmp_path):

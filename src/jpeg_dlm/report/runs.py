@@ -18,6 +18,7 @@ from jpeg_dlm.presets import preset
 from jpeg_dlm.report.blocks import Block, Command, Details, Facts, Note, Paragraph, Samples, Section, Table, code, plain
 from jpeg_dlm.report.reading import Trouble, facts, folded_options, options_table, read_figure, read_text, shown, text_table
 from jpeg_dlm.studies.workshop import training_seconds
+from jpeg_dlm.training.alarms import ADVICE
 from jpeg_dlm.training.checkpoint import STATE, STATE_BYTES, STEP_NAME
 from jpeg_dlm.training.diagnosis_plot import diagnoses
 from jpeg_dlm.training.metrics import HELDOUT, read_metrics
@@ -244,9 +245,9 @@ def _alarms(folder: Path) -> list[Block]:
     if not rows:
         return []
     names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[shown(row.get(name, "")) for name in names] for row in rows]
+    cells = [[*(shown(row.get(name, "")) for name in names), ADVICE.get(row.get("kind", ""), "")] for row in rows]
     said = f"{len(rows)} alarm{'s were' if len(rows) > 1 else ' was'} raised in training: see the table."
-    return [Note(said), text_table("Alarms", names, cells)]
+    return [Note(said), text_table("Alarms", [*names, "what to do"], cells)]
 
 
 def _samples(folder: Path) -> list[Block]:
