@@ -1,5 +1,7 @@
 """The Python interface: load, generate, encode, decode, reconstruct, interpolate, save, and what it refuses."""
 
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import MICRO, made_up_text, micro_flags
+from safetensors.torch import load_file
 
 from jpeg_dlm import Model, load
 from jpeg_dlm.api import first_copy
@@ -20,6 +23,7 @@ from jpeg_dlm.methods.registry import METHODS, STAGES
 from jpeg_dlm.sampling.given import template_ids
 from jpeg_dlm.text.packing import Layout, step
 from jpeg_dlm.text.tokenizer import train_bpe
+from jpeg_dlm.texts import Texts
 from jpeg_dlm.training.run import write_samples
 
 pytest_plugins = ["stand_in"]  # fixtures
@@ -65,6 +69,29 @@ def block_texts(model, corpus_file):
     whole = [t for t in texts if len(model.tokenizer.encode(t)) == L]
     assert len(whole) >= 3
     return whole
+
+
+# ---------------------------------------------------------------- in a notebook
+
+
+def test_a_model_says_what_it_is(model, folder, writer):
+    size = sum(t.numel() for t in load_file(folder / "model.safetensors").values() if t.is_floating_point())
+    said = repr(model)
+    assert said.startswith("<JPEG-DLM: ") and f"{N} latents for {L} tokens" in said and f"from '{folder}'" in said
+    assert 0 < int(re.search(r"([\d,]+) parameters", said)[1].replace(",", "")) <= size
+    model.complete_method()
+    assert repr(model) == said  # the frozen encoder is not counted
+    assert "latents" not in repr(writer)
+    assert "from the package" in repr(load(device="cpu"))
+
+
+def test_texts_are_a_list_that_a_notebook_displays(model, block_texts):
+    texts = model.generate(2, seed=0)
+    assert isinstance(texts, list) and texts == list(texts) and texts + ["x"] == [*texts, "x"] and json.dumps(texts)
+    for found in (texts, model.decode(model.encode(block_texts[:1])), model.reconstruct(block_texts[:1])):
+        assert found._repr_html_().count("<li") == len(found) and repr(found) == repr(list(found))
+    shown = Texts(["a <b> & c", "two\nlines"])._repr_html_()
+    assert "a &lt;b&gt; &amp; c" in shown and "two\nlines" in shown and "pre-wrap" in shown and "<b>" not in shown
 
 
 # ---------------------------------------------------------------- loading and saving

@@ -24,7 +24,7 @@ from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.errors import CheckpointError, DataError, UsageError
 from jpeg_dlm.export.folder import is_exported, read_exported
 from jpeg_dlm.export.sampler import ExportedSampler
-from jpeg_dlm.methods.base import Batch, Method, Watch
+from jpeg_dlm.methods.base import FROZEN, Batch, Method, Watch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.model_folder import ModelParts, bundled_folder, read_model, write_model
 from jpeg_dlm.sampling.engine import Engine
@@ -33,6 +33,7 @@ from jpeg_dlm.sampling.linear import DTYPES, Dtype
 from jpeg_dlm.sampling.sampler import Writer, device_of, sample_batches
 from jpeg_dlm.text.packing import end_rows
 from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer
+from jpeg_dlm.texts import Texts
 from jpeg_dlm.training.dist import read_ranks
 
 
@@ -45,6 +46,17 @@ class Model:
         self.method = parts.method.to(device)
         self._engine: Engine | None = None
         self._scratch: Any = None  # a temporary folder that must live as long as the model
+
+    def __repr__(self) -> str:
+        """What it is, how large, and where from."""
+        data = self.config.data
+        size = sum(p.numel() for name, p in self.method.named_parameters() if not name.startswith(FROZEN))
+        latents = f"{self.config.model.latent_len} latents for " if self.config.rate is not None else ""
+        origin = "the package" if self.parts.origin == bundled_folder() else repr(str(self.parts.origin))
+        return (
+            f"<{self.method.title}: {size:,} parameters, {latents}{data.token_len} tokens, vocabulary {data.vocab_size:,}, "
+            f"preset {self.config.preset}, {self.dtype} on {device_of(self.method)}, from {origin}>"
+        )
 
     # ------------------------------------------------------------ generation
 
@@ -107,7 +119,7 @@ class Model:
 
     def generate(
         self, n: int = 1, *, seed: int = 0, prompt: str | None = None, template: str | None = None, **options: Any
-    ) -> list[str]:
+    ) -> Texts:
         """n texts; the same seed gives the same texts in any batch size. Options are those of `sample`.
 
         Every text begins with `prompt`, or with `template`, in which [MASK] and [MASK:n] are places of 1 and n tokens to
@@ -140,9 +152,9 @@ class Model:
             return tokens
         return end_rows(tokens, self.tokenizer.eos_id, self.tokenizer.pad_id, given)
 
-    def to_text(self, tokens: Tensor, given: Tensor | None = None) -> list[str]:
+    def to_text(self, tokens: Tensor, given: Tensor | None = None) -> Texts:
         """Rows of token ids as strings, which end where the rows do."""
-        return [self.tokenizer.decode(row) for row in self.ended(tokens, given).tolist()]
+        return Texts(self.tokenizer.decode(row) for row in self.ended(tokens, given).tolist())
 
     def text_ids(self, tokens: Tensor) -> list[list[int]]:
         """The ids of each row that are text: whole rows, or what stands before the end where rows end."""
@@ -181,7 +193,7 @@ class Model:
     @torch.no_grad()
     def reconstruct(self, texts: Sequence[str]) -> list[str]:
         """What is left of texts after compression to N latents and back; longer texts go block by block."""
-        out = []
+        out = Texts()
         for text in texts:
             rows, lengths = self._rows(self._blocks(text), from_ids=True)
             back = self._decode_rows(self._encode_rows(rows)).tolist()

@@ -14,8 +14,7 @@ from jpeg_dlm.report.reading import Trouble, read_text
 from jpeg_dlm.report.runs import Run, duration, is_model, is_run, read_run, split_samples
 from jpeg_dlm.text.blocks import read_index
 from jpeg_dlm.training.checkpoint import STATE
-from jpeg_dlm.training.metrics import read_metrics
-from jpeg_dlm.training.metrics import HELDOUT
+from jpeg_dlm.training.metrics import HELDOUT, read_metrics
 from jpeg_dlm.wording import command, counted
 
 SHOWN = 2  # samples (assumed): enough to see what a run writes
