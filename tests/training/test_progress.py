@@ -74,6 +74,18 @@ def test_heldout_measures_stay_above_and_whole(monkeypatch):
     ]  # fmt: skip
 
 
+def test_a_warning_stands_above_and_whole(monkeypatch):
+    screen = terminal(monkeypatch, 60)
+    console = Console()
+    with console.training(CONFIG, 0, 64) as tell:
+        tell(10, VALUES)
+        console.warn("the loss is 9.0, where up to 7.0 would be usual; " * 3)
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue()).replace("\r", "\n").splitlines()
+    lines = [line.rstrip() for line in lines]
+    start = lines.index("warning: the loss is 9.0, where up to 7.0 would be usual;")
+    assert lines[start + 1].startswith("the loss is 9.0") and max(map(len, lines)) <= 60
+
+
 def drawn(progress: Progress, width: int, **options) -> list[str]:
     file = io.StringIO()
     RichConsole(file=file, width=width, **options).print(progress)
