@@ -24,7 +24,7 @@ from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.errors import CheckpointError, DataError, UsageError
 from jpeg_dlm.export.folder import is_exported, read_exported
 from jpeg_dlm.export.sampler import ExportedSampler
-from jpeg_dlm.methods.base import FROZEN, Batch, Method, Watch
+from jpeg_dlm.methods.base import Batch, Method, Watch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.model_folder import ModelParts, bundled_folder, read_model, write_model
 from jpeg_dlm.sampling.engine import Engine
@@ -50,11 +50,12 @@ class Model:
     def __repr__(self) -> str:
         """What it is, how large, and where from."""
         data = self.config.data
-        size = sum(p.numel() for name, p in self.method.named_parameters() if not name.startswith(FROZEN))
+        size = sum(p.numel() for p in self.method.parameters() if p.requires_grad)  # encoder and target network are frozen
+        parameters = f"{size:,} parameters, " if size else ""  # those of an exported model are in its graphs
         latents = f"{self.config.model.latent_len} latents for " if self.config.rate is not None else ""
         origin = "the package" if self.parts.origin == bundled_folder() else repr(str(self.parts.origin))
         return (
-            f"<{self.method.title}: {size:,} parameters, {latents}{data.token_len} tokens, vocabulary {data.vocab_size:,}, "
+            f"<{self.method.title}: {parameters}{latents}{data.token_len} tokens, vocabulary {data.vocab_size:,}, "
             f"preset {self.config.preset}, {self.dtype} on {device_of(self.method)}, from {origin}>"
         )
 
