@@ -11,7 +11,6 @@ import importlib.util
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,24 +66,10 @@ class TensorBoard:
 
 
 class Hosted:
-    """A run of Weights & Biases or of Trackio, which know the same three calls.
+    """A run of Weights & Biases or of Trackio, which know the same calls; steps up to `heard` are known there."""
 
-    RUN/NAME.id holds what the run is called there, so that a run that resumes is the same one.
-    """
-
-    def __init__(self, start: Start, package: str) -> None:
-        path = start.run / f"{package}.id"
-        known = path.is_file() and start.resume is not None
-        self.heard = last_logged(start.run) if known else 0
-        if not known:
-            write_atomic(path, uuid.uuid4().hex[:12] + "\n")
-        identity = path.read_text("ascii").strip()
-        options = {"project": PROJECT, "config": to_dict(start.config), "resume": "allow"}
-        if package == "wandb":
-            options |= {"id": identity, "name": start.name, "dir": str(start.run)}
-        else:  # Trackio knows a run by its name
-            options |= {"name": f"{start.name}-{identity}"}
-        self.hosted: Any = import_module(package).init(**options)
+    def __init__(self, hosted: Any, heard: int) -> None:
+        self.hosted, self.heard = hosted, heard
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if step > self.heard:
@@ -92,6 +77,35 @@ class Hosted:
 
     def close(self) -> None:
         self.hosted.finish()
+
+
+def open_wandb(start: Start) -> Hosted:
+    """A run of Weights & Biases, with its files in RUN/wandb."""
+    import wandb  # pyright: ignore[reportMissingImports] - an extra
+
+    identity, heard = identify(start, "wandb")
+    config = to_dict(start.config)
+    names = {"project": PROJECT, "id": identity, "name": start.name}
+    return Hosted(wandb.init(**names, dir=str(start.run), config=config, resume="allow"), heard)
+
+
+def open_trackio(start: Start) -> Hosted:
+    """A run of Trackio, which knows it by its name alone."""
+    import trackio  # pyright: ignore[reportMissingImports] - an extra
+
+    identity, heard = identify(start, "trackio")
+    name, config = f"{start.name}-{identity}", to_dict(start.config)
+    return Hosted(trackio.init(project=PROJECT, name=name, config=config, resume="allow"), heard)
+
+
+def identify(start: Start, service: str) -> tuple[str, int]:
+    """Return what a service calls the run, kept in RUN/SERVICE.id so that a resumed run is the same, and what it has heard."""
+    path = start.run / f"{service}.id"
+    if path.is_file() and start.resume is not None:
+        return path.read_text("ascii").strip(), last_logged(start.run)
+    identity = uuid.uuid4().hex[:12]
+    write_atomic(path, identity + "\n")
+    return identity, 0
 
 
 @dataclass(frozen=True)
@@ -105,8 +119,8 @@ class Kind:
 
 TRACKERS = {
     "tensorboard": Kind("tensorboard", "track", TensorBoard),
-    "wandb": Kind("wandb", "wandb", lambda start: Hosted(start, "wandb")),
-    "trackio": Kind("trackio", "trackio", lambda start: Hosted(start, "trackio")),
+    "wandb": Kind("wandb", "wandb", open_wandb),
+    "trackio": Kind("trackio", "trackio", open_trackio),
 }
 
 
