@@ -56,9 +56,18 @@ def sentence(done: subprocess.CompletedProcess) -> str:
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed(words, code, closed):
     done = run(*words, shell=closed)
-    assert done.returncode == code and b"Traceback" not in done.stderr and b"Exception" not in done.stderr
-    if code and "2>" not in closed:
+    lost = ">&-" in closed.split() and not code  # a result that nobody can read is no success
+    assert done.returncode == (1 if lost else code) and b"Traceback" not in done.stderr and b"Exception" not in done.stderr
+    if (code or lost) and "2>" not in closed:
+        assert not lost or "Standard output is closed" in sentence(done)
         sentence(done)
+
+
+def test_only_a_result_that_is_printed_needs_standard_output(micro_folder, tmp_path):  # noqa: F811
+    words = ["generate", micro_folder, "-n", "1", "--device", "cpu"]
+    assert run(*words, shell=">&-").returncode == 1
+    assert run(*words, "--out", tmp_path / "texts.jsonl", shell=">&-").returncode == 0
+    assert (tmp_path / "texts.jsonl").read_text().count("\n") == 1
 
 
 def test_files_do_not_take_the_numbers_of_closed_streams(tmp_path):

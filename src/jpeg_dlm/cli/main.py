@@ -106,6 +106,21 @@ def sentence_of(error: Exception) -> str | None:
 # ---------------------------------------------------------------- standard streams that are closed, full or of few characters
 
 
+class ClosedOutput(io.TextIOBase):
+    """Standard output that was closed before the program began; the work is done and its files written before it is told."""
+
+    lost = False
+
+    def write(self, text: str) -> int:
+        self.lost = True
+        return len(text)
+
+    def flush(self) -> None:
+        if self.lost:
+            self.lost = False
+            raise JpegDlmError("Standard output is closed, so what was printed is lost: leave it open, or send it to a file.")
+
+
 def ready_streams() -> None:
     """Standard streams that exist and take any text.
 
@@ -116,8 +131,8 @@ def ready_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
-    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - lives as long as the process
-    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stdout = sys.stdout or ClosedOutput()
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - lives as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error always does
 
