@@ -20,7 +20,7 @@ from torch import Tensor
 from jpeg_dlm.config import Config, SamplerConfig, validate
 from jpeg_dlm.config_io import override
 from jpeg_dlm.cpu import recall_limit, with_limit
-from jpeg_dlm.encoders import FrozenEncoder, build_encoder
+from jpeg_dlm.encoders import FrozenEncoder
 from jpeg_dlm.errors import CheckpointError, DataError, UsageError
 from jpeg_dlm.export.folder import is_exported, read_exported
 from jpeg_dlm.export.sampler import ExportedSampler
@@ -32,7 +32,7 @@ from jpeg_dlm.sampling.given import payload, prompt_row, template_row
 from jpeg_dlm.sampling.linear import DTYPES, Dtype
 from jpeg_dlm.sampling.sampler import Writer, device_of, sample_batches
 from jpeg_dlm.text.packing import end_rows
-from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer
+from jpeg_dlm.text.tokenizer import TextTokenizer
 from jpeg_dlm.texts import Texts
 from jpeg_dlm.training.dist import read_ranks
 
@@ -283,13 +283,7 @@ class Model:
     @cached_property
     def tokenizer(self) -> TextTokenizer:
         """The tokenizer the model was trained with."""
-        if self.parts.tokenizer:
-            found = TextTokenizer.from_file(self.parts.tokenizer)
-        else:
-            found = load_tokenizer(self.config.data.tokenizer)
-        wanted = self.parts.tokenizer_fingerprint
-        if wanted and found.fingerprint != wanted:
-            raise CheckpointError(f"'{self.parts.tokenizer}' is not the tokenizer of this model: put the right one back.")
+        found = self.parts.read_tokenizer()
         if found.vocab_size < self.config.data.vocab_size:
             raise CheckpointError(
                 f"The tokenizer has {found.vocab_size} ids, the model {self.config.data.vocab_size}: use the model's own."
@@ -299,8 +293,7 @@ class Model:
     @cached_property
     def encoder(self) -> FrozenEncoder:
         """The frozen text encoder; generating does not need it."""
-        encoder = build_encoder(self.config.encoder, self.config.data.vocab_size, self.config.train.seed, self.parts.encoder)
-        return encoder.to(device_of(self.method))
+        return self.parts.read_encoder().to(device_of(self.method))
 
     def complete_method(self) -> Method:
         """The method with its text encoder in place, if it uses one."""

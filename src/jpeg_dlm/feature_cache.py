@@ -1,7 +1,8 @@
 """Features of a frozen encoder kept on disk: computed once, read by row from a memory map.
 
 A folder holds `features.bin` (N, L, F) in half precision, `progress.json` while it is being filled, and `features.json`
-last, when it is complete. Both JSON files name the encoder and the data, so stale features are never read.
+last, when it is complete, after `manifest.json` with the hashes of both. Both JSON files name the encoder and the data, so
+stale features are never read.
 Shapes: B batch, L tokens, F feature width, N rows.
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from jpeg_dlm.encoders.base import FrozenEncoder
 from jpeg_dlm.errors import DataError
-from jpeg_dlm.files import free_bytes, write_atomic
+from jpeg_dlm.files import check_listed, free_bytes, write_atomic, write_sealed
 
 FEATURES_FILE, PROGRESS_FILE, COMPLETE_FILE = "features.bin", "progress.json", "features.json"
 ROWS_PER_WRITE = 256
@@ -92,7 +93,9 @@ class FeatureCache:
         `blocks_rows(range)` gives tokens (B, L) and mask of those rows; `progress(done, total)` is called now and then.
         """
         folder = Path(folder)
-        if not (folder / COMPLETE_FILE).is_file():
+        if (folder / COMPLETE_FILE).is_file():
+            check_listed(folder, remedy=f"delete the folder '{folder}' to build it again")
+        else:
             fingerprint = encoder.fingerprint
             info = CacheInfo(encoder.name, fingerprint, data_fingerprint, n_rows, token_len, encoder.feature_dim, dtype)
             if n_rows < 1:
@@ -165,7 +168,7 @@ def _fill(
             write_atomic(folder / PROGRESS_FILE, json.dumps({"info": asdict(info), "done": span.stop}))
         if progress is not None:
             progress(span.stop, info.n_rows)
-    write_atomic(folder / COMPLETE_FILE, json.dumps(asdict(info), indent=1) + "\n")
+    write_sealed(folder, [FEATURES_FILE], COMPLETE_FILE, json.dumps(asdict(info), indent=1) + "\n")
     (folder / PROGRESS_FILE).unlink(missing_ok=True)
 
 

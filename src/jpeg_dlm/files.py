@@ -20,11 +20,11 @@ import socket
 import stat
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from jpeg_dlm.errors import CheckpointError
+from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.strict_json import parse_json
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ TEMP_NAME = re.compile(re.escape(TEMP_PREFIX) + r"((\d{1,9})\.\d+)@([^@]*)@[0-9a
 OLD_SUFFIX = ".old"
 FOREIGN_TEMP_S = 86400.0  # whether a process of another machine lives cannot be asked, so its temporaries get a day
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+RESTORE = "restore it from a copy"
 
 
 # ---------------------------------------------------------------- durable writes
@@ -81,54 +83,78 @@ def temp_name(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Write to the yielded handle; `path` changes only when all of it is on the disk."""
+def atomic_file(path: Path, new: bool = False) -> Iterator[IO[bytes]]:
+    """Write to the yielded handle; `path` changes only when all of it is on the disk. A `new` one is never replaced."""
     temp = temp_name(path)
     try:
         with open(temp, "xb") as handle:  # plain open: mode 0666 minus the umask, as people expect of their files
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
+        if new:
+            _claim(path)
         os.replace(temp, path)
-    except BaseException:
-        temp.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temp.unlink()
+        _rename_in(error, temp, path)
         raise
     fsync_dir(path.parent)
 
 
-def write_atomic(path: Path, content: bytes | str) -> None:
-    """Write a whole file, or leave the previous one as it was."""
-    with atomic_file(path) as handle:
+def _claim(path: Path) -> None:
+    """Create an empty file; of several processes that try, one succeeds."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+    except FileExistsError as error:
+        raise UsageError(f"'{path}' already exists: name another file, nothing was overwritten.") from error
+
+
+def _rename_in(error: BaseException, temp: Path, path: Path) -> None:
+    """Let an error about a temporary name what that was to become, which is the name that a person knows."""
+    if isinstance(error, OSError) and isinstance(error.filename, (str, os.PathLike)):
+        error.filename = str(error.filename).replace(str(temp), str(path))
+    error.args = tuple(arg.replace(str(temp), str(path)) if isinstance(arg, str) else arg for arg in error.args)
+
+
+def write_atomic(path: Path, content: bytes | str, new: bool = False) -> None:
+    """Write a whole file, or leave the previous one as it was; with `new` there must be none, and there may come none."""
+    with atomic_file(path, new) as handle:
         # A path may hold bytes that the system's encoding does not know; they are written as they are.
         _write(handle, content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
-def atomic_directory(path: Path) -> Iterator[Path]:
+def atomic_directory(path: Path, new: bool = False) -> Iterator[Path]:
     """Fill the yielded temporary directory; it takes the name `path` only once every file in it is on the disk.
 
     An existing `path` is set aside as `path.old` and removed after the new one is durable: a kill at any moment
-    leaves at least one of the two whole, so readers that care look at both names.
+    leaves at least one of the two whole, so readers that care look at both names. A `new` one takes the place of an empty
+    directory only.
     """
     temp, old = temp_name(path), path.with_name(path.name + OLD_SUFFIX)
-    temp.mkdir()
     try:
+        temp.mkdir()
         yield temp
         for entry in temp.iterdir():
             with open(entry, "rb") as handle:
                 os.fsync(handle.fileno())
         fsync_dir(temp)
-        if path.exists():
+        if path.exists() and not new:
             remove_directory(old)
             os.rename(path, old)
-        os.rename(temp, path)
-    except BaseException:
-        if old.exists() and not path.exists():
+        os.rename(temp, path)  # the system refuses to replace a file, or a directory that is not empty
+    except BaseException as error:
+        if not new and old.exists() and not path.exists():
             os.rename(old, path)
         shutil.rmtree(temp, ignore_errors=True)
+        if new and isinstance(error, OSError) and error.errno in TAKEN:
+            raise CheckpointError(f"'{path}' already exists: name another folder, nothing was overwritten.") from error
+        _rename_in(error, temp, path)
         raise
     fsync_dir(path.parent)
-    remove_directory(old)
+    if not new:
+        remove_directory(old)
 
 
 def remove_directory(path: Path) -> None:
@@ -218,11 +244,29 @@ def _sealed(body: Mapping[str, Any]) -> str:
 
 def write_manifest(directory: Path, extra: Mapping[str, Any]) -> None:
     """Write `manifest.json`: hash and size of every file of `directory`, what wrote them, and `extra`."""
-    files = {}
     for entry in sorted(directory.iterdir()):
         _check_entry(entry)
-        if entry.name != MANIFEST:
-            files[entry.name] = {"sha256": sha256_file(entry), "size": entry.stat().st_size}
+    _write_manifest(directory, {e.name: _record(e) for e in sorted(directory.iterdir()) if e.name != MANIFEST}, extra)
+
+
+def write_sealed(directory: Path, written: Iterable[str], last: str, content: bytes | str) -> None:
+    """Complete a directory: write the manifest of the files `written` and of `last`, then `last` with this content.
+
+    Readers take the presence of `last` for completeness, so in this order a kill leaves no complete directory without a
+    manifest.
+    """
+    raw = content.encode() if isinstance(content, str) else content
+    (directory / last).unlink(missing_ok=True)  # an earlier one is not of this manifest
+    promised = {last: {"sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)}}
+    _write_manifest(directory, {name: _record(directory / name) for name in sorted(written)} | promised, {})
+    write_atomic(directory / last, raw)
+
+
+def _record(path: Path) -> dict[str, Any]:
+    return {"sha256": sha256_file(path), "size": path.stat().st_size}
+
+
+def _write_manifest(directory: Path, files: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
     write_atomic(directory / MANIFEST, _sealed({"format": 1, "files": files, **writer(), "extra": dict(extra)}))
 
 
@@ -238,21 +282,49 @@ def writer() -> dict[str, Any]:
 
 def verify_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of `directory`, after every file in it proved to be exactly what was written."""
-    path = directory / MANIFEST
     try:
-        entries = sorted(directory.iterdir())
+        # What a killed process left behind is read by nobody.
+        entries = [entry for entry in sorted(directory.iterdir()) if not TEMP_NAME.fullmatch(entry.name)]
     except OSError as error:
         raise CheckpointError(f"Cannot read the directory '{directory}' ({error.strerror or error}).") from error
     for entry in entries:
         _check_entry(entry)
-    if path not in entries:
-        raise CheckpointError(f"'{path}' is missing, so '{directory.name}' cannot be trusted: restore it from a copy.")
+    if directory / MANIFEST not in entries:
+        raise CheckpointError(
+            f"'{directory / MANIFEST}' is missing, so '{directory.name}' cannot be trusted: restore it from a copy."
+        )
+    manifest = _read_manifest(directory)
+    for name, record in manifest["files"].items():
+        compare_file(directory, name, [record])
+    for name in sorted({entry.name for entry in entries} - {MANIFEST, *manifest["files"]}):
+        raise CheckpointError(f"'{directory / name}' is not in the manifest: remove it.")
+    return manifest
+
+
+def check_listed(directory: Path, *names: str, remedy: str = RESTORE) -> bool:
+    """Hold these files, or all that are listed, against the manifest beside them; False where there is none.
+
+    Folders that were written by earlier versions have none.
+    """
+    if not (directory / MANIFEST).is_file():
+        return False
+    listed = _read_manifest(directory)["files"]
+    for name in names or listed:
+        if name not in listed:
+            raise CheckpointError(f"'{directory / name}' is not in the manifest beside it: {remedy}.")
+        compare_file(directory, name, [listed[name]], remedy)
+    return True
+
+
+def _read_manifest(directory: Path) -> dict[str, Any]:
+    """A manifest that is what was written itself."""
+    path = directory / MANIFEST
+    _check_entry(path)
     manifest = load_json(path, MANIFEST_BYTES)
     body = {k: v for k, v in manifest.items() if k != "digest"}
     # Comparing whole texts also refuses what parses to the same values: repeated keys, other spellings, added spaces.
     if not _same_text(path, body) or manifest.get("format") != 1 or not isinstance(manifest.get("files"), dict):
         raise CheckpointError(f"'{path}' is damaged, its digest does not match: restore '{directory.name}' from a copy.")
-    _compare(directory, manifest["files"], {e.name for e in entries} - {MANIFEST})
     return manifest
 
 
@@ -270,19 +342,20 @@ def _check_entry(entry: Path) -> None:
         raise CheckpointError(f"'{entry}' is {kind}, which a checkpoint never holds: remove it.")
 
 
-def _compare(directory: Path, listed: Mapping[str, Any], present: set[str]) -> None:
-    for name, record in listed.items():
-        if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
-            raise CheckpointError(f"The manifest of '{directory}' lists {name!r}, which is no file name: do not use it.")
-        if name not in present:
-            raise CheckpointError(f"'{directory / name}' is missing: restore it from a copy.")
-        size = (directory / name).stat().st_size
-        if not isinstance(record, dict) or record.get("size") != size:
-            raise CheckpointError(f"'{directory / name}' is damaged, it has {size} bytes: restore it from a copy.")
-        if record.get("sha256") != sha256_file(directory / name):
-            raise CheckpointError(f"'{directory / name}' is damaged, its SHA-256 does not match: restore it from a copy.")
-    for name in sorted(present - set(listed)):
-        raise CheckpointError(f"'{directory / name}' is not in the manifest: remove it.")
+def compare_file(directory: Path, name: str, records: Iterable[Any], remedy: str = RESTORE) -> None:
+    """Refuse a file of `directory` that has the size and hash of none of these records."""
+    if any(part in ("", ".", "..") for part in name.split("/")) or any(c in name for c in "\\\0"):
+        raise CheckpointError(f"The manifest of '{directory}' lists {name!r}, which is no file name: do not use it.")
+    path = directory / name
+    if not path.is_file():
+        raise CheckpointError(f"'{path}' is missing: {remedy}.")
+    _check_entry(path)
+    size = path.stat().st_size
+    fitting = [record for record in records if isinstance(record, dict) and record.get("size") == size]
+    if not fitting:
+        raise CheckpointError(f"'{path}' is damaged, it has {size} bytes: {remedy}.")
+    if sha256_file(path) not in [record.get("sha256") for record in fitting]:
+        raise CheckpointError(f"'{path}' is damaged, its SHA-256 does not match: {remedy}.")
 
 
 # ---------------------------------------------------------------- tensors

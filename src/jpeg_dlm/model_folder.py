@@ -20,12 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import from_dict, read_json_file, to_dict
-from jpeg_dlm.encoders.base import STATISTICS_FILE
+from jpeg_dlm.encoders.base import STATISTICS_FILE, FrozenEncoder, features_fingerprint, read_statistics
+from jpeg_dlm.encoders.build import build_encoder
 from jpeg_dlm.encoders.small import CONFIG_FILE, WEIGHTS_FILE
 from jpeg_dlm.errors import CheckpointError, reason_of
 from jpeg_dlm.files import MANIFEST, atomic_directory, load_tensors, save_tensors, verify_manifest, write_atomic, write_manifest
 from jpeg_dlm.methods.base import Method, copy_tensors
 from jpeg_dlm.methods.registry import build_method
+from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer
 from jpeg_dlm.training.checkpoint import latest_checkpoint, load_checkpoint
 
 MODEL_FILE, TOKENIZER_FILE = "model.safetensors", "tokenizer.json"
@@ -47,6 +49,49 @@ class ModelParts:
     tokenizer: Path | None
     encoder: Path | None
     tokenizer_fingerprint: str = ""  # what the model was trained with, where that is known
+    encoder_fingerprint: str = ""
+
+    def read_tokenizer(self) -> TextTokenizer:
+        """The tokenizer the model was trained with."""
+        found = TextTokenizer.from_file(self.tokenizer) if self.tokenizer else load_tokenizer(self.config.data.tokenizer)
+        if self.tokenizer_fingerprint and self.tokenizer_fingerprint != found.fingerprint:
+            raise CheckpointError(f"'{self.tokenizer}' is not the tokenizer of this model: put the right one back.")
+        return found
+
+    def read_encoder(self) -> FrozenEncoder:
+        """The frozen encoder the model was trained with."""
+        found = build_encoder(self.config.encoder, self.config.data.vocab_size, self.config.train.seed, self.encoder)
+        if self.encoder:  # one that has no files here is pinned by its own loader
+            self._compare_encoder(found.fingerprint)
+        return found
+
+    def check_encoder(self) -> None:
+        """Refuse files of an encoder that the model was not trained with."""
+        if self.config.encoder.kind == "small":
+            self.read_encoder()
+        elif self.encoder and (self.encoder / STATISTICS_FILE).is_file():
+            # Told without the encoder itself, which may not be at hand.
+            weights, mean, std = read_statistics(self.encoder / STATISTICS_FILE)
+            self._compare_encoder(features_fingerprint(mean, std, weights, self.config.encoder.scale))
+
+    def _compare_encoder(self, fingerprint: str) -> None:
+        if self.encoder_fingerprint and self.encoder_fingerprint != fingerprint:
+            raise CheckpointError(f"The encoder in '{self.encoder}' is not the one of this model: restore it from a copy.")
+
+    def copy_tokenizer(self, folder: Path) -> None:
+        """Put the tokenizer into a folder, if it is what the model was trained with."""
+        if self.tokenizer:
+            self.read_tokenizer()
+            shutil.copyfile(self.tokenizer, folder / TOKENIZER_FILE)
+
+    def copy_encoder(self, folder: Path) -> None:
+        """Put the files of the encoder into a folder, if they are what the model was trained with."""
+        if self.encoder is None:
+            return
+        self.check_encoder()
+        for name in ENCODER_FILES:
+            if (self.encoder / name).is_file():
+                shutil.copyfile(self.encoder / name, folder / name)
 
 
 def bundled_folder() -> Path:
@@ -61,12 +106,12 @@ def _warn(text: str) -> None:
 def read_model(path: Path, warn: Callable[[str], None] = _warn) -> ModelParts:
     """A model folder, a run directory, or a checkpoint of one."""
     if not path.is_dir():
-        what = (
-            "is a file, not a folder: import it first with  jpeg-dlm import"
-            if path.is_file()
-            else "does not exist: name a folder"
-        )
-        raise CheckpointError(f"'{path}' {what} that holds a model or a run.")
+        if path.is_file():
+            raise CheckpointError(
+                f"'{path}' is a file, not the folder of a model or a run: make one of it with  jpeg-dlm import, if it is a "
+                "published checkpoint."
+            )
+        raise CheckpointError(f"'{path}' does not exist: name a folder that holds a model or a run.")
     if (path / "state.json").is_file():
         return _from_checkpoint(load_checkpoint(path), path.parent.parent)
     if (path / "checkpoints").is_dir():
@@ -103,8 +148,8 @@ def _from_checkpoint(checkpoint, run: Path) -> ModelParts:  # noqa: ANN001 - tra
     encoder = _encoder_folder(run / "encoder")
     if encoder is None and config.encoder.kind == "small" and config.encoder.name:
         encoder = Path(config.encoder.name)
-    tokenizer = str(provenance.get("tokenizer", ""))
-    return ModelParts(method.eval(), config, checkpoint.path, _if_there(run / TOKENIZER_FILE), encoder, tokenizer)
+    known = [str(provenance.get(name, "")) for name in ("tokenizer", "encoder")]
+    return ModelParts(method.eval(), config, checkpoint.path, _if_there(run / TOKENIZER_FILE), encoder, *known)
 
 
 class _Allocations(TorchDispatchMode):
@@ -174,17 +219,11 @@ def write_model(parts: ModelParts, out: Path, extra: dict[str, str] | None = Non
     """Save a model folder atomically; an existing folder of that name is refused, not overwritten."""
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise CheckpointError(f"'{out}' already exists: name another folder, nothing was overwritten.")
-    if out.exists():
-        out.rmdir()
     out.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_directory(out) as temp:
+    with atomic_directory(out, new=True) as temp:
         write_atomic(temp / "config.json", json.dumps(to_dict(without_paths(parts)), indent=1) + "\n")
         save_tensors(temp / MODEL_FILE, parts.method.export_state(), {"format": "pt"})
-        if parts.tokenizer:
-            shutil.copyfile(parts.tokenizer, temp / TOKENIZER_FILE)
-        if parts.encoder:
-            for name in ENCODER_FILES:
-                if (parts.encoder / name).is_file():
-                    shutil.copyfile(parts.encoder / name, temp / name)
+        parts.copy_tokenizer(temp)
+        parts.copy_encoder(temp)
         write_manifest(temp, extra or {})
     return out

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     show(throughput_table(result))
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        write_atomic(args.out / "benchmark.json", json.dumps(result, indent=1) + "\n")
+        write_atomic(args.out / "benchmark.json", json.dumps(result, indent=1) + "\n", new=True)
         write_atomic(args.out / "benchmark.md", throughput_table(result) + "\n")
     return 0
 

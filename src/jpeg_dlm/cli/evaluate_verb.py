@@ -60,8 +60,16 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     asked = _asked(args, parse_overrides(rest))
-    _claim(args.out, asked)
+    if args.out is None:
+        return _evaluate(args, asked)
+    from jpeg_dlm.training.lock import run_lock
 
+    with run_lock(args.out):  # another request at the same time would mix its parts with these
+        _claim(args.out, asked)
+        return _evaluate(args, asked)
+
+
+def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     from jpeg_dlm import __version__
     from jpeg_dlm.cli.show import show
     from jpeg_dlm.evaluation.evaluate import Evaluation, Request
@@ -130,10 +138,8 @@ def _asked(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _claim(out: Path | None, asked: dict[str, Any]) -> None:
+def _claim(out: Path, asked: dict[str, Any]) -> None:
     """A folder belongs to one request: the same one goes on or is repeated there, another one is refused."""
-    if out is None:
-        return
     from jpeg_dlm.files import write_atomic
 
     path = out / "request.json"
@@ -147,7 +153,6 @@ def _claim(out: Path | None, asked: dict[str, Any]) -> None:
             raise UsageError(
                 f"'{out}' already holds results of another evaluation: name another folder, nothing was overwritten."
             )
-    out.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(asked, indent=1) + "\n")
 
 

@@ -99,7 +99,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.out:
         rows = tokens.tolist()
         lines = [{"index": i, "token_ids": row} | ({"prediction": texts[i]} if texts else {}) for i, row in enumerate(rows)]
-        write_atomic(args.out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        write_atomic(args.out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), new=True)
     else:
         for i, row in enumerate(tokens.tolist()):
             print(" ".join(map(str, row)) if texts is None else f"[{i}] {texts[i]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from jpeg_dlm.cli.options import add_config_arguments, read_config
@@ -26,10 +27,13 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from jpeg_dlm.text.corpora import bring
     from jpeg_dlm.text.prepare import prepare
     from jpeg_dlm.training.console import Console
+    from jpeg_dlm.training.lock import run_lock
 
     console = Console(args.quiet)
     bring(config.data.source, args.out, console)
-    with console.progress("Preparing text", "bytes") as progress:
+    # What is prepared already is only looked at, and may lie where nobody can write.
+    lock = nullcontext() if (args.out / "index.json").is_file() else run_lock(args.out)
+    with lock, console.progress("Preparing text", "bytes") as progress:
         done = prepare(config.data, args.out, progress)
     print(
         f"{done.train_rows:,} training and {counted(done.heldout_rows, 'held-out block')} of {done.token_len} tokens "

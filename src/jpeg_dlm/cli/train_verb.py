@@ -6,6 +6,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jpeg_dlm.cli.options import add_config_arguments, read_config
 from jpeg_dlm.cli.parser import Parser
@@ -15,7 +16,11 @@ from jpeg_dlm.config_io import from_dict, read_json_file
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.registry import METHODS, STAGES, STUDENTS, method_class
 from jpeg_dlm.presets import preset
+from jpeg_dlm.training.record import check_recorded
 from jpeg_dlm.wording import command
+
+if TYPE_CHECKING:
+    from jpeg_dlm.training.run import Outcome
 
 
 def add_arguments(parser: Parser) -> None:
@@ -34,6 +39,9 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="run directory")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out and its options, or start it")
+    parser.add_argument(
+        "--stop-at", type=whole(1), metavar="STEP", help="save and leave after this step, short of the end, as a signal would"
+    )
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument(
         "--threads", type=whole(1), help="CPU threads (default: PyTorch's choice); part of what makes a run repeatable"
@@ -46,6 +54,7 @@ def base_config(args: argparse.Namespace) -> Config:
     stored = args.out / "config.json"
     if not (args.resume and stored.is_file()):
         return student_of(args.teacher, args.method) if args.teacher else preset(args.preset or "tiny")
+    check_recorded(args.out, stored.name, "restore it, or delete it and give the options of the run again")
     config = from_dict(read_json_file(stored))
     if args.preset and args.preset != config.preset:
         raise UsageError(
@@ -66,6 +75,14 @@ def student_of(teacher: Path, method: str) -> Config:
     return method_class(method).student_config(parts.config, parts.origin, parts.tokenizer, parts.encoder)
 
 
+def where(outcome: Outcome, config: Config) -> str:
+    """Where a run stopped, and what is left of it."""
+    if not outcome.saved:
+        return "before the first step, so there is no checkpoint; what was prepared is kept"
+    stage = f" of the stage '{outcome.stage}'" if outcome.stage not in ("", config.method) else ""
+    return f"at step {outcome.step:,}{stage} and saved"
+
+
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.teacher and (args.method not in STUDENTS or args.preset):
         students = " and ".join(STUDENTS)
@@ -84,11 +101,11 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         torch.set_num_threads(args.threads)
     ranks = setup(args.device)
     console = Console(args.quiet or not ranks.is_main)
-    outcome = train_run(config, args.out, ranks, console, args.resume)
+    outcome = train_run(config, args.out, ranks, console, args.resume, args.stop_at)
     teardown()  # not after an error: the other processes may be gone
     if outcome.stopped_by:
-        console.say(f"Stopped by {outcome.stopped_by} at step {outcome.step:,} and saved: go on with --resume.")
-        return 143 if outcome.stopped_by == "SIGTERM" else 130
+        console.say(f"Stopped by {outcome.stopped_by} {where(outcome, config)}: go on with --resume.")
+        return {"SIGTERM": 143, "SIGINT": 130}.get(outcome.stopped_by, 0)
     if config.method == "encoder":
         console.say(f"Done. Use it with  --encoder.name {shlex.quote(str(args.out / 'encoder'))}")
     elif config.method not in STAGES:

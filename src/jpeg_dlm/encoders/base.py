@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from jpeg_dlm.config import EncoderConfig
 from jpeg_dlm.encoders.small import check_statistics
 from jpeg_dlm.errors import DataError, UsageError
-from jpeg_dlm.files import write_atomic
+from jpeg_dlm.files import check_listed, write_sealed
 
 STATISTICS_FILE = "feature_statistics.safetensors"
 STD_FLOOR = 1e-5  # a channel that never moves must not divide by zero
@@ -29,6 +29,11 @@ def tensors_sha256(tensors: Mapping[str, Tensor], *extra: str) -> str:
         digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def features_fingerprint(mean: Tensor, std: Tensor, weights: str, scale: str) -> str:
+    """sha256 of what standardized features depend on: statistics, the weights' fingerprint and the scale."""
+    return tensors_sha256({"mean": mean, "std": std}, weights, scale)
 
 
 class FrozenEncoder(nn.Module):
@@ -82,8 +87,7 @@ class FrozenEncoder(nn.Module):
     @property
     def fingerprint(self) -> str:
         """sha256 of weights, layer, scale and statistics: identifies features as `forward` gives them."""
-        statistics = {"mean": self.feature_mean, "std": self.feature_std}
-        return tensors_sha256(statistics, self.weights_fingerprint, self.scale)
+        return features_fingerprint(self.feature_mean, self.feature_std, self.weights_fingerprint, self.scale)
 
     def set_feature_statistics(self, mean: Tensor, std: Tensor) -> None:
         """Standardize by these from now on; only scale 'per_channel' has statistics."""
@@ -121,17 +125,27 @@ def save_statistics(folder: Path, encoder: FrozenEncoder) -> Path:
     path = Path(folder) / STATISTICS_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {"mean": encoder.feature_mean.cpu(), "std": encoder.feature_std.cpu()}
-    write_atomic(path, save(tensors, metadata={"weights": encoder.weights_fingerprint}))
+    write_sealed(path.parent, [], STATISTICS_FILE, save(tensors, metadata={"weights": encoder.weights_fingerprint}))
     return path
 
 
 def load_statistics(folder: Path, encoder: FrozenEncoder) -> bool:
     """Give `encoder` the statistics kept in `folder`; False when there are none."""
-    from safetensors import SafetensorError, safe_open
-
     path = Path(folder) / STATISTICS_FILE
     if not path.is_file():
         return False
+    weights, mean, std = read_statistics(path)
+    if weights != encoder.weights_fingerprint:
+        raise DataError(f"'{path}' was measured with another encoder or layer: delete it and measure the statistics again.")
+    encoder.set_feature_statistics(mean, std)
+    return True
+
+
+def read_statistics(path: Path) -> tuple[str, Tensor, Tensor]:
+    """The fingerprint of the weights that statistics were measured with, and the statistics: mean and deviation."""
+    from safetensors import SafetensorError, safe_open
+
+    check_listed(path.parent, path.name, remedy="delete the folder and measure the statistics again")
     try:
         with safe_open(path, framework="pt") as file:
             weights = (file.metadata() or {}).get("weights", "")
@@ -140,7 +154,4 @@ def load_statistics(folder: Path, encoder: FrozenEncoder) -> bool:
             raise ValueError("statistics of another type")
     except (OSError, SafetensorError, ValueError, RuntimeError, AttributeError) as error:
         raise DataError(f"Cannot read '{path}' ({error}): delete it and measure the statistics again.") from error
-    if weights != encoder.weights_fingerprint:
-        raise DataError(f"'{path}' was measured with another encoder or layer: delete it and measure the statistics again.")
-    encoder.set_feature_statistics(mean, std)
-    return True
+    return weights, mean, std

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.errors import CheckpointError, UsageError, reason_of
-from jpeg_dlm.files import load_tensors, write_atomic
+from jpeg_dlm.files import check_listed, load_tensors, write_atomic, write_sealed
 from jpeg_dlm.rng import derive_seed
 from jpeg_dlm.strict_json import parse_json
 
@@ -163,7 +163,7 @@ class SmallEncoderInfo:
 
 
 def save_small_encoder(folder: Path, encoder: SmallEncoder, tokenizer_fingerprint: str = "") -> Path:
-    """Write weights and description into `folder`; the description comes last, so a half-written folder never loads."""
+    """Write weights, manifest and description into `folder`; the description comes last, so half a folder never loads."""
     from safetensors.torch import save
 
     folder = Path(folder)
@@ -172,7 +172,7 @@ def save_small_encoder(folder: Path, encoder: SmallEncoder, tokenizer_fingerprin
     tensors = {name: tensor.detach().cpu().float().contiguous() for name, tensor in encoder.state_dict().items()}
     (folder / CONFIG_FILE).unlink(missing_ok=True)
     write_atomic(folder / WEIGHTS_FILE, save(tensors))
-    write_atomic(folder / CONFIG_FILE, json.dumps(asdict(info), indent=1) + "\n")
+    write_sealed(folder, [WEIGHTS_FILE], CONFIG_FILE, json.dumps(asdict(info), indent=1) + "\n")
     return folder
 
 
@@ -201,6 +201,7 @@ def read_small_encoder_info(folder: Path) -> SmallEncoderInfo:
 def load_small_encoder(folder: Path) -> SmallEncoder:
     """The encoder saved in `folder`, in eval mode, every tensor accounted for."""
     info = read_small_encoder_info(folder)
+    check_listed(Path(folder), CONFIG_FILE, WEIGHTS_FILE)
     path = Path(folder) / WEIGHTS_FILE
     tensors = load_tensors(path)
     try:

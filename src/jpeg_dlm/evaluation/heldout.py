@@ -37,6 +37,7 @@ def heldout_blocks(model: Model, source: str | None, console: Console) -> Blocks
     blocks = Blocks(folder, "heldout")
     if (blocks.index["tokenizer"], blocks.token_len) != (model.tokenizer.fingerprint, data.token_len):
         raise DataError(f"'{folder}' was prepared for another model: name the text itself with --data.")
+    blocks.verify()
     return blocks
 
 

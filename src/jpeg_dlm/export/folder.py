@@ -10,7 +10,6 @@ agreed with torch, and the config.
 from __future__ import annotations
 
 import importlib.metadata
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,13 +71,12 @@ def write_exported(parts: ModelParts, kind: str, out: Path, tell: Callable[[str]
         raise CheckpointError(f"'{out}' already exists: name another folder, nothing was overwritten.")
     onnx_package()  # its absence is told before the work begins
     out.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_directory(out) as temp:
+    with atomic_directory(out, new=True) as temp:
         agreement = {}
         for name in (DENOISE, DECODE):
             tell(f"Exporting the {name} network ...")
             agreement[name] = agreement_of(name, method, written_and_opened(name, method, kind, temp))
-        if parts.tokenizer:
-            shutil.copyfile(parts.tokenizer, temp / TOKENIZER_FILE)
+        parts.copy_tokenizer(temp)
         said = {"format": kind, "versions": _versions(kind), "agreement": agreement}
         config = without_paths(parts)
         config = replace(config, encoder=replace(config.encoder, name=""))  # nothing here reads one, of whatever kind

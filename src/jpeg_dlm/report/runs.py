@@ -15,7 +15,8 @@ from jpeg_dlm.files import MANIFEST, MANIFEST_BYTES, load_json
 from jpeg_dlm.methods.denoising import TIMES
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
-from jpeg_dlm.report.blocks import Block, Command, Details, Facts, Note, Paragraph, Samples, Section, Table, code, plain
+from jpeg_dlm.report.blocks import Block, Details, Facts, Note, Paragraph, Samples, Section, Table, code, plain
+from jpeg_dlm.report.commands import training_commands
 from jpeg_dlm.report.reading import Trouble, facts, folded_options, options_table, read_figure, read_text, shown, text_table
 from jpeg_dlm.studies.workshop import training_seconds
 from jpeg_dlm.training.alarms import ADVICE
@@ -311,12 +312,10 @@ def _provenance(run: Run) -> list[Block]:
             *((f"{name.capitalize()} fingerprint", code(value)) for name, value in known.items()),
         ]
     )
-    command = ["jpeg-dlm", "train", "--config", str(run.folder / "config.json"), "--threads", str(manifest["threads"])]
     return [
         Paragraph((*plain(said), *code(shlex.join(["jpeg-dlm", "verify", str(run.folder)])), *plain("."))),
         listed,
-        Paragraph(plain("To train it again:")),
-        Command(shlex.join([*command, "--out", "AGAIN"])),
+        *training_commands(run.folder, run.config, manifest["threads"]),
     ]
 
 

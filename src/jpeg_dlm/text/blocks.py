@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from jpeg_dlm.errors import DataError
-from jpeg_dlm.files import sha256_file
+from jpeg_dlm.files import check_listed, sha256_file
 from jpeg_dlm.rng import derive_seed
 from jpeg_dlm.strict_json import parse_json
 from jpeg_dlm.text.tokenizer import TextTokenizer
@@ -110,7 +110,8 @@ class Blocks:
         return tokenizer
 
     def verify(self) -> None:
-        """Compare every shard with its hash."""
+        """Compare every shard with its hash, and index, tokenizer and held-out text with theirs where there is a manifest."""
+        check_listed(self.folder, remedy=f"delete '{self.folder}' and prepare it again")
         for shard in self._files:
             path = self.folder / shard["file"]
             if sha256_file(path) != shard["sha256"]:

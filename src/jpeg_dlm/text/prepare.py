@@ -5,6 +5,7 @@
     out/train-00000.bin ...  rows of token_len little-endian uint16 or uint32, at most 64 MB each
     out/heldout-00000.bin ...
     out/heldout.jsonl        the first held-out rows as text, for scorers
+    out/manifest.json        hashes of the files above but the shards, whose hashes are in the index
 
 Work is saved whenever a shard is full: `state.npz` holds the place in the stream, the remainders of packing and the rows
 of unfinished shards, in one file so that it is always consistent. A killed preparation goes on from there and ends with
@@ -27,7 +28,7 @@ import numpy as np
 
 from jpeg_dlm.config import DataConfig
 from jpeg_dlm.errors import DataError, UsageError
-from jpeg_dlm.files import atomic_file, sweep_temps, write_atomic
+from jpeg_dlm.files import atomic_file, sweep_temps, write_atomic, write_sealed
 from jpeg_dlm.text.blocks import FORMAT
 from jpeg_dlm.text.corpora import Corpus, Document, Ids, open_corpus
 from jpeg_dlm.text.packing import Carry, Layout, sentences, step
@@ -267,7 +268,8 @@ class _Run:
         self.tokenizer.save(self.out / "tokenizer.json")
         write_atomic(self.out / "heldout.jsonl", self._heldout_text())
         index = self._index()
-        write_atomic(self.out / "index.json", (json.dumps(index, indent=1, sort_keys=True) + "\n").encode())
+        text = json.dumps(index, indent=1, sort_keys=True) + "\n"
+        write_sealed(self.out, ["tokenizer.json", "heldout.jsonl"], "index.json", text)
         self._tidy()
         self.progress(self.done_bytes, self.done_bytes)
         return describe(self.out, index, reused=False)

@@ -107,7 +107,11 @@ class TextTokenizer:
 
     def save(self, path: Path) -> None:
         """Write tokenizer.json, whole or not at all."""
-        write_atomic(path, self._backend.to_str(pretty=False))
+        write_atomic(path, self.to_json())
+
+    def to_json(self) -> str:
+        """The content of its tokenizer.json."""
+        return self._backend.to_str(pretty=False)
 
     @cached_property
     def fingerprint(self) -> str:

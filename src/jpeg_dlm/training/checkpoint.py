@@ -159,6 +159,11 @@ def latest_checkpoint(run: Path, warn: Callable[[str], None]) -> Checkpoint | No
     return None
 
 
+def newest_step(run: Path) -> int | None:
+    """The step of the newest checkpoint by its name alone, None if there is none."""
+    return max((step for step, _ in _found(run / "checkpoints")), default=None)
+
+
 def load_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
     """The checkpoint in a directory, verified; with `step`, it must also be of that step."""
     manifest = verify_manifest(path)

@@ -1,4 +1,4 @@
-"""One trainer per run directory.
+"""One process at a time in a folder: one trainer per run, one writer of prepared text or of results.
 
 The lock is the kernel's, not the file's: it ends with the process that holds it, however that process ended, so there is
 no stale lock to clean up. The file only tells a second trainer whom it met.
@@ -24,19 +24,19 @@ class Locked(UsageError):
     """Another process is at work in the directory."""
 
     def __init__(self, run: Path, holder: str) -> None:
-        super().__init__(f"'{run}' is in use by {holder}: wait for it, stop it, or choose another run directory.")
+        super().__init__(f"'{run}' is in use by {holder}: wait for it, stop it, or name another folder.")
         self.run, self.holder = run, holder
 
 
 @contextlib.contextmanager
 def run_lock(run: Path) -> Iterator[None]:
-    """Hold the run directory for the duration of the block; creates it if needed and clears up after killed holders."""
+    """Hold the folder for the duration of the block; creates it if needed and clears up after killed holders."""
     path = run / LOCK
     try:
         make_directory(run)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise UsageError(f"Cannot write in '{run}' ({error.strerror or error}): choose another run directory.") from error
+        raise UsageError(f"Cannot write in '{run}' ({error.strerror or error}): name another folder.") from error
     try:
         _take(fd, run)
         os.ftruncate(fd, 0)

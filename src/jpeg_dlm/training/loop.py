@@ -64,6 +64,7 @@ class Trainer:
     ranks: Ranks
     provenance: dict[str, Any] = field(default_factory=dict)
     step: int = 0
+    stop_at: int | None = None  # a step after which to save and leave, as a signal would ask
 
     def __post_init__(self) -> None:
         self.config = with_precision(self.config, self.ranks.device.type)
@@ -271,6 +272,8 @@ class Trainer:
 
     def _stop_requested(self, stop: StopSignal) -> bool:
         """Whether any process was asked to stop; all leave after the same step."""
+        if self.stop_at is not None and self.step >= self.stop_at:
+            return True
         if self.ranks.world == 1:
             return stop.requested is not None
         flag = torch.tensor([float(stop.requested is not None)], device=self.ranks.device)

@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogFormatter, MaxNLocator
 
 from jpeg_dlm.errors import DataError
-from jpeg_dlm.files import write_atomic
 from jpeg_dlm.training.metrics import DIAGNOSIS, HELDOUT, read_metrics
+from jpeg_dlm.training.record import write_recorded
 
 LR = "lr_"
 TRAIN_COLOR, HELDOUT_COLOR, BAD_COLOR, INK = "#2b6cb0", "#dd6b20", "#c53030", "#2d3748"
@@ -88,9 +88,8 @@ def _draw_run(run: Path) -> Path:
             axes.set_xlabel("optimizer step", fontsize=9, color=INK)
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=110)
-    path = run / "metrics.png"
-    write_atomic(path, out.getvalue())
-    return path
+    write_recorded(run, "metrics.png", out.getvalue())
+    return run / "metrics.png"
 
 
 def _set_margins(figure: Figure, rows: int, columns: int) -> None:

@@ -2,6 +2,7 @@
 
 RUN/config.json  tokenizer.json  metrics.jsonl  metrics.png  diagnosis.png  alarms.jsonl (if any)  samples/  checkpoints/
 RUN/tensorboard/  event files, if asked for
+RUN/files.jsonl  invocations.jsonl  the hashes of what was written, and how the run was called
 RUN/data/        prepared blocks, unless a prepared folder was named
 RUN/encoder/     the trained 'small' encoder
 RUN/features/    cached features, if asked for
@@ -16,6 +17,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +32,6 @@ from jpeg_dlm.encoders.build import FrozenSmallEncoder
 from jpeg_dlm.encoders.small import CONFIG_FILE, read_small_encoder_info, save_small_encoder
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.feature_cache import FeatureCache
-from jpeg_dlm.files import write_atomic
 from jpeg_dlm.methods.base import Method
 from jpeg_dlm.methods.encoder_pretraining import EncoderPretraining
 from jpeg_dlm.methods.registry import STAGES, build_method, method_class
@@ -42,7 +43,7 @@ from jpeg_dlm.text.packing import end_rows
 from jpeg_dlm.text.prepare import prepare
 from jpeg_dlm.text.tokenizer import TextTokenizer
 from jpeg_dlm.training.alarms import Alarms
-from jpeg_dlm.training.checkpoint import latest_checkpoint
+from jpeg_dlm.training.checkpoint import latest_checkpoint, newest_step
 from jpeg_dlm.training.console import Console
 from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.training.diagnosis import TEXTS, Diagnosis
@@ -53,6 +54,7 @@ from jpeg_dlm.training.lock import run_lock
 from jpeg_dlm.training.loop import Trainer
 from jpeg_dlm.training.metrics import MetricsLog
 from jpeg_dlm.training.plots import plot_metrics
+from jpeg_dlm.training.record import Invocation, write_recorded
 from jpeg_dlm.training.signals import StopSignal
 from jpeg_dlm.training.trackers import Follower, Start, check_tracker
 
@@ -62,10 +64,16 @@ SAMPLE_TEXTS = 8
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: at which step, and by which signal if it did not finish."""
+    """How a run ended: at which step, by what if it did not finish, and of which method if that is a stage before."""
 
     step: int
     stopped_by: str | None
+    stage: str = ""
+
+    @property
+    def saved(self) -> bool:
+        """Whether there is a checkpoint to go on from; of a run that took no step there is nothing to save."""
+        return self.step > 0
 
 
 class Stopped(Exception):
@@ -85,37 +93,45 @@ class Bench:
     ranks: Ranks
     console: Console
     stop: StopSignal
+    invocation: Invocation | None
     encoder: FrozenEncoder | None = None
     cache: FeatureCache | None = None
 
 
-def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume: bool) -> Outcome:
-    """Everything `jpeg-dlm train` does."""
+def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume: bool, stop_at: int | None = None) -> Outcome:
+    """Everything `jpeg-dlm train` does; after step `stop_at` it saves and leaves."""
     config = validate(config)
-    _check_fresh(run, resume)
     check_tracker(config.train.log)
-    with (
-        run_lock(run) if ranks.is_main else contextlib.nullcontext(),
-        StopSignal(echo_s=2.0 if ranks.world > 1 else 0.0) as stop,
-    ):
+    echo_s, farewell = 2.0 if ranks.world > 1 else 0.0, partial(last_words, run) if ranks.is_main else None
+    with run_lock(run) if ranks.is_main else contextlib.nullcontext(), StopSignal(echo_s, farewell) as stop:
+        _check_fresh(run, resume)
         config = with_settled_precision(config, run, ranks, console)
+        invocation = Invocation(run, config, ranks.world) if ranks.is_main else None
         if ranks.is_main:  # as it was asked for: what --resume starts from
-            write_atomic(run / "config.json", json.dumps(to_dict(config), indent=1) + "\n")
+            write_recorded(run, "config.json", json.dumps(to_dict(config), indent=1) + "\n")
         try:
             folder = prepared_folder(config, run, ranks, console, stop)
-            bench = Bench(Blocks(folder, "train"), Blocks(folder, "heldout"), ranks, console, stop)
-            if resume and ranks.is_main:  # the index says what the text was, not what the disk holds now
+            bench = Bench(Blocks(folder, "train"), Blocks(folder, "heldout"), ranks, console, stop, invocation)
+            # The index says what the text was, not what the disk holds now, unless it was prepared just now.
+            if ranks.is_main and (resume or folder != run / "data"):
                 bench.blocks.verify()
                 bench.heldout.verify()
             config = fit_to_data(config, bench.blocks, ranks.world)
             if method_class(config.method).uses_encoder:
                 bench = with_encoder(config, run, bench)
-            method = train_method(config, run, bench)
+            method = train_method(config, run, bench, stop_at)
         except Stopped as stopped:
             return stopped.outcome
         if isinstance(method, EncoderPretraining):
             finish_encoder(method, config, bench, run / "encoder")
     return Outcome(config.train.steps, None)
+
+
+def last_words(run: Path) -> str:
+    """What is left of a run that is left at once."""
+    kept = [f"step {step:,} of {folder.name}" for folder in [run, *run.glob("*-training")] if (step := newest_step(folder))]
+    said = f"the checkpoint of {kept[0]} is kept" if kept else "no checkpoint was saved yet"
+    return f"Left at once, without saving: {said}; go on with --resume."
 
 
 def _check_fresh(run: Path, resume: bool) -> None:
@@ -281,21 +297,22 @@ def stage_folder(run: Path, stage: str) -> Path:
     return run / f"{stage}-training"
 
 
-def train_method(config: Config, run: Path, bench: Bench) -> Method:
+def train_method(config: Config, run: Path, bench: Bench, stop_at: int | None = None) -> Method:
     """The method of a config, trained from its last checkpoint or its first stage to the end, with its averaged weights."""
     run.mkdir(parents=True, exist_ok=True)
     ranks, console, tokenizer = bench.ranks, bench.console, bench.blocks.tokenizer()
     stream = BatchStream(bench.blocks, config.train, ranks.device, ranks.rank, ranks.world, bench.cache)
     checkpoint = latest_checkpoint(run, console.warn)
     method = build_method(config, bench.encoder).to(ranks.device) if checkpoint else new_method(config, run, bench, stream)
-    trainer = Trainer(config, method, stream, run, ranks, provenance(bench))
+    trainer = Trainer(config, method, stream, run, ranks, provenance(bench), stop_at=stop_at)
     if checkpoint:
         trainer.restore(checkpoint)
         if sentence := checkpoint.foreign():
             console.warn(sentence)
         console.say(f"Resuming {config.method} from step {trainer.step:,} of {config.train.steps:,}.")
-    if ranks.is_main:
-        tokenizer.save(run / "tokenizer.json")
+    if bench.invocation:
+        bench.invocation.begin(config.method, trainer.step)
+        write_recorded(run, "tokenizer.json", tokenizer.to_json())
     resume = trainer.step if checkpoint else None
     follower = Follower(Start(run, config, resume), console.warn) if ranks.is_main else None  # reads what the log drops
     log = MetricsLog(run / "metrics.jsonl", resume) if ranks.is_main else None
@@ -314,7 +331,8 @@ def train_method(config: Config, run: Path, bench: Bench) -> Method:
         follower.close()
         plot_if_measured(run)
     if trainer.step < config.train.steps:
-        raise Stopped(Outcome(trainer.step, stopped))
+        by = f"--stop-at {stop_at}" if stop_at is not None and not bench.stop.requested else stopped
+        raise Stopped(Outcome(trainer.step, by, config.method))
     return trainer.finished_method()
 
 
@@ -375,6 +393,6 @@ def sample_rows(method: Method, config: Config, tokenizer: TextTokenizer, device
 def write_samples(rows_BL: torch.Tensor, tokenizer: TextTokenizer, run: Path, step: int) -> None:
     """The first samples at this step, as a text file: not chosen, only counted."""
     texts = [tokenizer.decode(row) for row in rows_BL.tolist()]
-    folder = run / "samples"
-    folder.mkdir(exist_ok=True)
-    write_atomic(folder / f"step-{step:08d}.txt", "\n".join(f"[{i}] {text}" for i, text in enumerate(texts)) + "\n")
+    (run / "samples").mkdir(exist_ok=True)
+    content = "\n".join(f"[{i}] {text}" for i, text in enumerate(texts)) + "\n"
+    write_recorded(run, f"samples/step-{step:08d}.txt", content)

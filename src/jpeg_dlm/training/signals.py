@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -14,15 +17,16 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class StopSignal:
     """Within the `with` block, `requested` turns from None into the name of the first signal that arrived.
 
-    The second signal restores the previous handlers, so that a third cannot be swallowed, and exits with 128 plus its
-    number (130 for Ctrl-C, 143 for SIGTERM). `echo_s` is a time after the first signal in which further ones are taken
-    for its echo: under torchrun a single Ctrl-C reaches a worker twice, from the terminal and from the launcher.
+    The second signal restores the previous handlers, so that a third cannot be swallowed, writes the sentence that
+    `farewell` gives, and exits with 128 plus its number (130 for Ctrl-C, 143 for SIGTERM). `echo_s` is a time after the
+    first signal in which further ones are taken for its echo: under torchrun a single Ctrl-C reaches a worker twice, from
+    the terminal and from the launcher.
     Outside the main thread Python allows no handlers, and the object just never requests a stop.
     """
 
-    def __init__(self, echo_s: float = 0.0) -> None:
+    def __init__(self, echo_s: float = 0.0, farewell: Callable[[], str] | None = None) -> None:
         self.requested: str | None = None
-        self._echo_s = echo_s
+        self._echo_s, self._farewell = echo_s, farewell
         self._since = 0.0
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -41,6 +45,9 @@ class StopSignal:
             self._since = time.monotonic()
         elif time.monotonic() - self._since >= self._echo_s:
             self._restore()
+            with contextlib.suppress(OSError):
+                # Not through `sys.stderr`, in the middle of whose work the signal may have come.
+                os.write(2, f"\n{self._farewell()}\n".encode() if self._farewell else b"")
             raise SystemExit(128 + number)
 
     def _restore(self) -> None:
