@@ -333,6 +333,46 @@ def test_more_tokens_than_the_model_takes_are_refused(model, block_texts):
         model.encode([block_texts[0] + " and more"])
 
 
+# ---------------------------------------------------------------- arguments of any kind
+
+
+def test_a_string_is_one_text(model, block_texts):
+    text = block_texts[0]
+    assert torch.equal(model.encode(text), model.encode([text])) and len(model.encode(text)) == 1
+    assert model.reconstruct(text) == model.reconstruct((text,)) == model.reconstruct(iter([text]))
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("call", [
+    lambda m: m.encode([3]), lambda m: m.encode(3), lambda m: m.encode(None), lambda m: m.encode(b"bytes"),
+    lambda m: m.encode(["a", None]), lambda m: m.reconstruct([["a"]]), lambda m: m.decode(NAN), lambda m: m.decode([[0.0]]),
+    lambda m: m.decode(None), lambda m: m.decode(torch.zeros(1, N, D).long()), lambda m: m.decode(torch.zeros(0, N, D)),
+    lambda m: m.interpolate("a", 3), lambda m: m.interpolate("a", "b", 2.5), lambda m: m.interpolate("a", "b", 1),
+    lambda m: m.sample(2.5), lambda m: m.sample("3"), lambda m: m.sample(True), lambda m: m.sample(None),
+    lambda m: m.sample(1, seed="0"), lambda m: m.sample(1, batch=1.0), lambda m: m.sample(1, first=-1),
+    lambda m: m.sample(1, seed=torch.zeros(2)), lambda m: m.sample(1, given=[1] * L),
+    lambda m: m.sample(1, given=torch.zeros(L)),
+    lambda m: m.sample(1, given=torch.full((L,), -2)), lambda m: m.sample(1, given=torch.full((L,), 10**6)),
+    lambda m: m.generate(1, prompt=3), lambda m: m.generate(1, template=["[MASK]"]), lambda m: m.to_text(torch.zeros(1, L)),
+    lambda m: m.to_text([[1]]), lambda m: load(3),
+])  # fmt: skip
+def test_what_is_no_text_number_or_tensor_is_one_clear_error(model, call):
+    with pytest.raises(UsageError) as raised:
+        call(model)
+    assert str(raised.value).endswith(".") and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("call", [
+    lambda m: m.encode([]), lambda m: m.reconstruct([]), lambda m: m.interpolate("", "b"),
+    lambda m: m.decode(torch.full((1, N, D), NAN)), lambda m: m.decode(torch.full((1, N, D), float("inf"))),
+])  # fmt: skip
+def test_no_text_and_latents_that_no_text_has_are_refused(model, call):
+    with pytest.raises(DataError):
+        call(model)
+
+
 # ---------------------------------------------------------------- damage and mistakes
 
 

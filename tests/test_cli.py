@@ -16,6 +16,7 @@ import torch
 from conftest import micro_flags
 
 from jpeg_dlm import files
+from jpeg_dlm.api import Model
 from jpeg_dlm.cli.main import VERBS, build_parser, main
 from jpeg_dlm.cli.options import GROUPS
 from jpeg_dlm.cli.values import SOLVERS
@@ -351,6 +352,47 @@ def test_generate_prints_text_tokens_or_json_lines(finished, tmp_path, capsys):
     assert all(isinstance(row["prediction"], str) for row in rows) and capsys.readouterr().out == ""
 
 
+def test_of_several_that_write_one_file_at_once_one_succeeds(finished, tmp_path, capsys, monkeypatch):
+    out, to_text, others = tmp_path / "texts.jsonl", Model.to_text, []
+    words = ["generate", str(finished), "-n", "1", "--device", "cpu", "--out", str(out)]
+
+    def late(self, tokens):  # both have found that there is no such file, and the other one is sooner
+        if not others:
+            others.append(main([*words, "--seed", "1"]))
+            capsys.readouterr()
+        return to_text(self, tokens)
+
+    monkeypatch.setattr(Model, "to_text", late)
+    assert "texts.jsonl' already exists" in refusal(capsys, words, 2) and others == [0]
+    theirs = out.read_text("utf-8")
+    out.unlink()
+    assert main([*words, "--seed", "1"]) == 0 and out.read_text("utf-8") == theirs
+    assert [path.name for path in tmp_path.iterdir()] == ["texts.jsonl"]
+
+
+@pytest.mark.parametrize("verb", ["prepare", "evaluate"])
+def test_a_folder_of_results_has_one_writer_at_a_time(verb, corpus_file, tmp_path, capsys):
+    words = {"prepare": ["prepare", corpus_file], "evaluate": ["evaluate", "-n", "2"]}[verb]
+    script = "import sys; from pathlib import Path; from jpeg_dlm.training.lock import run_lock\n"
+    script += "with run_lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", script, tmp_path / "out"], stdin=-1, stdout=-1) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        assert f"in use by process {holder.pid}" in refusal(capsys, [*words, "--out", tmp_path / "out"], 2)
+        holder.stdin.close()
+
+
+def test_errors_of_the_disk_name_the_file_that_was_asked_for(finished, tmp_path, capsys):
+    out = tmp_path / "missing" / "texts.jsonl"
+    said = main(["generate", str(finished), "-n", "1", "--device", "cpu", "--out", str(out)]), capsys.readouterr().err
+    assert said[0] == 1 and f"'{out}'" in said[1] and ".tmp-" not in said[1]
+
+
+@pytest.mark.parametrize("more", [[], ["--steps", "11"], ["--fast"], ["--fast", "--steps", "11"]])
+def test_the_released_protocol_has_no_stored_grid(more, capsys):
+    line = refusal(capsys, ["generate", "-n", "1", "--protocol", "released", "--grid", "stored", *more], 2)
+    assert "'stored' is not in the released protocol" in line
+
+
 def test_what_takes_long_on_a_cpu_is_told_of_openvino(finished, capsys, monkeypatch):
     words = ["generate", str(finished), "-n", "1", "--steps", "2", "--device", "cpu"]
     assert main(words) == 0 and "openvino" not in capsys.readouterr().err
@@ -377,6 +419,12 @@ def test_reconstruct_and_interpolate_print_texts(finished, capsys, monkeypatch):
 
 
 # ---------------------------------------------------------------- checkpoints that are missing or damaged
+
+
+def test_a_file_in_place_of_a_model_is_told_how_to_become_one(corpus_file, capsys):
+    line = refusal(capsys, ["generate", corpus_file], 1)
+    assert line.endswith("is a file, not the folder of a model or a run: make one of it with  jpeg-dlm import, if it is a "
+                         "published checkpoint.")  # fmt: skip
 
 
 def test_a_missing_checkpoint_is_refused(tmp_path, capsys):

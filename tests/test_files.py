@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpeg_dlm import files
-from jpeg_dlm.errors import CheckpointError
+from jpeg_dlm.errors import CheckpointError, UsageError
 
 
 def names(path):
@@ -102,6 +102,50 @@ def test_atomic_directory_puts_the_old_one_back_when_the_last_rename_fails(tmp_p
     with pytest.raises(OSError), files.atomic_directory(path) as temp:
         (temp / "b").write_text("2")
     assert names(tmp_path) == ["d"] and names(path) == ["a"]
+
+
+def test_what_must_be_new_is_never_replaced(tmp_path):
+    with pytest.raises(UsageError, match="'.*/texts' already exists"), files.atomic_file(tmp_path / "texts", new=True) as mine:
+        mine.write(b"mine")
+        files.write_atomic(tmp_path / "texts", "theirs", new=True)  # another process is sooner
+    with pytest.raises(CheckpointError, match="'.*/model' already exists"):
+        with files.atomic_directory(tmp_path / "model", new=True) as mine:
+            (mine / "a").write_text("mine")
+            with files.atomic_directory(tmp_path / "model", new=True) as theirs:
+                (theirs / "a").write_text("theirs")
+    assert (tmp_path / "texts").read_text() == (tmp_path / "model" / "a").read_text() == "theirs"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "texts"]
+
+
+def test_errors_name_the_file_and_not_its_temporary(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "missing" / "texts", tmp_path / "file" / "texts"):
+        for write in (lambda path: files.write_atomic(path, "x"), lambda path: files.atomic_directory(path).__enter__()):
+            with pytest.raises(OSError) as error:
+                write(path)
+            assert error.value.filename == str(path)
+    with pytest.raises(OSError) as error, files.atomic_directory(tmp_path / "model") as temp:
+        files.write_atomic(temp / "missing" / "weights", "x")
+    assert error.value.filename == str(tmp_path / "model" / "missing" / "weights")
+    with pytest.raises(CheckpointError) as refused, files.atomic_directory(tmp_path / "model") as temp:
+        files.save_tensors(temp / "weights", {"a": torch.zeros(2, dtype=torch.complex64)}, {})
+    assert f"'{tmp_path / 'model' / 'weights'}'" in str(refused.value)
+
+
+def test_a_sealed_directory_is_complete_only_with_its_manifest(tmp_path, monkeypatch):
+    (tmp_path / "a").write_text("one")
+    files.write_sealed(tmp_path, ["a"], "last", "two")
+    assert files.check_listed(tmp_path) and files.verify_manifest(tmp_path)["files"].keys() == {"a", "last"}
+    (tmp_path / "a").write_text("other")
+    real, left = files.write_atomic, []
+    monkeypatch.setattr(files, "write_atomic", lambda *a: (left.append((tmp_path / "last").exists()), real(*a)))
+    files.write_sealed(tmp_path, ["a"], "last", "three")
+    assert left == [False, False] and files.check_listed(tmp_path)  # the manifest comes first, the mark of completeness last
+    (tmp_path / "last").write_text("THREE")
+    with pytest.raises(CheckpointError, match="last' is damaged.*: make it again"):
+        files.check_listed(tmp_path, "last", remedy="make it again")
+    with pytest.raises(CheckpointError, match="b' is not in the manifest"):
+        files.check_listed(tmp_path, "b")
 
 
 def test_sweep_spares_the_living_and_removes_the_dead(tmp_path):

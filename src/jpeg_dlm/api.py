@@ -12,11 +12,13 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from jpeg_dlm.arguments import as_texts, check_given, check_latents, check_tokens, shown, whole_number
 from jpeg_dlm.config import Config, SamplerConfig, validate
 from jpeg_dlm.config_io import override
 from jpeg_dlm.cpu import recall_limit, with_limit
@@ -70,10 +72,12 @@ class Model:
         `given` (L) holds ids that every sample keeps, and -1 elsewhere. Keyword arguments are options of the method's
         sampler; for JPEG-DLM: steps, solver, grid, w, protocol, ...
         """
-        if n < 1 or batch < 1:
-            raise UsageError("The number of samples and the batch must be at least 1.")
-        if given is not None and given.shape != (self.config.data.token_len,):
-            raise UsageError(f"`given` must have shape ({self.config.data.token_len},), not {tuple(given.shape)}.")
+        counts = {"n": n, "seed": seed, "first": first, "batch": batch}
+        n, seed, first, batch = (whole_number(value, name) for name, value in counts.items())
+        if n < 1 or batch < 1 or first < 0:
+            raise UsageError("The number of samples and the batch must be at least 1, the first sample at least 0.")
+        if given is not None:
+            check_given(given, self.config.data.token_len, self.config.data.vocab_size)
         options = self.sampler_options(**sampler)
         tokens = torch.cat(list(sample_batches(self.writer, n, options, seed, batch, first, watch, given))).cpu()
         return self.ended(tokens, given)
@@ -135,9 +139,9 @@ class Model:
         if prompt is not None and template is not None:
             raise UsageError("Give a prompt or a template, not both.")
         if prompt is not None:
-            row = prompt_row(self.tokenizer, self.config.data, prompt)
+            row = prompt_row(self.tokenizer, self.config.data, *as_texts([prompt]))
         elif template is not None:
-            row = template_row(self.tokenizer, self.config.data, template)
+            row = template_row(self.tokenizer, self.config.data, *as_texts([template]))
         else:
             return None
         self._refuse_unknown_ids(row.tolist())
@@ -155,6 +159,7 @@ class Model:
 
     def to_text(self, tokens: Tensor, given: Tensor | None = None) -> Texts:
         """Rows of token ids as strings, which end where the rows do."""
+        check_tokens(tokens)
         return Texts(self.tokenizer.decode(row) for row in self.ended(tokens, given).tolist())
 
     def text_ids(self, tokens: Tensor) -> list[list[int]]:
@@ -174,28 +179,27 @@ class Model:
         return self.method
 
     @torch.no_grad()
-    def encode(self, texts: Sequence[str]) -> Tensor:
-        """Standardized latents (B, N, D) of texts of at most L tokens each."""
-        rows, _ = self._rows(texts)
+    def encode(self, texts: str | Sequence[str]) -> Tensor:
+        """Standardized latents (B, N, D) of texts, or of one, of at most L tokens each."""
+        rows, _ = self._rows(as_texts(texts))
         return self._encode_rows(rows)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> list[str]:
         """Texts of latents, through the decode branch; what `encode` repeated to fill a block is given back once."""
-        m = self.config.model
-        if latents.dim() != 3 or latents.shape[1:] != (m.latent_len, m.latent_dim):
-            raise UsageError(f"Latents must have shape (B, {m.latent_len}, {m.latent_dim}), not {tuple(latents.shape)}.")
+        m = self.codec.config.model
+        check_latents(latents, m.latent_len, m.latent_dim)
         tokens = self._decode_rows(latents)
-        if self.config.data.packing == "padded":
+        if self.config.data.rows_end:
             return self.to_text(tokens)
         rows = tokens[:, self._payload_start :][:, : self._payload].tolist()
-        return [self.tokenizer.decode(first_copy(row, self._separator)) for row in rows]
+        return Texts(self.tokenizer.decode(first_copy(row, self._separator)) for row in rows)
 
     @torch.no_grad()
-    def reconstruct(self, texts: Sequence[str]) -> list[str]:
-        """What is left of texts after compression to N latents and back; longer texts go block by block."""
+    def reconstruct(self, texts: str | Sequence[str]) -> list[str]:
+        """What is left of texts, or of one, after compression to N latents and back; longer texts go block by block."""
         out = Texts()
-        for text in texts:
+        for text in as_texts(texts):
             rows, lengths = self._rows(self._blocks(text), from_ids=True)
             back = self._decode_rows(self._encode_rows(rows)).tolist()
             start = self._payload_start
@@ -206,9 +210,9 @@ class Model:
     @torch.no_grad()
     def interpolate(self, a: str, b: str, points: int = 5) -> list[str]:
         """Texts along the straight line between the latents of two texts, ends included."""
-        if points < 2:
+        if whole_number(points, "points") < 2:
             raise UsageError("An interpolation needs at least 2 points.")
-        rows, lengths = self._rows([a, b])
+        rows, lengths = self._rows(as_texts([a, b]))
         z_a, z_b = self._encode_rows(rows)
         mix = torch.linspace(0, 1, points, device=z_a.device).view(-1, 1, 1)
         tokens = self._decode_rows((1 - mix) * z_a + mix * z_b)
@@ -350,6 +354,8 @@ def load(
     is the fastest way to write the tokens of fp32. Without them a model samples as the paper writes it, and its weights
     may change.
     """
+    if not isinstance(path, (str, os.PathLike, NoneType)):
+        raise UsageError(f"A model is loaded from a path, not from {shown(path)}.")
     recall_limit()
     folder = Path(path) if path is not None else bundled_folder()
     if is_exported(folder):

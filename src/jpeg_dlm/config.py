@@ -283,6 +283,10 @@ class SamplerConfig:
             ),
             (all(t < u for t, u in pairwise(times)), "sampler.times must increase"),
             (
+                self.grid != "stored" or self.protocol == "default",
+                "sampler.grid 'stored' is not in the released protocol: choose another grid",
+            ),
+            (
                 self.grid != "stored" or bool(times),
                 "sampler.grid 'stored' needs sampler.times: find them with  jpeg-dlm tune, or choose another grid",
             ),
@@ -290,10 +294,6 @@ class SamplerConfig:
                 self.grid != "stored" or self.steps == len(times) - 1,
                 f"sampler.grid 'stored' has {len(times) - 1} steps, not {self.steps}: leave sampler.steps at that, or choose "
                 "another grid",
-            ),
-            (
-                self.grid != "stored" or self.protocol == "default",
-                "sampler.grid 'stored' is not in the released protocol: choose another grid",
             ),
         ]
 

@@ -111,6 +111,14 @@ def test_the_released_protocol_draws_the_same_numbers(grid):
     assert_same_tokens(by_method, by_engine)
 
 
+@pytest.mark.parametrize("grid", ["stored", "uniform"])
+def test_the_released_protocol_refuses_grids_that_it_never_had(grid):
+    method = made()
+    sampler = replace(method.config.sampler, grid=grid, times=(0.0, 0.5, 1.0), steps=2, protocol="released")
+    with pytest.raises(UsageError, match="random .* or quantile"):
+        list(sample_batches(method, 1, sampler))
+
+
 @pytest.mark.parametrize(("dtype", "error"), [("bf16", 0.1), ("int8", 0.1)])
 def test_reduced_precision_stays_close(dtype, error):
     method = made()

@@ -1,7 +1,11 @@
 """Documents come out whole, in order and readable; what is not text is refused by name."""
 
+import bz2
 import gzip
+import io
 import json
+import lzma
+import zipfile
 
 import pytest
 
@@ -11,6 +15,13 @@ from jpeg_dlm.text import corpora
 from jpeg_dlm.text.captions import sentence
 from jpeg_dlm.text.corpora import detokenize_lm1b, documents, open_corpus, text_lines
 from jpeg_dlm.text.wikipedia import clean_wikitext, wikipedia_articles
+
+
+def zipped():
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("a.txt", "hello")
+    return out.getvalue()
 
 
 def write(path, text):
@@ -62,6 +73,9 @@ def test_fingerprint_follows_content(tmp_path):
         ("blank.txt", b" \n\n", "empty"),
         ("nul.txt", b"abc\0def", "binary"),
         ("latin.txt", "caf\u00e9".encode("latin-1"), "UTF-8"),
+        ("texts.zip", zipped(), "is a zip archive, not text: unpack it first"),
+        ("texts.xz", lzma.compress(b"hello"), "packed with xz, not text: unpack it first"),
+        ("texts.txt", bz2.compress(b"hello"), "packed with bzip2"),
         ("cut.txt.gz", gzip.compress(b"hello " * 1000, mtime=0)[:-20], "damaged"),
         ("bad.jsonl", b'{"text": "a"}\nnot json\n', "Line 2"),
         ("list.jsonl", b"[1, 2]\n", "Line 1"),

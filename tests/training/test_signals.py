@@ -7,12 +7,17 @@ import threading
 from pathlib import Path
 
 import pytest
+from conftest import micro_flags
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from reliability import straight_end
 from reliability_runs import MOMENTS, SIGNALS, signal_case, write_text
 
+from jpeg_dlm.cli.main import main
+from jpeg_dlm.training import run as run_module
+from jpeg_dlm.training.loop import Trainer
+from jpeg_dlm.training.run import last_words
 from jpeg_dlm.training.signals import StopSignal
 
 WORK = """
@@ -57,6 +62,55 @@ def test_second_signal_leaves_at_once(first, second, code):
         child.send_signal(second)
         out, err = child.communicate(timeout=20)
     assert (out, err, child.returncode) == ("cleaned\n", "", code)
+
+
+def test_the_second_signal_has_a_last_word():
+    script = WORK.replace("StopSignal(float(sys.argv[2]))", "StopSignal(0.0, lambda: 'step 4 is kept')")
+    with subprocess.Popen([sys.executable, "-c", script, "stuck"], stdout=-1, stderr=-1, text=True) as child:
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGINT)
+        assert child.stdout.readline() == "SIGINT\n"
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=20)
+    assert err == "\nstep 4 is kept\n" and child.returncode == 130
+
+
+def test_last_words_tell_what_is_kept(tmp_path):
+    assert last_words(tmp_path) == "Left at once, without saving: no checkpoint was saved yet; go on with --resume."
+    (tmp_path / "encoder-training" / "checkpoints" / "step-00000006").mkdir(parents=True)
+    assert "step 6 of encoder-training is kept" in last_words(tmp_path)
+    (tmp_path / "checkpoints" / "step-00001234").mkdir(parents=True)
+    assert f"step 1,234 of {tmp_path.name} is kept" in last_words(tmp_path)
+
+
+def stopped_run(corpus_file, tmp_path, monkeypatch, owner, name, **changes):
+    """The run directory of a training that gets Ctrl-C right after the first call of a function."""
+    real = getattr(owner, name)
+
+    def interrupted(*args, **kwargs):
+        result = real(*args, **kwargs)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(owner, name, interrupted)
+    words = ["train", "--preset", "smoke", "--data", str(corpus_file), "--out", str(tmp_path / "run"), "--device", "cpu"]
+    assert main([*words, *micro_flags(**changes)]) == 130
+    return tmp_path / "run"
+
+
+def test_a_run_that_stops_before_its_first_step_says_that_nothing_was_saved(corpus_file, tmp_path, monkeypatch, capsys):
+    run = stopped_run(
+        corpus_file, tmp_path, monkeypatch, run_module, "fit_to_data", encoder__kind="random", encoder__scale="none"
+    )
+    said = " ".join(capsys.readouterr().err.split())
+    assert "before the first step, so there is no checkpoint" in said and "and saved" not in said
+    assert not list(run.rglob("checkpoints/*"))
+
+
+def test_a_run_that_stops_in_a_stage_names_it(corpus_file, tmp_path, monkeypatch, capsys):
+    run = stopped_run(corpus_file, tmp_path, monkeypatch, Trainer, "train_step")
+    assert "at step 1 of the stage 'encoder' and saved: go on with --resume" in " ".join(capsys.readouterr().err.split())
+    assert (run / "encoder-training" / "checkpoints" / "step-00000001").is_dir()
 
 
 def test_an_echo_is_not_a_second_signal():

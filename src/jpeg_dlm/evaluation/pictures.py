@@ -105,8 +105,13 @@ def dress(axes: Axes, heading: str, y: str, x: str) -> None:
         axes.spines[side].set_visible(False)
 
 
-def save_png(figure: Figure, path: Path) -> Path:
+def png_bytes(figure: Figure) -> bytes:
+    """The figure as a PNG file."""
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=110)
-    write_atomic(path, out.getvalue())
+    return out.getvalue()
+
+
+def save_png(figure: Figure, path: Path) -> Path:
+    write_atomic(path, png_bytes(figure))
     return path

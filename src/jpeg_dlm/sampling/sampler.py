@@ -50,7 +50,7 @@ def released_batches(
     With the random grid (LM1B) the generator is seeded once per run and every batch draws noise, then a new grid. With
     the quantile grid (OWT) it is seeded anew with seed + number of the batch's first sample.
     """
-    if not isinstance(method, JpegDlm | Engine) or sampler.grid == "uniform":
+    if not isinstance(method, JpegDlm | Engine) or sampler.grid not in ("random", "quantile"):
         raise UsageError("The released protocol exists for jpeg-dlm with --sampler.grid random (LM1B) or quantile (OWT).")
     device, m = device_of(method), method.config.model
     g = torch.Generator(device).manual_seed(seed)

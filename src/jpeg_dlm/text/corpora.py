@@ -47,6 +47,12 @@ BIG_FILE = 16 << 20  # a larger file of a folder is many documents, so that no d
 LOOK_AHEAD = 1 << 20  # how far into a file we look for markers and blank lines
 LONGEST = 1 << 27  # characters of a line and of a document, which have to fit into memory; text8 is one line of 100 million
 BOMB_BYTES, BOMB_RATIO = 1 << 26, 100  # past so many bytes, a .gz that grew so many times is no text, which grows 3 to 10 times
+# How files begin, by the specifications of their formats; .docx, .epub and .odt are zip archives too.
+ARCHIVES = {
+    b"PK\x03\x04": "a zip archive", b"PK\x05\x06": "a zip archive", b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"Rar!\x1a\x07": "a rar archive", b"BZh91AY": "packed with bzip2", b"\xfd7zXZ\x00": "packed with xz",
+    b"\x28\xb5\x2f\xfd": "packed with zstd", b"%PDF-": "a PDF document",
+}  # fmt: skip
 WIKIPEDIA_BYTES = 51_000_000  # measured: what the cleaner leaves of enwik8
 CAPTIONS_BYTES = 4_470_000  # measured: the sentences that are kept
 SPEECHES = {"sotu": "", "sotu-modern": "1945"}  # corpus and the first year it takes
@@ -204,7 +210,11 @@ def text_lines(path: Path) -> Iterator[str]:
     seen = False
     try:
         with path.open("rb") as raw:
-            packed = raw.read(2) == b"\x1f\x8b"
+            start = raw.read(8)
+            packed = start.startswith(b"\x1f\x8b")
+            for magic, kind in ARCHIVES.items():
+                if start.startswith(magic):
+                    raise DataError(f"'{path}' is {kind}, not text: unpack it first and name the text file inside.")
             raw.seek(0)
             plain: Any = gzip.GzipFile(fileobj=raw) if packed else raw
             text = io.TextIOWrapper(plain, encoding="utf-8-sig")

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator, ScalarFormatter
 
-from jpeg_dlm.evaluation.pictures import INK, LINE_COLORS, dress, new_figure, save_png
+from jpeg_dlm.evaluation.pictures import INK, LINE_COLORS, dress, new_figure, png_bytes
 from jpeg_dlm.training.metrics import DIAGNOSIS, read_metrics
 from jpeg_dlm.training.plots import collected
+from jpeg_dlm.training.record import write_recorded
 
 Values = Mapping[str, float]
 DECISIVE = (0.2, 0.3, 0.4, 0.5)  # times at which text is decided
@@ -33,10 +35,11 @@ def plot_diagnosis(run: Path) -> Path | None:
     if not found:
         return None
     with collected():
-        return _draw(found, run.resolve().name, run / "diagnosis.png")
+        write_recorded(run, "diagnosis.png", png_bytes(_drawn(found, run.resolve().name)))
+    return run / "diagnosis.png"
 
 
-def _draw(found: Mapping[int, Values], name: str, path: Path) -> Path:
+def _drawn(found: Mapping[int, Values], name: str) -> Figure:
     latents = any("rank" in values for values in found.values())
     figure, panels = new_figure(6 if latents else 2, f"{name}: denoiser and samples", columns=3)
     if latents:
@@ -54,7 +57,7 @@ def _draw(found: Mapping[int, Values], name: str, path: Path) -> Path:
     for axes in panels:
         if axes.get_legend_handles_labels()[1]:
             axes.legend(fontsize=7.5, frameon=False, labelcolor=INK)
-    return save_png(figure, path)
+    return figure
 
 
 def _of_latents(panels: Sequence[Axes], found: Mapping[int, Values]) -> None:
