@@ -86,8 +86,8 @@ class ModelParts:
 
     def copy_encoder(self, folder: Path) -> None:
         """Put the files of the encoder into a folder, if they are what the model was trained with."""
-        if self.encoder is None:
-            return
+        if self.encoder is None or _encoder_folder(self.encoder) is None:
+            return  # generating needs none
         self.check_encoder()
         for name in ENCODER_FILES:
             if (self.encoder / name).is_file():

@@ -24,15 +24,17 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     config = read_config(args, rest, **{"data.source": args.source})
 
-    from jpeg_dlm.text.corpora import bring
+    from jpeg_dlm.text.corpora import bring, open_corpus
     from jpeg_dlm.text.prepare import prepare
     from jpeg_dlm.training.console import Console
     from jpeg_dlm.training.lock import run_lock
 
     console = Console(args.quiet)
+    prepared = (args.out / "index.json").is_file()  # then it is only looked at, and may lie where nobody can write
     bring(config.data.source, args.out, console)
-    # What is prepared already is only looked at, and may lie where nobody can write.
-    lock = nullcontext() if (args.out / "index.json").is_file() else run_lock(args.out)
+    if not prepared:
+        open_corpus(config.data.source)  # a text that is not there is told before anything is written
+    lock = nullcontext() if prepared else run_lock(args.out)
     with lock, console.progress("Preparing text", "bytes") as progress:
         done = prepare(config.data, args.out, progress)
     print(
