@@ -40,13 +40,13 @@ class Part:
 
 
 def run_parts(run: Path) -> Iterator[Part]:
-    """Every file of a run, the stages before it first; nothing of a folder that is no run."""
+    """Every file of a run: what it starts from, its stages, then itself; nothing of a folder that is no run."""
     stages = sorted(run.glob(STAGES))
     if not stages and not any((run / name).exists() for name in (FILES, "checkpoints", "data/index.json")):
         return
+    yield from _folder_parts(run)
     for stage in [*stages, run]:
         prefix = "" if stage == run else f"{stage.name}/"
-        yield from _folder_parts(stage, prefix)
         for report in verify_run(stage):
             yield _part(str(report.path.relative_to(run)), report.size, report.error)
         yield from _own_files(stage, prefix)
@@ -80,22 +80,22 @@ def _size(folder: Path) -> int:
 # ---------------------------------------------------------------- folders with manifests
 
 
-def _folder_parts(run: Path, prefix: str) -> Iterator[Part]:
+def _folder_parts(run: Path) -> Iterator[Part]:
     data, features, encoder = run / "data", run / "features", run / "encoder"
     if (data / "index.json").is_file():
         older = "" if (data / MANIFEST).is_file() else f"tokens and tokenizer are whole; heldout.jsonl is {UNRECORDED}"
-        yield _part(f"{prefix}data", _size(data), _complaint(lambda: verify_blocks(data)), older)
+        yield _part("data", _size(data), _complaint(lambda: verify_blocks(data)), older)
     if (features / COMPLETE_FILE).is_file():
         older = "" if (features / MANIFEST).is_file() else UNRECORDED
-        yield _part(f"{prefix}features", _size(features), _complaint(lambda: check_listed(features)), older)
+        yield _part("features", _size(features), _complaint(lambda: check_listed(features)), older)
     if encoder.is_dir() and any(encoder.iterdir()):
         if (encoder / MANIFEST).is_file():
-            yield _part(f"{prefix}encoder", _size(encoder), _complaint(lambda: verify_manifest(encoder)))
+            yield _part("encoder", _size(encoder), _complaint(lambda: verify_manifest(encoder)))
         else:
             model = _model(run)
             known = model and model.encoder_fingerprint
             error = _complaint(model.check_encoder) if model and known else None
-            yield _part(f"{prefix}encoder", _size(encoder), error, "" if known else UNRECORDED)
+            yield _part("encoder", _size(encoder), error, "" if known else UNRECORDED)
 
 
 def _model(run: Path) -> ModelParts | None:
