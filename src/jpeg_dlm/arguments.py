@@ -17,7 +17,7 @@ from jpeg_dlm.methods.base import FREE
 def as_texts(texts: Any) -> list[str]:
     """One text or several as a list."""
     several = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes))
-    found = list(texts) if several else [texts]
+    found: list[Any] = list(texts) if several else [texts]
     if not found:
         raise DataError("There is no text: give at least one.")
     for text in found:

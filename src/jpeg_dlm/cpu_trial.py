@@ -33,7 +33,8 @@ def try_torch() -> None:
     """Training under autocast with attention, then the prepared layers of the sampler, for few rows and for many."""
     layer, x = torch.nn.Linear(WIDTH, WIDTH), torch.randn(4, 8, 64, WIDTH // 8, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        y = F.scaled_dot_product_attention(*(x.bfloat16() for _ in range(3)))
+        q = x.bfloat16()
+        y = F.scaled_dot_product_attention(q, q, q)
         layer(y.transpose(1, 2).flatten(2)).float().square().mean().backward()
     weight, bias = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH)
     for rows in (1, FEW_ROWS, 2 * FEW_ROWS):

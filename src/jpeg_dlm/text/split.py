@@ -61,7 +61,7 @@ class Split:
         """The pieces after `start`, where `documents` begins with the document that `start` is in."""
         _, skip, long = start
         for number, document in enumerate(documents, start.document):
-            whole, parts = True, iter([(document, self.of(number))])
+            whole, parts = True, self._whole(document, number)
             if isinstance(document, str) and len(document) > self.longest:  # a row of ids has the length it must have
                 whole, parts = False, self._stretches(document, long)
             for i, (part, name) in enumerate(parts):
@@ -69,6 +69,9 @@ class Split:
                     yield Piece(part, name, Place(number, i + 1, long), whole)
             skip = 0
             long += 0 if whole else len(document)
+
+    def _whole(self, document: Document, number: int) -> Iterator[tuple[Document, Name]]:
+        yield document, self.of(number)
 
     def _stretches(self, text: str, before: int) -> Iterator[tuple[Document, Name]]:
         """The parts of a long document, in which `before` characters of other long ones have been passed."""
