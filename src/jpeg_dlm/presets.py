@@ -114,7 +114,7 @@ def tiny() -> Config:
             warmup=200,
             schedule="cosine",
             eval_every=250,
-            diagnose=True,  # a few seconds of one core each time; the paper's presets would keep other devices waiting
+            diagnose=True,  # some ten seconds of one core (measured); the paper's presets would keep devices waiting
             save_every=250,
             encoder_steps=1600,
         ),
