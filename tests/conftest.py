@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from jpeg_dlm.cpu import make_safe
 
@@ -17,6 +18,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reached for the hub 
 def pytest_configure() -> None:
     """Tests multiply in every type: before the first, and before workers inherit the environment."""
     make_safe()
+    # A busy machine is slow, which says nothing about the code.
+    settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("patient")
 
 
 def made_up_text(documents: int = 60, seed: int = 0) -> str:

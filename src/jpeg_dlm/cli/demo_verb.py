@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from shutil import which
 
 from jpeg_dlm.cli.parser import Parser
 
-SENTENCE = "We must work together to build a stronger economy and a better future for our children."
-ENDS = ("We must work together to build a stronger economy.", "The American people want peace and freedom around the world.")
+SENTENCE = "A woman in a red dress is walking down the street."
+ENDS = ("Two dogs are running in the grass.", "A woman is sitting on a bench in the park.")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -25,22 +26,29 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
     model = load()
     m, d = model.config.model, model.config.data
-    print(f"1. Writing: {m.latent_len} latents of noise become {d.token_len} tokens (bundled model, CPU).\n", flush=True)
+    began = time.monotonic()
+    print(
+        f"1. Writing: {m.latent_len} latents of noise become a sentence of up to {d.token_len} tokens (bundled model, CPU).\n"
+        "   Each moment shows what the model would write if it had to stop there.\n",
+        flush=True,
+    )
     model.generate(1, seed=7, watch=Watcher(model))
-    print("\n   Four more, not chosen:\n")
-    for text in model.generate(4, seed=0):
+    print("\n   Eight more, not chosen:\n")
+    for text in model.generate(8, seed=0):
         print(f"   - {text}")
     print(f"\n2. The codec: a sentence through {m.latent_len} latents per {d.token_len} tokens and back.\n")
     print(f"   in   {SENTENCE}\n   out  {model.reconstruct([SENTENCE])[0]}")
     print("\n3. Halfway between two sentences, in latent space.\n")
     for i, text in enumerate(model.interpolate(*ENDS, points=5)):
         print(f"   {i / 4:.2f}  {text}")
+    seconds = time.monotonic() - began
+    print(f"\nText formed out of noise, went through a quarter of its positions and back, and blended, in {seconds:.1f} s.")
     program = shlex.quote(sys.argv[0]) if Path(sys.argv[0]).name == "jpeg-dlm" and not which("jpeg-dlm") else "jpeg-dlm"
     print(
         "\nWhat to try next:\n"
         f"   {program} generate -n 8 --steps 64 --watch\n"
         f"   {program} reconstruct 'Your own sentence here.'\n"
         f"   {program} train --preset smoke --data sotu-modern --out runs/first   (a few minutes)\n"
-        f"   {program} train --preset tiny --data YOUR.txt --out runs/mine        (an evening on two cores)"
+        f"   {program} train --preset captions --out runs/captions                (a model like this one, an evening)"
     )
     return 0

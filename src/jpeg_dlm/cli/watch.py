@@ -9,11 +9,13 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
+from rich.text import Text
 from torch import Tensor
 
 from jpeg_dlm.api import Model
 
 HOLE = "_"
+AGES = ("bright_black", "yellow", "cyan", "bold green")  # of a word that changed just now, and of ones that stay
 PLAIN_LINES = 8  # without a terminal to redraw, about this many moments are printed
 
 
@@ -25,6 +27,7 @@ class Watcher:
         self.console = Console(stderr=True)
         self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
         self.done = False
+        self.words: list[tuple[str, int]] = []  # each with the moments that it has stayed
 
     def __call__(self, step: int, steps: int, t: float, tokens: Callable[[], Tensor]) -> None:
         if self.done:
@@ -39,11 +42,19 @@ class Watcher:
             if step == 0:
                 self.live.start()
             self.live.update(
-                Panel(text, title=f"step {step}/{steps}, t = {t:.2f}", width=min(100, self.console.width)), refresh=True
+                Panel(self.aged(text), title=f"step {step}/{steps}, t = {t:.2f}", width=min(100, self.console.width)),
+                refresh=True,
             )
             if last:
                 self.live.stop()
         self.done = last
+
+    def aged(self, text: str) -> Text:
+        """The text with each word colored by how long it has stood at its place: gray is new, green is settled."""
+        before = itertools.chain(self.words, itertools.repeat(("", 0)))
+        self.words = [(word, age + 1 if word == old else 0) for word, (old, age) in zip(text.split(), before, strict=False)]
+        colored = [(word, AGES[min(age, len(AGES) - 1)]) for word, age in self.words]
+        return Text(" ").join(Text(word, style) for word, style in colored)
 
     def text(self, row: list[int]) -> str:
         """A row as text, with a sign for every token that is still to be written."""
