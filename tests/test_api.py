@@ -108,7 +108,7 @@ def test_a_run_its_last_checkpoint_and_its_export_are_one_model(trained, tmp_pat
     for other in (checkpoint, saved):
         assert all(torch.equal(tensor, state[name]) for name, tensor in other.method.export_state().items())
         assert torch.equal(other.sample(3, seed=1), run.sample(3, seed=1))
-        assert torch.equal(other.encode(["The farmer plants corn"]), run.encode(["The farmer plants corn"]))
+        assert torch.equal(other.encode(["The farmer"]), run.encode(["The farmer"]))
 
 
 def test_a_run_gives_the_averaged_weights(trained):

@@ -356,11 +356,11 @@ def test_of_several_that_write_one_file_at_once_one_succeeds(finished, tmp_path,
     out, to_text, others = tmp_path / "texts.jsonl", Model.to_text, []
     words = ["generate", str(finished), "-n", "1", "--device", "cpu", "--out", str(out)]
 
-    def late(self, tokens):  # both have found that there is no such file, and the other one is sooner
+    def late(self, tokens, given=None):  # both have found that there is no such file, and the other one is sooner
         monkeypatch.setattr(Model, "to_text", to_text)
         others.append(main([*words, "--seed", "1"]))
         capsys.readouterr()
-        return to_text(self, tokens)
+        return to_text(self, tokens, given)
 
     monkeypatch.setattr(Model, "to_text", late)
     assert "texts.jsonl' already exists" in refusal(capsys, words, 2) and others == [0]
