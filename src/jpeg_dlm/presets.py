@@ -145,6 +145,8 @@ def captions() -> Config:
             flow_draws=2,  # assumed
         ),
         train=replace(base.train, warmup=100, ema_warmup=True, eval_every=400, save_every=200, encoder_steps=6000),
+        # Quantiles of the training times: 32 of them write as well as 64 uniform ones (measured).
+        sampler=SamplerConfig(steps=32, grid="quantile", grid_mean=-0.8, grid_std=1.0),
     )
 
 
