@@ -38,8 +38,8 @@ def gelu(x):
 # ---------------------------------------------------------------- the DiT
 
 
-def rms(x, weight):
-    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weight
+def rms(x, weight, eps=1e-6):
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
 def embedded(p, name, value):
@@ -49,10 +49,10 @@ def embedded(p, name, value):
     return affine(p, f"{name}.mlp_2", silu(affine(p, f"{name}.mlp_0", e)))
 
 
-def turn(vector, position):
+def turn(vector, position, base=10_000.0):
     out = vector.clone()
     for i in range(len(vector) // 2):
-        a = position * 10_000.0 ** (-2 * i / len(vector))
+        a = position * base ** (-2 * i / len(vector))
         x, y = vector[2 * i], vector[2 * i + 1]
         out[2 * i], out[2 * i + 1] = x * math.cos(a) - y * math.sin(a), x * math.sin(a) + y * math.cos(a)
     return out
@@ -159,3 +159,40 @@ def slow_tokens(p, codec_heads, heads, z, w):
     zhat = slow_dit(under(p, "dit."), heads, z, 1.0, torch.zeros_like(z), w, decode=True)
     h = slow_decompress(under(p, "decompressor."), codec_heads, zhat / p["latent_scale"] + p["latent_mean"])
     return affine(p, "lm_head", gelu(affine(p, "unembed_proj", h))).argmax(-1)
+
+
+# ---------------------------------------------------------------- Llama, in the names and layout of llama.cpp
+
+
+def made_up_llama(vocabulary, width, inner, layers, heads, kv_heads, tied):
+    """Random tensors, large enough that every one of them matters."""
+    g, narrow = torch.Generator().manual_seed(0), width * kv_heads // heads
+    matrices = {
+        "attn_q": (width, width), "attn_k": (narrow, width), "attn_v": (narrow, width), "attn_output": (width, width),
+        "ffn_gate": (inner, width), "ffn_up": (inner, width), "ffn_down": (width, inner),
+    }  # fmt: skip
+    shapes = {"token_embd": (vocabulary, width), "output_norm": (width,)} | ({} if tied else {"output": (vocabulary, width)})
+    for i in range(layers):
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in matrices.items()}
+        shapes |= {f"blk.{i}.{name}_norm": (width,) for name in ("attn", "ffn")}
+    return {f"{name}.weight": 0.3 * torch.randn(shape, generator=g) + (len(shape) == 1) for name, shape in shapes.items()}
+
+
+def slow_llama(p, heads, kv_heads, base, eps, tokens):
+    """Logits (L, V) of one row; rotary positions turn neighboring channels."""
+    x = p["token_embd.weight"][tokens]
+    for i in range(count(p, "blk.")):
+        block = under(p, f"blk.{i}.")
+        y = rms(x, block["attn_norm.weight"], eps)
+        q, k, v = (affine(block, f"attn_{name}", y) for name in "qkv")
+        size, mixed = q.shape[1] // heads, torch.zeros_like(q)
+        for head in range(heads):
+            own, shared = (slice(h * size, (h + 1) * size) for h in (head, head * kv_heads // heads))
+            keys = torch.stack([turn(k[n, shared], n, base) for n in range(len(x))])
+            for n in range(len(x)):
+                weights = torch.softmax(keys[: n + 1] @ turn(q[n, own], n, base) / math.sqrt(size), dim=-1)
+                mixed[n, own] = weights @ v[: n + 1, shared]
+        x = x + affine(block, "attn_output", mixed)
+        y = rms(x, block["ffn_norm.weight"], eps)
+        x = x + affine(block, "ffn_down", silu(affine(block, "ffn_gate", y)) * affine(block, "ffn_up", y))
+    return affine(p, "output" if "output.weight" in p else "token_embd", rms(x, p["output_norm.weight"], eps))

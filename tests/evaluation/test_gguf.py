@@ -1,17 +1,18 @@
-"""GGUF files written by hand and read back; the llama forward against transformers."""
+"""GGUF files written by hand and read back; what they score against a slow second version; the converted copy."""
 
+import contextlib
 import struct
 
 import numpy as np
 import pytest
 import torch
-import transformers
+from reference import made_up_llama, slow_llama
 
 from jpeg_dlm.errors import AssetError
+from jpeg_dlm.evaluation import smollm2
 from jpeg_dlm.evaluation.gguf import read_gguf
 from jpeg_dlm.evaluation.scoring import build_scorer
-from jpeg_dlm.evaluation.smollm2 import gguf_tokenizer, llama_sizes, load_gguf_llama
-from jpeg_dlm.nn.llama import Llama, LlamaSizes
+from jpeg_dlm.evaluation.smollm2 import convert_gguf, gguf_tokenizer
 
 F32, F16, Q4_0, Q4_1, Q8_0 = 0, 1, 2, 3, 8
 
@@ -102,7 +103,7 @@ def test_metadata_and_every_tensor_type_are_read(tmp_path):
         gguf({"a": 1}, {}, version=1),
         gguf({"a": "text"}, {})[:30],
         gguf({}, {"t": (F32, (8,), b"\0" * 4)})[:-20],
-        gguf({}, {"t": (14, (256,), b"\0" * 210)}),
+        gguf({}, {"t": (24, (256,), b"\0" * 256)}),
         gguf({}, {"t": (Q8_0, (33,), b"\0" * 68)}),
         b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 60),
     ],
@@ -114,69 +115,15 @@ def test_damaged_or_foreign_files_are_refused(tmp_path, data):
         read_gguf(path)
 
 
+def test_a_file_of_endless_values_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("jpeg_dlm.evaluation.gguf.MAX_READS", 1000)
+    for count, refused in ((900, False), (1100, True)):
+        (tmp_path / "x.gguf").write_bytes(gguf({"numbers": [1] * count}, {}))
+        with pytest.raises(AssetError, match="too many") if refused else contextlib.nullcontext():
+            assert len(read_gguf(tmp_path / "x.gguf").metadata["numbers"]) == count
+
+
 # ---------------------------------------------------------------- llama
-
-
-def neighbor_pairs(weight, heads):
-    """Rows of a transformers q or k weight (pairs are halves) in the order of GGUF (pairs are neighbors)."""
-    out, width = weight.shape
-    return weight.view(heads, 2, out // heads // 2, width).transpose(1, 2).reshape(out, width)
-
-
-def gguf_names(model):
-    config, state = model.config, model.state_dict()
-    names = {
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    out = {"token_embd.weight": state["model.embed_tokens.weight"], "output_norm.weight": state["model.norm.weight"]}
-    if not config.tie_word_embeddings:
-        out["output.weight"] = state["lm_head.weight"]
-    for i in range(config.num_hidden_layers):
-        layer = f"model.layers.{i}."
-        out |= {f"blk.{i}.{ours}.weight": state[f"{layer}{theirs}.weight"] for theirs, ours in names.items()}
-        q, k = (state[f"{layer}self_attn.{part}_proj.weight"] for part in "qk")
-        out[f"blk.{i}.attn_q.weight"] = neighbor_pairs(q, config.num_attention_heads)
-        out[f"blk.{i}.attn_k.weight"] = neighbor_pairs(k, config.num_key_value_heads)
-    return out
-
-
-def tiny_llama(tied):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rms_norm_eps=1e-5,
-        rope_theta=1000.0,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            torch.nn.init.normal_(parameter, 1.0, 0.2)
-    return model
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("tied", [True, False])
-def test_forward_equals_transformers(tied):
-    reference = tiny_llama(tied)
-    model = Llama(LlamaSizes(2, 4, 2, 1000.0, 1e-5), gguf_names(reference))
-    x = torch.randint(0, 96, (3, 11), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(model.logits(model.hidden(x)), reference(x).logits, atol=2e-4, rtol=1e-4)
-    longer = torch.cat((x, x), dim=1)  # what follows never changes what came before
-    torch.testing.assert_close(model.hidden(longer)[:, :11], model.hidden(x), atol=1e-5, rtol=1e-4)
-    assert not any(p.requires_grad for p in model.parameters())
 
 
 def tokenizer_metadata():
@@ -212,43 +159,81 @@ def test_tokenizer_merges_words_and_splits_digits():
         gguf_tokenizer({**tokenizer_metadata(), "tokenizer.ggml.pre": "unheard-of"})
 
 
-@pytest.fixture
-def tiny_file(tmp_path):
-    """A file by hand, and the transformers model whose weights it holds."""
-    reference = tiny_llama(tied=True)
-    tensors = {name: (F32, tuple(t.shape), t.contiguous().numpy().tobytes()) for name, t in gguf_names(reference).items()}
-    path = tmp_path / "tiny.gguf"
-    path.write_bytes(gguf(llama_metadata(), tensors))
-    return path, reference
+def llama_file(path, **changes):
+    """Write a file by hand and return the tensors in it."""
+    tensors = made_up_llama(26, 32, 48, 2, 4, 2, tied=True)
+    stored = {name: (F32, tuple(t.shape), t.numpy().tobytes()) for name, t in tensors.items()}
+    path.write_bytes(gguf({k: v for k, v in llama_metadata(**changes).items() if v is not None}, stored))
+    return tensors
 
 
-@torch.no_grad()
-def test_a_whole_file_gives_transformers_logits(tiny_file):
-    path, reference = tiny_file
-    model, tokenizer, metadata = load_gguf_llama(path)
-    x = torch.tensor([tokenizer.encode("abc cab 42.").ids])
-    torch.testing.assert_close(model.logits(model.hidden(x)), reference(x).logits, atol=2e-4, rtol=1e-4)
-    assert metadata["llama.context_length"] == 64
+def nll(tensors, ids):
+    logits = slow_llama(tensors, 4, 2, 1000.0, 1e-5, ids)
+    return float(torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum"))
 
 
-def test_scorer_sums_what_transformers_gives(tiny_file):
-    path, reference = tiny_file
-    scorer = build_scorer(f"gguf:{path}")
+def test_scorer_sums_what_the_slow_version_gives(tmp_path):
+    tensors = llama_file(tmp_path / "tiny.gguf")
+    scorer = build_scorer(f"gguf:{tmp_path / 'tiny.gguf'}")
     texts = ["abc cab 42.", "a", "hg fe 0", "abcabc " * 30]
     scores = scorer.nll(texts, bos=True)
-    assert scorer.name == "tiny" and scorer.bos_id == 0 and scorer.context == 64
+    assert scorer.name == "tiny" and scorer.bos_id == scorer.eos_id == 0 and scorer.context == 64
     for words, score in zip(texts, scores, strict=True):
-        ids = torch.tensor([[0, *scorer.encode(words, 63)]])
-        with torch.no_grad():
-            want = torch.nn.functional.cross_entropy(reference(ids).logits[0, :-1], ids[0, 1:], reduction="sum")
-        assert score.n_tokens == ids.shape[1] - 1 and score.nll_sum == pytest.approx(float(want), rel=1e-4)
+        ids = torch.tensor([0, *scorer.encode(words, 63)])
+        assert score.n_tokens == len(ids) - 1 and score.nll_sum == pytest.approx(nll(tensors, ids), rel=1e-4)
 
 
-def test_other_architectures_are_refused():
-    for change in ({"general.architecture": "mamba"}, {"llama.rope.scaling.type": "yarn"}):
-        with pytest.raises(AssetError):
-            llama_sizes(llama_metadata(**change))
-    incomplete = llama_metadata()
-    del incomplete["llama.block_count"]
-    with pytest.raises(AssetError, match="block_count"):
-        llama_sizes(incomplete)
+def test_other_architectures_are_refused(tmp_path):
+    path = tmp_path / "x.gguf"
+    wrong = {
+        "mamba": {"general.architecture": "mamba"},
+        "yarn": {"llama.rope.scaling.type": "yarn"},
+        "block_count": {"llama.block_count": None},
+        "names 3": {"llama.block_count": 3},
+    }
+    for word, change in wrong.items():
+        llama_file(path, **change)
+        with pytest.raises(AssetError, match=word):
+            convert_gguf(path)
+
+
+# ---------------------------------------------------------------- the converted copy
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache folder, and a list of the times that the pinned file was asked for."""
+    llama_file(tmp_path / "pinned.gguf")
+    asked = []
+    monkeypatch.setenv("JPEG_DLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(smollm2, "fetch", lambda name, console: asked.append(name) or tmp_path / "pinned.gguf")
+    return tmp_path / "cache", asked
+
+
+def test_the_pinned_file_is_converted_once(cache, tmp_path):
+    folder, asked = cache
+    plain = build_scorer(f"gguf:{tmp_path / 'pinned.gguf'}").nll(["abc cab 42."])
+    for _ in range(3):
+        scorer = build_scorer("smollm2")
+        assert scorer.nll(["abc cab 42."]) == plain and (scorer.bos_id, scorer.context) == (0, 64)
+    assert asked == ["smollm2"] and scorer.name == "SmolLM2-135M-Instruct-Q4_1" and len(scorer.hash) == 64
+    assert [p.name for p in folder.iterdir()] == ["smollm2-1"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "manifest.json"])
+def test_a_damaged_copy_is_converted_again(cache, name):
+    folder, asked = cache
+    score = build_scorer("smollm2").nll(["abc cab 42."])
+    file = folder / "smollm2-1" / name
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-9] + b"x" + whole[-8:])
+    assert build_scorer("smollm2").nll(["abc cab 42."]) == score and len(asked) == 2
+    assert build_scorer("smollm2").nll(["abc cab 42."]) == score and len(asked) == 2
+    assert name == "manifest.json" or file.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_is_no_hindrance(cache):
+    folder, asked = cache
+    folder.write_text("in the way")
+    assert build_scorer("smollm2").nll(["abc cab"])[0].n_tokens > 0 and asked == ["smollm2"]
+    assert folder.read_text() == "in the way"

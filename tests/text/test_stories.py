@@ -11,7 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from jpeg_dlm.errors import AssetError, UsageError
 from jpeg_dlm.evaluation.scoring import build_scorer
-from jpeg_dlm.nn.llama import KeyValues
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text import corpora, stories
 from jpeg_dlm.text.stories import NUCLEUS, Writer, nucleus_draw, stories_of
@@ -70,20 +69,21 @@ def test_the_model_is_that_of_transformers(path, twin):
     tokens = torch.randint(len(PIECES), (3, CONTEXT), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = twin(tokens).logits
-    assert context == CONTEXT and torch.allclose(model.logits(model.hidden(tokens)), expected, atol=1e-4, rtol=1e-4)
+    assert context == CONTEXT and torch.allclose(model(tokens).logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_token_by_token_is_all_at_once_and_rows_may_leave(path):
     model, _, _ = load_stories15m(path)
     tokens = torch.randint(len(PIECES), (4, 9), generator=torch.Generator().manual_seed(1))
-    expected, cache, rows = model.hidden(tokens), KeyValues(model.sizes, 4, CONTEXT, model.head_dim), torch.arange(4)
+    expected, cache, rows = model.model(tokens).last_hidden_state, None, torch.arange(4)
     for place in range(9):
         if place == 5:
             kept = torch.tensor([True, False, True, True])
-            cache.keep(kept)
+            cache.batch_select_indices(kept)
             rows = rows[kept]
-        found = model.hidden(tokens[rows, place : place + 1], cache)[:, 0]
-        assert torch.allclose(found, expected[rows, place], atol=1e-5)
+        found = model.model(tokens[rows, place : place + 1], past_key_values=cache, use_cache=True)
+        cache = found.past_key_values
+        assert torch.allclose(found.last_hidden_state[:, 0], expected[rows, place], atol=1e-5)
 
 
 def merged(text):
@@ -144,7 +144,7 @@ def slow_story(model, tokenizer, number, pieces):
     """One story alone, the whole prefix read again for every token."""
     ids, uniform = [1], RowNoise(0, [number]).uniform("story", CONTEXT)[0]
     for u in uniform.tolist():
-        logits = model.logits(model.hidden(torch.tensor([ids])))[0, -1]
+        logits = model(torch.tensor([ids])).logits[0, -1]
         p = logits[pieces].double().softmax(-1)
         ids.append(pieces[slow_draw(p.tolist(), u)[0]])
         if ids[-1] < 3:

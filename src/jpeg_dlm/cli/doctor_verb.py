@@ -16,7 +16,10 @@ OPTIONAL = {
     "datasets": "data", "mauve-text": "eval", "onnx": "export", "openvino": "export", "tensorboard": "track",
     "wandb": "wandb", "trackio": "trackio",
 }  # fmt: skip
-CORE = ("torch", "numpy", "safetensors", "tokenizers", "transformers", "sentencepiece", "huggingface_hub", "rich", "matplotlib")
+CORE = (
+    "torch", "numpy", "safetensors", "tokenizers", "transformers", "sentencepiece", "huggingface_hub", "gguf", "rich",
+    "matplotlib",
+)  # fmt: skip
 
 
 def add_arguments(parser: Parser) -> None:

@@ -31,9 +31,9 @@ from jpeg_dlm.evaluation.text_metrics import (
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from transformers import LlamaForCausalLM
 
     from jpeg_dlm.config import Config
-    from jpeg_dlm.nn.llama import Llama
     from jpeg_dlm.training.console import Console
 
 __all__ = [
@@ -244,7 +244,7 @@ def _chunked_cross_entropy(states: Tensor, targets: Tensor, logits: Callable[[Te
 class LlamaScorer(Scorer):
     """A llama-style model that was read from a file."""
 
-    model: Llama
+    model: LlamaForCausalLM
     tokenizer: Tokenizer
 
     def encode(self, text: str, max_tokens: int) -> list[int]:
@@ -254,12 +254,12 @@ class LlamaScorer(Scorer):
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def hidden_states(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
-        return self.model.hidden(tokens_BL)
+        # Attention is causal, so padding on the right needs no mask.
+        return self.model.model(input_ids=tokens_BL, use_cache=False).last_hidden_state
 
     def token_nll(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
-        h_BLH = self.model.hidden(tokens_BL)[:, :-1]
-        targets_BL = tokens_BL[:, 1:]
-        return _chunked_cross_entropy(h_BLH.flatten(0, 1), targets_BL.flatten(), self.model.logits).view_as(targets_BL)
+        h_BLH, targets_BL = self.hidden_states(tokens_BL, mask_BL)[:, :-1], tokens_BL[:, 1:]
+        return _chunked_cross_entropy(h_BLH.flatten(0, 1), targets_BL.flatten(), self.model.lm_head).view_as(targets_BL)
 
 
 class StoriesScorer(LlamaScorer):
@@ -271,7 +271,7 @@ class StoriesScorer(LlamaScorer):
 
         super().__init__(device, precision)
         model, self.tokenizer, self.context = load_stories15m(fetch("stories15m", console=console))
-        self.model = model.to(self.device)
+        self.model = model.to(self.device)  # pyright: ignore[reportArgumentType] - transformers wraps it
         self.name, self.hash, self.bos_id, self.eos_id = NAME, ASSETS["stories15m"].member_sha256, BOS, BOS
 
 
@@ -281,30 +281,27 @@ class GgufScorer(LlamaScorer):
     def __init__(
         self, path: Path | None = None, device: str = "cpu", precision: str = "auto", console: Console | None = None
     ) -> None:
-        from jpeg_dlm.evaluation.smollm2 import DOCUMENT_START, NAME, load_gguf_llama
+        from jpeg_dlm.assets import ASSETS
+        from jpeg_dlm.evaluation.smollm2 import NAME, convert_gguf, load_smollm2
         from jpeg_dlm.files import sha256_file
+        from jpeg_dlm.nn.llama import build_llama
 
         super().__init__(device, precision)
-        self.name = NAME if path is None else Path(path).stem
-        if path is None:
-            from jpeg_dlm.assets import fetch
-
-            path = fetch("smollm2", console=console)
+        self.name = NAME if path is None else path.stem
         try:
-            model, self.tokenizer, metadata = load_gguf_llama(Path(path))
-            self.model = model.to(self.device)
-            self.context = int(metadata.get("llama.context_length", PAPER_SCORER_TOKENS))
-            start = self.tokenizer.token_to_id(DOCUMENT_START)
-            self.bos_id = metadata.get("tokenizer.ggml.bos_token_id") if start is None else start
-            self.eos_id = metadata.get("tokenizer.ggml.eos_token_id") if start is None else start
+            parts = load_smollm2(console) if path is None else convert_gguf(path)
+            model, self.tokenizer = build_llama(parts.sizes, parts.state), parts.tokenizer
+            self.model = model.to(self.device)  # pyright: ignore[reportArgumentType] - transformers wraps it
+            self.context = parts.sizes["max_position_embeddings"]
+            self.bos_id, self.eos_id = parts.sizes["bos_token_id"], parts.sizes["eos_token_id"]
             self._try()
         except JpegDlmError:
             raise
         except Exception as error:  # whatever metadata and tensors that do not belong together lead to
             raise AssetError(
-                f"'{path}' is no language model that can score ({reason_of(error)}): name another GGUF file."
+                f"'{path or self.name}' is no language model that can score ({reason_of(error)}): name another GGUF file."
             ) from error
-        self.hash = sha256_file(Path(path))
+        self.hash = ASSETS["smollm2"].member_sha256 if path is None else sha256_file(path)
 
     def _try(self) -> None:
         """Score two tokens, the last of them the largest id: what the file says of itself must fit its tensors."""

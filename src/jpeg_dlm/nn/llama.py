@@ -1,126 +1,64 @@
-"""The forward pass of a llama-style language model on tensors named and laid out as in GGUF files.
-
-Shapes: B batch, L tokens, H hidden width, V vocabulary.
-"""
+"""transformers' Llama with weights in the names and the layout of llama.cpp, which GGUF files use and llama2.c's resemble."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+# Names of llama.cpp and of transformers.
+_LAYER = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
-@dataclass(frozen=True)
-class LlamaSizes:
-    """What the weights alone do not say."""
-
-    layers: int
-    heads: int
-    kv_heads: int
-    rope_base: float
-    norm_eps: float
-
-
-class KeyValues:
-    """Keys and values of the tokens read so far, for a batch that goes on token by token and may lose rows."""
-
-    def __init__(self, sizes: LlamaSizes, rows: int, context: int, head_dim: int) -> None:
-        shape = (sizes.layers, 2, rows, sizes.kv_heads, context, head_dim)
-        self.kept = torch.empty(shape)
-        self.length = 0
-
-    def add(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer, with those (B, heads, 1, d) of the next token behind them."""
-        for place, new in enumerate((k, v)):
-            self.kept[layer, place, :, :, self.length] = new[:, :, 0]
-        k, v = self.kept[layer, :, :, :, : self.length + 1]
-        return k, v
-
-    def keep(self, rows_B: Tensor) -> None:
-        """Drop the other rows."""
-        self.kept = self.kept[:, :, rows_B]
+def llama_state(tensors: Mapping[str, Tensor], heads: int, kv_heads: int) -> dict[str, Tensor]:
+    """Return the tensors as a state dict of `LlamaForCausalLM`; a name that does not belong to it is a KeyError."""
+    state = {}
+    for name, tensor in tensors.items():
+        *block, part, _ = name.split(".")
+        full = f"model.layers.{block[1]}.{_LAYER[part]}" if block else _OUTER[part]
+        if part in ("attn_q", "attn_k"):
+            tensor = _halves(tensor, heads if part == "attn_q" else kv_heads)
+        state[f"{full}.weight"] = tensor
+    return state
 
 
-class Llama(nn.Module):
-    """RMSNorm, rotary grouped-query attention, SwiGLU; the output head is `output.weight`, or tied to the embedding.
+def _halves(weight: Tensor, heads: int) -> Tensor:
+    """Reorder the rows of each head: rotary positions pair neighbors (2i, 2i + 1) here, but halves in transformers."""
+    return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
-    Rotary positions pair neighboring channels (2i, 2i + 1), as GGUF files keep them; transformers pairs halves instead
-    and permutes the rows of q and k to match.
-    """
 
-    def __init__(self, sizes: LlamaSizes, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.sizes = sizes
-        # Parameter names may not hold dots, so the flat GGUF names are kept with underscores.
-        self.weights = nn.ParameterDict(
-            {name.replace(".", "_"): nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
-        )
-        self.tied = "output.weight" not in tensors
+def llama_sizes(state: Mapping[str, Tensor], heads: int, kv_heads: int) -> dict[str, Any]:
+    """Return those arguments of `LlamaConfig` that heads and tensors determine."""
+    vocabulary, width = state["model.embed_tokens.weight"].shape
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": state["model.layers.0.mlp.gate_proj.weight"].shape[0],
+        "num_hidden_layers": sum(name.endswith("q_proj.weight") for name in state),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": "lm_head.weight" not in state,
+    }
 
-    def _w(self, name: str) -> Tensor:
-        return self.weights[f"{name}_weight"]
 
-    def _norm(self, x_BLH: Tensor, name: str) -> Tensor:
-        weight = self._w(name)
-        return F.rms_norm(x_BLH.float(), weight.shape, weight, self.sizes.norm_eps)
+def build_llama(sizes: Mapping[str, Any], state: Mapping[str, Tensor]) -> LlamaForCausalLM:
+    """Return the network of these arguments of `LlamaConfig`; missing, spare and misshapen tensors are refused."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    def _rotate(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """x (B, heads, L, d) times exp(i angle), neighboring channels being real and imaginary part."""
-        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-        return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
-
-    def _attention(self, x_BLH: Tensor, number: int, rotation: Tensor, cache: KeyValues | None) -> Tensor:
-        B, L, _ = x_BLH.shape
-        s, layer = self.sizes, f"blk_{number}"
-        q = F.linear(x_BLH, self._w(f"{layer}_attn_q")).view(B, L, s.heads, -1).transpose(1, 2)
-        k = F.linear(x_BLH, self._w(f"{layer}_attn_k")).view(B, L, s.kv_heads, -1).transpose(1, 2)
-        v = F.linear(x_BLH, self._w(f"{layer}_attn_v")).view(B, L, s.kv_heads, -1).transpose(1, 2)
-        shared = s.heads // s.kv_heads  # query heads that read one key head
-        q, k = self._rotate(q, rotation), self._rotate(k, rotation)
-        if cache is not None:
-            k, v = cache.add(number, k, v)
-        k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None)
-        return F.linear(mixed.transpose(1, 2).reshape(B, L, -1), self._w(f"{layer}_attn_output"))
-
-    @torch.no_grad()
-    def hidden(self, tokens_BL: Tensor, cache: KeyValues | None = None) -> Tensor:
-        """Final normed states. Attention is causal, so padding on the right needs no mask.
-
-        With a cache the tokens (B, 1) follow those that it holds, and are added to it.
-        """
-        x_BLH = F.embedding(tokens_BL, self._w("token_embd"))
-        start = cache.length if cache else 0
-        rotation = self._rotation(start + tokens_BL.shape[1], tokens_BL.device)[start:]
-        for i in range(self.sizes.layers):
-            layer = f"blk_{i}"
-            x_BLH = x_BLH + self._attention(self._norm(x_BLH, f"{layer}_attn_norm"), i, rotation, cache)
-            y_BLH = self._norm(x_BLH, f"{layer}_ffn_norm")
-            gate = F.silu(F.linear(y_BLH, self._w(f"{layer}_ffn_gate")))
-            inner = gate * F.linear(y_BLH, self._w(f"{layer}_ffn_up"))
-            x_BLH = x_BLH + F.linear(inner, self._w(f"{layer}_ffn_down"))
-        if cache is not None:
-            cache.length += 1
-        return self._norm(x_BLH, "output_norm")
-
-    @property
-    def head_dim(self) -> int:
-        return self._w("blk_0_attn_q").shape[0] // self.sizes.heads
-
-    def _rotation(self, length: int, device: torch.device) -> Tensor:
-        even = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32)
-        frequencies = self.sizes.rope_base ** (-even / self.head_dim)
-        angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
-        return torch.polar(torch.ones_like(angles), angles)
-
-    @property
-    def head(self) -> Tensor:
-        """The output head (V, H)."""
-        return self._w("token_embd" if self.tied else "output")
-
-    def logits(self, h_BLH: Tensor) -> Tensor:
-        """Scores over the vocabulary, for any leading shape."""
-        return F.linear(h_BLH, self.head)
+    config = LlamaConfig(**sizes)
+    with torch.device("meta"):  # random initialization would take longer than everything else here
+        model = LlamaForCausalLM(config)
+    model.load_state_dict({"lm_head.weight": state["model.embed_tokens.weight"], **state}, strict=True, assign=True)
+    model.model.rotary_emb = LlamaRotaryEmbedding(config)  # its frequencies are no part of a state dict
+    return model.eval().requires_grad_(False)

@@ -17,12 +17,12 @@ from torch import Tensor
 from jpeg_dlm.assets import cache_dir, fetch
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.files import write_atomic
-from jpeg_dlm.nn.llama import KeyValues, Llama
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text.stories15m import BOS, SPECIALS, load_stories15m
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from transformers import LlamaForCausalLM
 
     from jpeg_dlm.training.console import Console
 
@@ -70,7 +70,7 @@ def written(count: int, console: Console | None = None) -> list[Path]:
 class Writer:
     """Writes parts. Beside them lie the pieces that can be drawn: all that were in a nucleus of part 0."""
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer, context: int, folder: Path, size: int) -> None:
+    def __init__(self, model: LlamaForCausalLM, tokenizer: Tokenizer, context: int, folder: Path, size: int) -> None:
         self.model, self.tokenizer, self.context, self.size = model, tokenizer, context, size
         self.pieces = folder / "pieces.json"
 
@@ -90,15 +90,17 @@ class Writer:
         """Ids of each story, its end included where it came, and which pieces were in a nucleus."""
         rows = range(number * self.size, (number + 1) * self.size)
         u_BL = RowNoise(0, rows).uniform("story", self.context)
-        head_VH = self.model.head if pieces is None else self.model.head[pieces]
-        seen = torch.zeros(len(self.model.head), dtype=torch.bool)
+        whole_VH = self.model.lm_head.weight
+        head_VH = whole_VH if pieces is None else whole_VH[pieces]
+        seen = torch.zeros(len(whole_VH), dtype=torch.bool)
         stories: list[list[int]] = [[] for _ in rows]
-        cache = KeyValues(self.model.sizes, len(rows), self.context, self.model.head_dim)
+        cache = None
         alive, last = torch.arange(len(rows)), torch.full((len(rows),), BOS)
         writing = torch.ones(len(rows), dtype=torch.bool)
         for place in range(self.context):
-            h_BH = self.model.hidden(last[:, None], cache)[:, 0]
-            chosen, kept = nucleus_draw((h_BH @ head_VH.T).softmax(-1), u_BL[alive, place])
+            read = self.model.model(input_ids=last[:, None], past_key_values=cache, use_cache=True)
+            cache = read.past_key_values
+            chosen, kept = nucleus_draw((read.last_hidden_state[:, 0] @ head_VH.T).softmax(-1), u_BL[alive, place])
             last = chosen if pieces is None else pieces[chosen]
             seen[kept] = True  # of the whole head: with `pieces` nobody asks
             for row, token in zip(alive[writing].tolist(), last[writing].tolist(), strict=True):
@@ -107,7 +109,7 @@ class Writer:
             if not writing.any():
                 break
             if writing.float().mean() <= DROPPED:
-                cache.keep(writing)
+                cache.batch_select_indices(writing)
                 alive, last, writing = alive[writing], last[writing], writing[writing]
         return stories, seen
 

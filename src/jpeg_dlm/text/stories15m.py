@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from jpeg_dlm.errors import AssetError
-from jpeg_dlm.nn.llama import Llama, LlamaSizes
+from jpeg_dlm.errors import AssetError, reason_of
+from jpeg_dlm.nn.llama import build_llama, llama_sizes, llama_state
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 NAME = "stories15M"
 BOS = 1  # begins a story and, in the training of stories15M, follows its end
@@ -23,13 +27,12 @@ ROPE_BASE, NORM_EPS = 10_000.0, 1e-5
 HEADER = struct.Struct("<7i")
 
 
-def load_stories15m(path: Path) -> tuple[Llama, Tokenizer, int]:
+def load_stories15m(path: Path) -> tuple[LlamaForCausalLM, Tokenizer, int]:
     """Return the model, its tokenizer and its context from weights and tokenizer in one file."""
     try:
         with open(path, "rb") as file:
             dim, inner, layers, heads, kv_heads, vocabulary, context = HEADER.unpack(file.read(HEADER.size))
             shared, vocabulary = vocabulary > 0, abs(vocabulary)  # llama2.c: a negative number means a head of its own
-            sizes = LlamaSizes(layers, heads, kv_heads, ROPE_BASE, NORM_EPS)
             narrow = dim * kv_heads // heads
 
             def take(*shape: int) -> torch.Tensor:
@@ -48,10 +51,14 @@ def load_stories15m(path: Path) -> tuple[Llama, Tokenizer, int]:
             take(2, context, dim // heads // 2)  # cosines and sines of the positions, which the model computes itself
             if not shared:
                 tensors["output.weight"] = take(vocabulary, dim)
-            return Llama(sizes, tensors).eval(), _tokenizer(file.read(), vocabulary), context
-    except (OSError, ValueError, ArithmeticError, struct.error) as error:
+            state = llama_state(tensors, heads, kv_heads)
+            sizes = llama_sizes(state, heads, kv_heads) | {
+                "rope_theta": ROPE_BASE, "rms_norm_eps": NORM_EPS, "max_position_embeddings": context,
+            }  # fmt: skip
+            return build_llama(sizes, state), _tokenizer(file.read(), vocabulary), context
+    except Exception as error:  # whatever sizes and numbers that do not belong together lead to
         raise AssetError(
-            f"'{path}' is no llama2.c model with its tokenizer ({error}): delete it and fetch it again."
+            f"'{path}' is no llama2.c model with its tokenizer ({reason_of(error)}): delete it and fetch it again."
         ) from error
 
 
