@@ -1,11 +1,13 @@
 """Files of torch.save, against torch.load; hostile and damaged ones, which must have no effect but one sentence."""
 
 import collections
+import contextlib
 import io
 import os
 import pickle
 import random
 import struct
+import tracemalloc
 import zipfile
 
 import pytest
@@ -258,9 +260,33 @@ def test_a_missing_file(tmp_path):
 
 
 def test_keys_that_would_take_forever_to_hash_are_left_out(tmp_path):
-    nested = b"N" + b"\x85" + b"2\x86" * 60  # (x, x) sixty times: 2 ** 60 leaves, two bytes a level
-    found = read_torch_file(archive(tmp_path / "file.pt", b"\x80\x02}(" + nested + b"NU\x01aNu."))
-    assert found == {"a": None}
+    for twice in (b"2\x86", b"q\x00h\x00\x86"):  # (x, x) sixty times: 2 ** 60 leaves, two or five bytes a level
+        program = b"\x80\x02}(N\x85" + twice * 60 + b"NU\x01aNu."
+        assert read_torch_file(archive(tmp_path / "file.pt", program)) == {"a": None}
+
+
+HUGE = {
+    "a memo index": b"Nr\xff\xff\xff\xff.",
+    "a memo index in words": b"Np%d\n." % (1 << 62),
+    "bytes": b"B\xff\xff\xff\xff.",
+    "more bytes": b"\x8e" + struct.pack("<Q", 1 << 40) + b".",
+    "a byte array": b"\x96" + struct.pack("<Q", 1 << 40) + b".",
+    "a text": b"\x8d" + struct.pack("<Q", 1 << 40) + b".",
+    "a number": b"\x8b\xff\xff\xff\x7f.",
+    "a frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N.",
+}
+
+
+@pytest.mark.parametrize("case", HUGE)
+def test_a_few_bytes_never_take_much_memory(case, tmp_path):
+    path = archive(tmp_path / "file.pt", HUGE[case])
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(CheckpointError):
+            assert read_torch_file(path) is None
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_deep_value_needs_no_recursion(tmp_path):

@@ -1,6 +1,7 @@
 """The one strict way of options in and out of JSON and the command line: what is unknown or doubtful is refused by name.
 
-This module never imports torch, so that `--help` answers at once.
+This module never imports torch, so that `--help` answers at once. Kept instead of tyro or OmegaConf: which options exist
+depends on the method, and JSON and command line share one check whose refusals name the option and the nearest known one.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Every write goes to a temporary name beside its target, is flushed to the disk and only then renamed, so a reader sees the
 old content or the new one, never a part. torch is imported inside the few functions that need it, because rooms that
-must start quickly use the others.
+must start quickly use the others. Kept instead of a package: those for atomic writes know single files, no directories, and
+leave the temporaries of a killed process behind.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ Such a file is a zip archive: one pickle, which is a program for a small stack m
 storage. The usual readers let that program import and call whatever it names. Here it is interpreted: the few names that
 make tensors and containers are known, every other becomes an inert `Foreign`, and nothing is ever imported or called.
 Numbers are read when a tensor is asked for, so that the optimizer's part of a checkpoint costs nothing.
+
+A restricted `pickle.Unpickler` and `torch.load(weights_only=True)` do not do: whatever names they allow, six bytes make the
+first take 64 GB (a high memo index), and both hash a key of nested tuples forever; the second also refuses unknown classes.
 """
 
 from __future__ import annotations
@@ -146,13 +149,6 @@ def _root(names: list[str]) -> str:
 # ---------------------------------------------------------------- the machine
 
 
-class _Mark:
-    """Where a group of values begins on the stack."""
-
-
-_MARK = _Mark()
-
-
 @dataclass(frozen=True)
 class _Storage:
     """A member of raw numbers and how many there are of which type."""
@@ -167,7 +163,8 @@ class _Machine:
 
     def __init__(self, folder: str, sizes: dict[str, int]) -> None:
         self.folder, self.sizes = folder, sizes
-        self.stack: list[Any] = []
+        self.stack: list[Any] = []  # since the last mark
+        self.outer: list[list[Any]] = []  # the stacks before each mark
         self.memo: dict[int, Any] = {}
         self.work = WORK
 
@@ -175,7 +172,7 @@ class _Machine:
         for opcode, argument, _ in pickletools.genops(program):
             self.spend(1)
             if opcode.name == "STOP":
-                return self.pop()
+                return self.stack.pop()
             if opcode.name in _LITERALS:
                 self.stack.append(argument)
             elif opcode.name in _STEPS:
@@ -189,55 +186,42 @@ class _Machine:
         if self.work < 0:
             raise ValueError("its pickle is too long")
 
-    # ------------------------------------------------------------ the stack
+    def mark(self) -> None:
+        self.outer.append(self.stack)
+        self.stack = []
 
-    def pop(self) -> Any:
-        value = self.stack.pop()
-        if value is _MARK:
+    def group(self) -> list[Any]:
+        """Pop the values since the last mark."""
+        if not self.outer:
             raise ValueError("its pickle is inconsistent")
-        return value
+        values, self.stack = self.stack, self.outer.pop()
+        return values
 
-    def top(self) -> Any:
-        if self.stack[-1] is _MARK:
-            raise ValueError("its pickle is inconsistent")
-        return self.stack[-1]
+    def stack_group(self, make: Callable[[list[Any]], Any]) -> None:
+        """Make one value of those since the last mark."""
+        values = self.group()
+        self.stack.append(make(values))
 
-    def pop_group(self) -> list[Any]:
-        """The values since the last mark."""
-        for at in range(len(self.stack) - 1, -1, -1):
-            if self.stack[at] is _MARK:
-                group = self.stack[at + 1 :]
-                del self.stack[at:]
-                return group
-        raise ValueError("its pickle is inconsistent")
-
-    def push_tuple(self, length: int) -> None:
-        values = [self.pop() for _ in range(length)]
-        self.stack.append(tuple(reversed(values)))
-
-    def remember(self, key: int) -> None:
-        self.memo[key] = self.top()
+    def last(self, count: int) -> list[Any]:
+        """Pop this many values, the uppermost last."""
+        return [self.stack.pop() for _ in range(count)][::-1]
 
     # ------------------------------------------------------------ containers
 
     def extend(self, values: list[Any]) -> None:
         """Append to the list on the stack; what an unknown class would take in is of no use."""
-        target = self.top()
+        target = self.stack[-1]
         if isinstance(target, list):
             target.extend(values)
         elif not isinstance(target, Foreign):
             raise ValueError("its pickle appends to something that is no list")
 
     def set_items(self, flat: list[Any]) -> None:
-        target = self.top()
+        target = self.stack[-1]
         if isinstance(target, dict):
-            target.update(_pairs(zip(flat[::2], flat[1::2], strict=True)))
+            target.update(_alternating(flat))
         elif not isinstance(target, Foreign):
             raise ValueError("its pickle sets items of something that is no dict")
-
-    def new_dict(self, flat: list[Any]) -> None:
-        self.stack.append({})
-        self.set_items(flat)
 
     # ------------------------------------------------------------ names, objects, storages
 
@@ -255,7 +239,7 @@ class _Machine:
 
     def build(self, state: Any) -> None:
         """The state of an object; containers and tensors do without (a state_dict's is only its version numbers)."""
-        target = self.top()
+        target = self.stack[-1]
         if isinstance(target, Foreign):
             target.state = state
 
@@ -310,6 +294,11 @@ def _pairs(items: Iterable[Any]) -> dict[Any, Any]:
     return {key: value for key, value in items if _plain(key)}
 
 
+def _alternating(flat: list[Any]) -> dict[Any, Any]:
+    """A dict of keys and values in turn."""
+    return _pairs(zip(flat[::2], flat[1::2], strict=True))
+
+
 def _plain(key: Any) -> bool:
     return key is None or isinstance(key, (str, bytes, float)) or (isinstance(key, int) and -(1 << 64) < key < 1 << 64)
 
@@ -322,46 +311,35 @@ _LITERALS = frozenset((
 
 # Opcodes that pickle's protocols 0 to 5 have; extension codes and out-of-band buffers are refused.
 _STEPS: dict[str, Callable[[_Machine, Any], Any]] = {
-    "PROTO": lambda m, _: None,
-    "FRAME": lambda m, _: None,
+    **dict.fromkeys(("PROTO", "FRAME"), lambda m, _: None),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda m, key: m.stack.append(m.memo[key])),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), lambda m, key: m.memo.update({key: m.stack[-1]})),
+    "MEMOIZE": lambda m, _: m.memo.update({len(m.memo): m.stack[-1]}),
     "NEWTRUE": lambda m, _: m.stack.append(True),
     "NEWFALSE": lambda m, _: m.stack.append(False),
-    "MARK": lambda m, _: m.stack.append(_MARK),
-    "POP": lambda m, _: m.stack.pop(),
-    "POP_MARK": lambda m, _: m.pop_group(),
-    "DUP": lambda m, _: m.stack.append(m.top()),
-    "GET": lambda m, key: m.stack.append(m.memo[key]),
-    "BINGET": lambda m, key: m.stack.append(m.memo[key]),
-    "LONG_BINGET": lambda m, key: m.stack.append(m.memo[key]),
-    "PUT": lambda m, key: m.remember(key),
-    "BINPUT": lambda m, key: m.remember(key),
-    "LONG_BINPUT": lambda m, key: m.remember(key),
-    "MEMOIZE": lambda m, _: m.remember(len(m.memo)),
+    "MARK": lambda m, _: m.mark(),
+    "POP": lambda m, _: m.stack.pop() if m.stack else m.group(),
+    "POP_MARK": lambda m, _: m.group(),
+    "DUP": lambda m, _: m.stack.append(m.stack[-1]),
     "EMPTY_TUPLE": lambda m, _: m.stack.append(()),
-    "TUPLE": lambda m, _: m.stack.append(tuple(m.pop_group())),
-    "TUPLE1": lambda m, _: m.push_tuple(1),
-    "TUPLE2": lambda m, _: m.push_tuple(2),
-    "TUPLE3": lambda m, _: m.push_tuple(3),
-    "EMPTY_LIST": lambda m, _: m.stack.append([]),
-    "EMPTY_SET": lambda m, _: m.stack.append([]),
-    "LIST": lambda m, _: m.stack.append(m.pop_group()),
-    "FROZENSET": lambda m, _: m.stack.append(m.pop_group()),
-    "APPEND": lambda m, _: m.extend([m.pop()]),
-    "APPENDS": lambda m, _: m.extend(m.pop_group()),
-    "ADDITEMS": lambda m, _: m.extend(m.pop_group()),
+    **{f"TUPLE{n}": lambda m, _, n=n: m.stack.append(tuple(m.last(n))) for n in (1, 2, 3)},
+    "TUPLE": lambda m, _: m.stack_group(tuple),
+    **dict.fromkeys(("EMPTY_LIST", "EMPTY_SET"), lambda m, _: m.stack.append([])),
+    **dict.fromkeys(("LIST", "FROZENSET"), lambda m, _: m.stack_group(list)),
+    "APPEND": lambda m, _: m.extend(m.last(1)),
+    **dict.fromkeys(("APPENDS", "ADDITEMS"), lambda m, _: m.extend(m.group())),
     "EMPTY_DICT": lambda m, _: m.stack.append({}),
-    "DICT": lambda m, _: m.new_dict(m.pop_group()),
-    "SETITEM": lambda m, _: m.set_items([m.pop(), m.pop()][::-1]),
-    "SETITEMS": lambda m, _: m.set_items(m.pop_group()),
+    "DICT": lambda m, _: m.stack_group(_alternating),
+    "SETITEM": lambda m, _: m.set_items(m.last(2)),
+    "SETITEMS": lambda m, _: m.set_items(m.group()),
     "GLOBAL": lambda m, name: m.name(*name.split(" ", 1)),
-    "STACK_GLOBAL": lambda m, _: m.name(*[m.pop(), m.pop()][::-1]),
-    "REDUCE": lambda m, _: m.call(*[m.pop(), m.pop()][::-1]),
-    "NEWOBJ": lambda m, _: m.call(*[m.pop(), m.pop()][::-1]),
-    "NEWOBJ_EX": lambda m, _: m.call(*[m.pop(), m.pop(), m.pop()][:0:-1]),
-    "INST": lambda m, name: m.call(Foreign(name.replace(" ", ".")), tuple(m.pop_group())),
-    "OBJ": lambda m, _: m.call(None, tuple(m.pop_group())),
-    "BUILD": lambda m, _: m.build(m.pop()),
-    "BINPERSID": lambda m, _: m.persistent(m.pop()),
+    "STACK_GLOBAL": lambda m, _: m.name(*m.last(2)),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda m, _: m.call(*m.last(2))),
+    "NEWOBJ_EX": lambda m, _: m.call(*m.last(3)[:2]),
+    "INST": lambda m, name: m.call(Foreign(name.replace(" ", ".")), tuple(m.group())),
+    "OBJ": lambda m, _: m.call(None, tuple(m.group())),
+    "BUILD": lambda m, _: m.build(m.stack.pop()),
+    "BINPERSID": lambda m, _: m.persistent(m.stack.pop()),
 }
 
 _CALLS: dict[str, Callable[[_Machine, tuple[Any, ...]], Any]] = {
