@@ -76,7 +76,7 @@ def test_the_second_signal_has_a_last_word():
 
 
 def test_last_words_tell_what_is_kept(tmp_path):
-    assert last_words(tmp_path) == "Left at once, without saving: no checkpoint was saved yet; go on with --resume."
+    assert last_words(tmp_path) == "Stopped without saving: no checkpoint was saved yet; continue with --resume."
     (tmp_path / "encoder-training" / "checkpoints" / "step-00000006").mkdir(parents=True)
     assert "step 6 of encoder-training is kept" in last_words(tmp_path)
     (tmp_path / "checkpoints" / "step-00001234").mkdir(parents=True)
