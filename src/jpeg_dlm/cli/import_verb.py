@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     sizes = f"{parameters:,} parameters, {data.token_len} tokens, vocabulary {data.vocab_size:,}"
     print(f"Imported {parts.method.title}{which}: {sizes}, into '{args.out}'.")
     if imported.assumed:
-        print(f"Assumed, because the file does not say: {', '.join(_shown(parts.config, name) for name in imported.assumed)}.")
+        print(f"Not stated in the file, so assumed: {', '.join(_shown(parts.config, name) for name in imported.assumed)}.")
     return 0
 
 
