@@ -102,7 +102,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     outcome = train_run(config, args.out, ranks, console, args.resume, args.stop_at)
     teardown()  # not after an error, when other processes may be gone
     if outcome.stopped_by:
-        console.say(f"Stopped by {outcome.stopped_by} {where(outcome, config)}: go on with --resume.")
+        console.say(f"Stopped by {outcome.stopped_by} {where(outcome, config)}: continue with --resume.")
         return {"SIGTERM": 143, "SIGINT": 130}.get(outcome.stopped_by, 0)
     if config.method == "encoder":
         console.say(f"Done. Use it with  --encoder.name {shlex.quote(str(args.out / 'encoder'))}")

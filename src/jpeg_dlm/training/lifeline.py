@@ -28,7 +28,7 @@ POLL_S = 0.2
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}  # detects a dead machine after 14 s (assumed)
 HELLO = struct.Struct("!q")
 GOODBYE = b"."
-LOST = "Another process of this run has ended, so this one ends too: earlier checkpoints are intact, go on with --resume."
+LOST = "Another process of this run has ended, so this one ends too: earlier checkpoints are intact, continue with --resume."
 
 
 class Lifeline:

@@ -202,7 +202,7 @@ class Trainer:
             return
         each, left = divmod(before, self.ranks.world * train.accumulation)
         remedy = (
-            f"go on with --train.batch {each}" if not left
+            f"continue with --train.batch {each}" if not left
             else f"choose --train.batch and --train.accumulation that, times {self.ranks.world} processes, make {before}"
         )  # fmt: skip
         raise CheckpointError(

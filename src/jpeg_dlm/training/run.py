@@ -136,7 +136,7 @@ def last_words(run: Path) -> str:
 
 def _check_fresh(run: Path, resume: bool) -> None:
     if not resume and ((run / "checkpoints").is_dir() or any(run.glob("*-training/checkpoints"))):
-        raise UsageError(f"'{run}' already holds a run: go on with --resume, or name another folder with --out.")
+        raise UsageError(f"'{run}' already holds a run: continue with --resume, or name another folder with --out.")
 
 
 def with_settled_precision(config: Config, run: Path, ranks: Ranks, console: Console) -> Config:
