@@ -1,9 +1,9 @@
-"""Quality of the bundled model's texts against evaluations of the network, by solver and grid; and of distilled students.
+"""Quality of the bundled model's texts against network evaluations, by solver and grid; and of distilled students.
 
 python benchmarks/fewer_steps.py                                     # minutes on two cores
 python benchmarks/fewer_steps.py --distilled students/8 students/4 students/2 students/1
 
-Students, each of twice as few steps as its teacher, a few minutes of a core for each:
+Students, each with half the steps of its teacher, a few minutes on one core for each:
 
     train="jpeg-dlm train --method distill --train.lr 5e-4 --train.steps 300"
     $train --teacher bundled    --sampler.steps 8 --objective.sub-steps 4 --out students/8
@@ -11,7 +11,7 @@ Students, each of twice as few steps as its teacher, a few minutes of a core for
     $train --teacher students/4 --sampler.steps 2 --objective.sub-steps 2 --out students/2
     $train --teacher students/2 --sampler.steps 1 --objective.sub-steps 2 --out students/1
 
-Texts of different samplers begin with the same noise, so their figures share most of the chance that a seed brings.
+All samplers start from the same noise, so their figures share most of the variation between seeds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.evaluation.summary import spread
 from jpeg_dlm.training.console import Console
 
-TEXTS, SEEDS = 100, 3  # the fewest that MAUVE takes; three seeds are the noise that differences are held against
+TEXTS, SEEDS = 100, 3  # the fewest texts for MAUVE; three seeds show the variation that differences must exceed
 BATCH = 64
 SCORER = "smollm2"
 MEASURES = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "mauve": "MAUVE"}
@@ -52,7 +52,7 @@ def at(evaluations: int, solver: str, grid: str) -> Options:
 
 
 def sweep(fast: Options, short: bool = False) -> list[Options]:
-    """The level to reach, the fast sampler, each solver over its evaluations, and every grid at 12 of them."""
+    """Return the baseline, the fast sampler, each solver at several numbers of evaluations, and every grid at 12."""
     if short:
         return [EULER_32, fast, at(12, "euler", "uniform"), at(12, "multistep", "uniform")]
     lines = {"euler": (8, 12, 16), "multistep": (8, 12), "heun": (12,)}
@@ -61,17 +61,17 @@ def sweep(fast: Options, short: bool = False) -> list[Options]:
 
 
 def fast_options(source: ModelSource) -> Options:
-    """What `generate --fast` samples with."""
+    """Return the sampler options of `generate --fast`."""
     fast = source.model.config.sampler.fast()
     return {"solver": fast.solver, "grid": fast.grid, "steps": fast.steps, "w": fast.w}
 
 
 def measure(short: bool = False) -> dict[str, Any]:
-    """The bundled model at every point of the sweep."""
+    """Score the bundled model at every point of the sweep."""
     bench = Bench(16 if short else TEXTS, 1 if short else SEEDS)
     [source] = bench.sources([None])
     level, fast, *others = sweep(fast_options(source), short)
-    # MAUVE takes longer than all the rest, so it is for the two that the goal compares.
+    # MAUVE takes longer than all the rest, so only the two main samplers get it.
     rows = bench.rows(source, [level, fast], mauve=not short) + bench.rows(source, others)
     level, fast = rows[:2]
     return {
@@ -86,7 +86,7 @@ def measure(short: bool = False) -> dict[str, Any]:
 
 
 def measure_distilled(runs: Sequence[Path]) -> dict[str, Any]:
-    """Students beside the bundled model with as many Euler steps, without distillation."""
+    """Score students and, without distillation, the bundled model with as many Euler steps."""
     bench = Bench(TEXTS, SEEDS)
     teacher, *students = bench.sources([None, *runs])
     counts = [student.model.config.sampler.steps for student in students]
@@ -96,7 +96,7 @@ def measure_distilled(runs: Sequence[Path]) -> dict[str, Any]:
 
 
 class Bench:
-    """One scorer and its conditions."""
+    """One scorer and the conditions of the evaluation."""
 
     def __init__(self, texts: int, seeds: int) -> None:
         self.console, self.texts, self.seeds = Console(), texts, tuple(range(seeds))
@@ -107,7 +107,7 @@ class Bench:
         return model_sources(paths, "cpu", BATCH, None, self.console)
 
     def rows(self, source: ModelSource, points: Sequence[Options], mauve: bool = False) -> list[dict[str, Any]]:
-        """Figures of every point."""
+        """Return the figures of every point."""
         request = replace(self.request, mauve="auto") if mauve else self.request
         evaluation = Evaluation(self.scorer, request, Parts(), Console(quiet=True))
         with self.console.progress(f"Scoring {source.name}", "samplers") as progress:
@@ -144,7 +144,7 @@ def cells(row: Mapping[str, Any], level: Mapping[str, Any]) -> list[str]:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:
-    """A line for each solver and grid; the band is what 32 Euler steps give, over seeds."""
+    """Draw a line for each solver and grid; the band shows 32 Euler steps, over seeds."""
     level, *rows = result["rows"]
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -159,7 +159,7 @@ def draw(result: Mapping[str, Any], path: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--distilled", nargs="+", type=Path, metavar="RUN", help="students to score, in place of the sweep")
+    parser.add_argument("--distilled", nargs="+", type=Path, metavar="RUN", help="score these students instead of the sweep")
     parser.add_argument("--short", action="store_true", help="few samplers, 16 texts of one seed")
     parser.add_argument("--out", type=Path, help="write PREFIX.json and PREFIX.png as well", metavar="PREFIX")
     args = parser.parse_args()

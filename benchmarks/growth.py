@@ -1,4 +1,4 @@
-"""How the cost of a text grows with its length and falls with the rate: counted and measured, beside AR and full length.
+"""Cost of a text against its length and the compression rate, counted and measured, compared with AR and full length.
 
 python benchmarks/run.py growth                 # networks of the bundled model's size, 128 to 8,192 tokens
 jpeg-dlm study cost --preset lm1b --measure --limit 120 --out cost      # the same at the paper's size
@@ -20,13 +20,13 @@ RATES = (1, 0.5, 0.25, 0.125, 0.0625)
 
 
 def measure(short: bool = False) -> dict[str, Any]:
-    """`study cost` at the size of the bundled model; its ratios are to the speed of full length."""
+    """Run `study cost` at the size of the bundled model; its ratios are relative to full length."""
     with tempfile.TemporaryDirectory() as scratch:
         asked = argparse.Namespace(
             preset="tiny", rates=",".join(map(str, RATES)), lengths=",".join(map(str, LENGTHS[: 3 if short else None])),
             batch=1, repeats=1, measure=True, device="cpu", limit=15.0, out=Path(scratch), quiet=False,
         )  # fmt: skip
-        # The rates are shown at the length where they matter, not at the 32 tokens of the preset.
+        # Compare the rates at 512 tokens, where they matter, not at the 32 tokens of the preset.
         outcome = cost.study(asked, {"data.token_len": 512, "model.latent_len": 128, "sampler.steps": 32})
     result = dict(outcome.result)
     return {
@@ -36,7 +36,7 @@ def measure(short: bool = False) -> dict[str, Any]:
 
 
 def speed_over_full_length(result: Mapping[str, Any]) -> dict[str, float]:
-    """How many times as fast as the model with a latent for each token, by length."""
+    """Return the speed relative to the model with one latent per token, by length."""
     seconds = {
         (row["system"], row["token_len"]): row["measured"]["seconds"]
         for row in result["by_length"]

@@ -1,4 +1,4 @@
-"""What this machine can do at most: matrix products of each type, through the same kernels as the sampler's.
+"""Peak speed of this machine: matrix products of each type, with the kernels of the sampler.
 
 python benchmarks/run.py peak
 """
@@ -13,11 +13,11 @@ import torch
 from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.sampling.linear import DTYPES, ZERO_POINT, DenseLinear, Dtype, Int8Linear, linear_maker
 
-ROWS, WIDTH, OUT = 1024, 1024, 2048  # of the product; those of the DiT at batch 64 are 2816, 768 and 4096
+ROWS, WIDTH, OUT = 1024, 1024, 2048  # sizes of the product; the DiT at batch 64 has 2816, 768 and 4096
 
 
 def measure(short: bool = False) -> dict:
-    """GFLOP/s of each type: the best of several products, since whatever disturbs one only makes it slower."""
+    """Measure the GFLOP/s of each type: the best of several products, since disturbances only make one slower."""
     rows = [{"dtype": dtype, "gflops": peak(dtype, 0.5 if short else 3.0)} for dtype in DTYPES]
     base = rows[0]["gflops"]
     cells = [[r["dtype"], f"{r['gflops']:.3g}", f"{r['gflops'] / base:.2f}x"] for r in rows]
@@ -31,7 +31,7 @@ def measure(short: bool = False) -> dict:
 
 @torch.inference_mode()
 def peak(dtype: Dtype, seconds: float = 1.0) -> float:
-    """GFLOP/s of the fastest product within so many seconds, at least two of them."""
+    """Return the GFLOP/s of the fastest product within `seconds`, of at least two."""
     act, best, tried = product(dtype), float("inf"), 0
     end = time.perf_counter() + seconds
     while tried < 2 or time.perf_counter() < end:
@@ -42,7 +42,7 @@ def peak(dtype: Dtype, seconds: float = 1.0) -> float:
 
 
 def product(dtype: Dtype) -> Callable[[], object]:
-    """The product alone, without what prepares its input."""
+    """Return a function that computes the product alone, without preparing its input."""
     layer = linear_maker(dtype)(torch.randn(OUT, WIDTH), None)
     if isinstance(layer, DenseLinear):
         x = torch.randn(ROWS, WIDTH, dtype=layer.weight_NK.dtype)

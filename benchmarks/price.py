@@ -1,4 +1,4 @@
-"""What a sampler of reduced precision costs: tokens that stay, Gen-PPL and entropy of the bundled model's texts.
+"""Effect of reduced precision on the bundled model's texts: unchanged tokens, Gen-PPL and entropy.
 
 python benchmarks/run.py price               # 96 texts of each mode
 python benchmarks/run.py price --short
@@ -17,7 +17,7 @@ PLAIN = "plain fp32"
 
 
 def measure(short: bool = False) -> dict:
-    """Every mode writes the same numbered texts of the same seed."""
+    """Sample the same numbered texts of the same seed in every mode and score them."""
     n = 8 if short else 96
     model, scorer = load(), build_scorer("smollm2")
     exact = model.sample(n)

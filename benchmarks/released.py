@@ -1,7 +1,7 @@
-"""The released network and sampler as plain eager operations, written from their description: what speed is held against.
+"""The released network and sampler as plain eager operations, written from their description: the baseline for speed.
 
-Every step is on its own as it stands in the formulas: queries and keys are normed and rotated apart, [z, s] and the
-prefix are concatenated at every evaluation, the conditioning is embedded again at every step, all logits exist at once.
+Every step follows the formulas: queries and keys are normalized and rotated separately, [z, s] and the prefix are
+concatenated at every evaluation, the conditioning is embedded again at every step, all logits exist at once.
 It takes tensors under the released names and shares no code with the package.
 Shapes: B batch, L tokens, N latents, S prefix and latents.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Released:
-    """Algorithm 2 on a state dict; what cannot be read from tensors is given."""
+    """Algorithm 2 on a state dict; only the numbers of heads cannot be read from the tensors."""
 
     p: Mapping[str, Tensor]
     heads: int
@@ -29,7 +29,7 @@ class Released:
 
     @torch.no_grad()
     def sample(self, z: Tensor, grid: list[float], w: float) -> Tensor:
-        """Euler steps with self-conditioning, then the decode evaluation."""
+        """Take Euler steps with self-conditioning, then decode."""
         s = None
         for t, u in zip(grid, grid[1:], strict=False):
             x = self.evaluate(z, t, s, w)
@@ -39,7 +39,7 @@ class Released:
 
     @torch.no_grad()
     def evaluate(self, z: Tensor, t: float, s: Tensor | None, w: float, decode: bool = False) -> Tensor:
-        """The predicted clean latents."""
+        """Return the predicted clean latents."""
         z_and_s = torch.cat([z, torch.zeros_like(z) if s is None else s], dim=-1)
         x = self.linear("dit.in_proj.proj2", self.linear("dit.in_proj.proj1", self.linear("dit.self_cond_proj", z_and_s)))
         x = torch.cat([self.prefix(len(z), t, w, decode), x], dim=1)
@@ -55,7 +55,7 @@ class Released:
 
     @torch.no_grad()
     def tokens(self, z: Tensor, w: float) -> Tensor:
-        """Decode evaluation, decompressor, logits, the largest of them."""
+        """Apply the decode evaluation and the decompressor; return the most probable tokens."""
         z = self.evaluate(z, 1.0, None, w, decode=True)
         h = self.decompress(z / self.p["latent_scale"] + self.p["latent_mean"])
         return self.linear("lm_head", F.gelu(self.linear("unembed_proj", h))).argmax(-1)
@@ -75,7 +75,7 @@ class Released:
         return self.linear(name + "mlp_2", F.silu(self.linear(name + "mlp_0", sinusoids)))
 
     def rotations(self, prefix: int, length: int) -> tuple[Tensor, Tensor]:
-        """Latents count from 0; the prefix is not turned."""
+        """Return cosines and sines; latent positions count from 0, and the prefix is not rotated."""
         size = self.p["dit.blocks.0.attn.q_norm.weight"].shape[0]
         frequencies = 1e4 ** (-torch.arange(0, size, 2) / size)
         angles = torch.outer(torch.arange(length).float(), frequencies).repeat_interleave(2, dim=-1)

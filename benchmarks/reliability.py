@@ -1,10 +1,10 @@
-"""How training holds when it is killed, damaged, starved of disk or left alone for long: the figures of docs/reliability.md.
+"""Reliability of training under kills, damaged files, full disks and long runs: the figures of docs/reliability.md.
 
 python benchmarks/reliability.py kills        # SIGKILL in the middle of saving
 python benchmarks/reliability.py flips        # single flipped bits in every file of a checkpoint
-python benchmarks/reliability.py full-disk    # no room at five points of a save
+python benchmarks/reliability.py full-disk    # a full disk at five points of a save
 python benchmarks/reliability.py signals      # SIGKILL, SIGTERM and Ctrl-C at four moments of a run
-python benchmarks/reliability.py resume       # every method, interrupted and not
+python benchmarks/reliability.py resume       # every method, with and without interruptions
 python benchmarks/reliability.py soak         # memory and open files over thousands of steps
 python benchmarks/reliability.py all --short  # fewer of each, as in the slow tests
 """
@@ -46,12 +46,12 @@ from jpeg_dlm.training.checkpoint import latest_checkpoint, save_checkpoint, ver
 from jpeg_dlm.training.console import Console
 
 SIZE = 200_000  # numbers in each of three groups: a checkpoint of 2.4 MB
-FLAT_MB = 2.0  # growth per 1000 steps below which memory counts as flat: one tensor a step would be fifty times that
+FLAT_MB = 2.0  # growth per 1000 steps below which memory counts as flat: one leaked tensor a step would be fifty times that
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the table: what was done, what came out, and whether that is what is promised."""
+    """One line of the table: the experiment, its result, and True if the result is as promised."""
 
     what: str
     found: str
@@ -59,7 +59,7 @@ class Figure:
 
 
 def progress(title: str, items: Sequence) -> Iterator:
-    """The items, with progress on standard error."""
+    """Yield the items, with progress on standard error."""
     with Console().progress(title, "cases") as report:
         for done, item in enumerate(items, 1):
             yield item
@@ -70,12 +70,12 @@ def progress(title: str, items: Sequence) -> Iterator:
 
 
 def groups_of(step: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Tensors that say which step they are of."""
+    """Return tensors filled with the number of their step."""
     return {name: {"w": torch.full((SIZE,), float(step))} for name in ("model", "ema", "optimizer")}
 
 
 def save_forever(run: Path, step: int, again: bool, said) -> None:
-    """The body of a process: save step after step, or one step `again` and again, and tell of each."""
+    """Save step after step, or one step `again` and again, and report each; runs in its own process."""
     while True:
         step += 0 if again else 1
         save_checkpoint(run, step, groups_of(step), {"step": step}, keep=2)
@@ -83,7 +83,7 @@ def save_forever(run: Path, step: int, again: bool, said) -> None:
 
 
 def save_in_place_forever(path: Path, step: int, again: bool, said) -> None:
-    """The same with `torch.save` over one file, as is usual."""
+    """Do the same with `torch.save` over one file, the usual way."""
     while True:
         step += 0 if again else 1
         torch.save(groups_of(step), path)
@@ -91,7 +91,7 @@ def save_in_place_forever(path: Path, step: int, again: bool, said) -> None:
 
 
 def kill_in(body: Callable[..., None], where: Path, step: int, again: bool, delay: float) -> int:
-    """Start a saver, kill it `delay` seconds after its first save; the last step it told of."""
+    """Start a saver, kill it `delay` seconds after its first save, and return the last step it reported."""
     hear, say = SERVER.Pipe(duplex=False)
     process = SERVER.Process(target=body, args=(where, step, again, say), daemon=True)
     process.start()
@@ -110,17 +110,17 @@ def kill_in(body: Callable[..., None], where: Path, step: int, again: bool, dela
 
 @dataclass(frozen=True)
 class Kills:
-    """What killed savers left behind."""
+    """Counts of what killed savers left behind."""
 
     kills: int
-    midway: int  # kills that left an unfinished temporary: proof that they came in the middle of a save
-    unreadable: int  # no checkpoint could be loaded, or not the last one that was told of
-    torn: int  # a checkpoint under its real name was not whole, or held another step's tensors
+    midway: int  # kills that left an unfinished temporary file, which proves that they hit a save
+    unreadable: int  # cases in which no checkpoint, or not the last reported one, could be loaded
+    torn: int  # cases in which a checkpoint under its final name was not whole or held another step's tensors
     in_place_unreadable: int
 
 
 def kill_savers(kills: int, scratch: Path, again: bool = False, seed: int = 0) -> Kills:
-    """Kill savers of checkpoints, and as many savers in place, at random moments."""
+    """Kill savers of checkpoints, and as many savers that overwrite one file, at random moments."""
     rng, counts, step, plain_step = random.Random(seed), Counter(), 1, 1
     run, plain = scratch / "run", scratch / "plain.pt"
     for _ in progress("Killing savers", range(kills)):
@@ -141,7 +141,7 @@ def kill_savers(kills: int, scratch: Path, again: bool = False, seed: int = 0) -
 def readable_in_place(path: Path) -> bool:
     try:
         torch.load(path, weights_only=True)
-    except Exception:  # whatever the reader says of a torn file
+    except Exception:  # a torn file can raise any error
         return False
     return True
 
@@ -164,7 +164,7 @@ def kills(short: bool, scratch: Path) -> list[Figure]:
 
 @dataclass(frozen=True)
 class Flips:
-    """Single flipped bits: how many were caught, with the file named and the step before loaded instead."""
+    """Single flipped bits; `caught` counts those for which the file was named and the previous step loaded instead."""
 
     flips: int
     caught: int
@@ -172,7 +172,7 @@ class Flips:
 
 
 def flip_bits(flips: int, run: Path, seed: int = 0) -> Flips:
-    """Flip a bit at a time in the last checkpoint of a run that has at least two, each file in turn."""
+    """Flip one bit at a time in the last checkpoint of a run that has at least two, in each file in turn."""
     rng, caught = random.Random(seed), 0
     before, path = (report.path for report in verify_run(run)[-2:])
     entries = sorted(path.iterdir())
@@ -202,7 +202,7 @@ def flips(short: bool, scratch: Path) -> list[Figure]:
 
 
 def straight_end(method: str, data: Path, run: Path) -> dict[str, object]:
-    """The end of a run that nothing disturbs."""
+    """Return the end state of an undisturbed run."""
     with hurried():
         train_to_the_end(train_words(method, data, run))
     return end_state(run)
@@ -281,7 +281,7 @@ def main() -> int:
     parser.add_argument("name", choices=[*FIGURES, "all"])
     parser.add_argument("--short", action="store_true", help="fewer cases")
     args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that are started; this one is told below
+    os.environ["OMP_NUM_THREADS"] = "1"  # for child processes; the next line is for this one
     torch.set_num_threads(1)
     rows: list[tuple[str, Figure]] = []
     for name in FIGURES if args.name == "all" else [args.name]:

@@ -1,6 +1,6 @@
-"""Micro training runs that are interrupted in every way, and what is left of them in the end.
+"""Micro training runs that are interrupted in every way and compared with undisturbed ones.
 
-The text and the sizes are those of the tests; a run takes a second, and every part of training is in it.
+Text and sizes are those of the tests; a run takes a second and includes every part of training.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ SIZES = MICRO | {
 }  # fmt: skip
 VARIANTS = {"plain": {}, "accumulation": {"train__accumulation": 2}, "bf16": {"train__precision": "bf16"}}
 SOAK_EVERY = 25  # steps between measurements
-LINGER_S = 0.5  # how long a moment is stretched, so that a signal sent on its announcement falls into it
+LINGER_S = 0.5  # pause after a moment is announced, so that a signal arrives within it
 
 
 # ---------------------------------------------------------------- runs and their ends
 
 
 def write_text(folder: Path) -> Path:
-    """The text that the runs learn from, as a file."""
+    """Write the training text of the runs to a file."""
     path = folder / "stories.txt"
     path.write_text(made_up_text(documents=20), "utf-8")
     return path
 
 
 def prepare_text(folder: Path) -> Path:
-    """The same text as blocks, so that not every run prepares it again."""
+    """Prepare the same text as blocks once for all runs."""
     sizes = ["--data.vocab-size", str(MICRO["data.vocab_size"]), "--data.token-len", str(MICRO["data.token_len"])]
     words = ["prepare", str(write_text(folder)), "--preset", "smoke", "--out", str(folder / "blocks"), "--quiet", *sizes]
     with contextlib.redirect_stdout(io.StringIO()):
@@ -73,7 +73,7 @@ def options(method: str) -> frozenset[str]:
 
 
 def train_words(method: str, data: Path, run: Path, **changes: object) -> list[str]:
-    """The command that starts a micro run of a method or goes on with it; sizes it does not have are left out."""
+    """Return the command that starts or resumes a micro run of a method, with those sizes that the method has."""
     sizes = SIZES | {name.replace("__", "."): value for name, value in changes.items()}
     flags = [(f"--{name.replace('_', '-')}", str(value)) for name, value in sizes.items() if name in options(method)]
     where = ["--data", str(data), "--out", str(run), "--resume", "--quiet", "--threads", "1", "--device", "cpu"]
@@ -81,7 +81,7 @@ def train_words(method: str, data: Path, run: Path, **changes: object) -> list[s
 
 
 def end_state(run: Path) -> dict[str, object]:
-    """Hashes of the last weights, averages and optimizer state of every stage, and everything learned that was logged."""
+    """Return hashes of the last weights, averages and optimizer state of every stage, and its logged losses and rates."""
     state: dict[str, object] = {}
     for stage in (run, *sorted(run.glob("*-training"))):
         last = max((stage / "checkpoints").glob("step-*"))
@@ -91,13 +91,13 @@ def end_state(run: Path) -> dict[str, object]:
 
 
 def _learned(row: dict[str, float]) -> dict[str, float]:
-    """What depends on the training alone, not on the clock."""
+    """Keep the values that do not depend on the clock."""
     return {k: v for k, v in row.items() if k in ("step", "loss", "grad_norm") or k.startswith(("lr_", "heldout_"))}
 
 
 @contextlib.contextmanager
 def hurried() -> Iterator[None]:
-    """Spares what takes most of the time of so short a run: drawing, and collecting garbage among all that is loaded."""
+    """Skip plots and garbage collection of loaded modules, which take most of the time of such short runs."""
     gc.freeze()
     try:
         with patch("jpeg_dlm.training.run.plot_metrics", lambda run: None):
@@ -110,12 +110,12 @@ def hurried() -> Iterator[None]:
 
 
 class Cut(BaseException):
-    """Ends a run on the spot, as a kill does: nothing is saved on the way out."""
+    """Ends a run at once without saving, as a kill does."""
 
 
 @contextlib.contextmanager
 def interruptions(terms: set[int], cuts: set[int]) -> Iterator[list[int]]:
-    """Of all steps taken within, counted from 1, some are followed by SIGTERM and some by a cut; yields the steps' numbers."""
+    """Send SIGTERM after the steps `terms` taken within the block, counted from 1, and cut after `cuts`; yield all steps."""
     real, taken = Trainer.train_step, []
 
     def step(self: Trainer) -> dict[str, float]:
@@ -132,19 +132,19 @@ def interruptions(terms: set[int], cuts: set[int]) -> Iterator[list[int]]:
 
 
 def train_to_the_end(words: list[str], attempts: int = 12) -> int:
-    """Start a run again until it is done; the number of interruptions it met."""
+    """Restart a run until it is done; return the number of interruptions."""
     for met in range(attempts):
         with contextlib.suppress(Cut):
             code = main(words)
             if code == 0:
                 return met
             if code != 128 + signal.SIGTERM:
-                raise RuntimeError(f"The run left with {code}.")
+                raise RuntimeError(f"The run exited with code {code}.")
     raise RuntimeError(f"The run was not done after {attempts} attempts.")
 
 
 def resume_is_exact(method: str, variant: str, data: Path, scratch: Path, **changes: object) -> bool:
-    """Whether a run interrupted in each stage, once after saving and once before, ends as one that was not."""
+    """Return True if a run interrupted in each stage, once with and once without saving, ends like an undisturbed one."""
     changes = VARIANTS[variant] | changes
     with hurried():
         train_to_the_end(train_words(method, data, scratch / "straight", **changes))
@@ -153,11 +153,11 @@ def resume_is_exact(method: str, variant: str, data: Path, scratch: Path, **chan
     return met >= 2 and end_state(scratch / "broken") == end_state(scratch / "straight")
 
 
-# ---------------------------------------------------------------- disks that are full
+# ---------------------------------------------------------------- full disks
 
 
 def disk_full_at(file: str, writes: int) -> Callable[..., None]:
-    """`files._write` on a disk that is full in the middle of the n-th write to a file of a checkpoint."""
+    """Return a `files._write` whose disk is full in the middle of the n-th write to a file of a checkpoint."""
     real, seen = files._write, [0]
 
     def write(handle, data) -> None:
@@ -183,7 +183,7 @@ FULL_POINTS = {
 
 @dataclass(frozen=True)
 class FullDisk:
-    """A run whose disk was full in a save: did it leave with one sentence, lose nothing, and end as if nothing had been?"""
+    """A run whose disk was full in a save: it exited with one sentence, kept its checkpoint, and resumed exactly."""
 
     told: bool
     kept: bool
@@ -191,7 +191,7 @@ class FullDisk:
 
 
 def full_disk_case(point: str, data: Path, scratch: Path, straight: dict[str, object]) -> FullDisk:
-    """Two steps with room, two without, and the rest once there is room again."""
+    """Train two steps with free space, two on a full disk, and the rest with free space again."""
     words, run = train_words("jpeg-dlm", data, scratch / "run", train__save_every=2), scratch / "run"
     real, said = Trainer.train_step, io.StringIO()
     with contextlib.ExitStack() as full, hurried(), patch.object(checkpoint.time, "sleep", lambda seconds: None):
@@ -214,20 +214,20 @@ def full_disk_case(point: str, data: Path, scratch: Path, straight: dict[str, ob
 
 # ---------------------------------------------------------------- interruptions of real processes
 
-SERVER = multiprocessing.get_context("forkserver")  # its children start in no time, and from a process that never trained
+SERVER = multiprocessing.get_context("forkserver")  # starts children quickly, from a process that never trained
 SERVER.set_forkserver_preload(["pytest", "jpeg_dlm.cli.train_verb", "jpeg_dlm.training.run", "jpeg_dlm.evaluation.report"])
 
-MOMENTS = {  # name -> the function after whose first call it begins
+MOMENTS = {  # name -> the function whose first call starts it
     "while preparing text": ("jpeg_dlm.text.prepare", "write_atomic"),
     "in the first steps": ("jpeg_dlm.training.loop:Trainer", "train_step"),
     "while saving": ("jpeg_dlm.training.checkpoint", "write_manifest"),
-    "in an evaluation": ("jpeg_dlm.training.optim:WeightEma", "swap"),  # the averaged weights are in place of the real ones
+    "in an evaluation": ("jpeg_dlm.training.optim:WeightEma", "swap"),  # the averaged weights have replaced the live ones
 }
 SIGNALS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGINT: 128 + signal.SIGINT}
 
 
 def run_announcing(words: list[str], moment: str, reached) -> None:
-    """The body of a process: a run that says when a moment begins, and then stays in it for a while."""
+    """Run a training that announces a moment and then pauses in it; runs in its own process."""
     owner, name = resolve_name(MOMENTS[moment][0]), MOMENTS[moment][1]
     real = getattr(owner, name)
 
@@ -244,7 +244,7 @@ def run_announcing(words: list[str], moment: str, reached) -> None:
 
 @dataclass(frozen=True)
 class SignalCase:
-    """A process that got a signal in a moment: how it left, how it must, and whether it ends as one without."""
+    """A process that got a signal at a moment: its exit code, the expected one, and True if it resumed exactly."""
 
     exit_code: int | None
     expected: int
@@ -252,14 +252,14 @@ class SignalCase:
 
 
 def signal_case(number: signal.Signals, moment: str, text: Path, scratch: Path, straight: dict[str, object]) -> SignalCase:
-    """Send a signal to a real run in a moment, resume the run, and compare its end."""
+    """Send a signal to a real run at a moment, resume the run, and compare its end state."""
     words = train_words("jpeg-dlm", text, scratch / "run", train__save_every=2)
     reached = SERVER.Event()
     process = SERVER.Process(target=run_announcing, args=(words, moment, reached), daemon=True)
     process.start()
     if not reached.wait(120):
         process.kill()
-        raise RuntimeError(f"The run never came to the moment '{moment}'.")
+        raise RuntimeError(f"The run never reached the moment '{moment}'.")
     os.kill(process.pid, number)
     process.join()
     with hurried():
@@ -279,20 +279,20 @@ class Soak:
     handles: np.ndarray
 
     def settled(self) -> Soak:
-        """Without the first fifth, in which pools and caches fill."""
+        """Drop the first fifth, in which pools and caches fill."""
         later = self.steps > self.steps[-1] / 5
         return Soak(self.steps[later], self.rss_mb[later], self.handles[later])
 
     @property
     def mb_per_1000_steps(self) -> float:
-        """Median growth over a tenth of the steps: a leak grows in all of them, an allocator's new arena in one."""
+        """Median growth over windows of a tenth of the steps: a leak grows in all of them, an allocator's new arena in few."""
         tenth = max(1, round(len(self.steps) / 10))
         growth = (self.rss_mb[tenth:] - self.rss_mb[:-tenth]) / (self.steps[tenth:] - self.steps[:-tenth])
         return float(np.median(growth) * 1000)
 
 
 def run_measuring(words: list[str], every: int, out) -> None:
-    """The body of a process: a run that measures itself, and sends what it found."""
+    """Run a training that measures its memory and open files and sends them; runs in its own process."""
     real, found = Trainer.train_step, []
     page_mb = os.sysconf("SC_PAGE_SIZE") / 1e6
 
@@ -309,7 +309,7 @@ def run_measuring(words: list[str], every: int, out) -> None:
 
 
 def soak(steps: int, data: Path, scratch: Path) -> Soak:
-    """A run of many steps with saves, and with evaluations that write samples and a picture; of the quickest method."""
+    """Train the fastest method for many steps with checkpoints, evaluations, samples and plots."""
     changes = {"train__steps": steps, "train__save_every": 50, "train__eval_every": steps // 10, "train__log_every": 10}
     words = train_words("ar", data, scratch / "run", **changes)
     inlet, outlet = SERVER.Pipe(duplex=False)
@@ -319,5 +319,5 @@ def soak(steps: int, data: Path, scratch: Path) -> Soak:
     columns = np.array(inlet.recv(), float).T
     process.join()
     if process.exitcode:
-        raise RuntimeError(f"The long run left with {process.exitcode}.")
+        raise RuntimeError(f"The long run exited with code {process.exitcode}.")
     return Soak(*columns)

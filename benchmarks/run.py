@@ -1,12 +1,12 @@
-"""Every speed figure of this project: measured, written as Markdown and pictures, and compared with what is on record.
+"""Measures every speed figure of this project, writes Markdown and pictures, and compares the ratios with a record.
 
 python benchmarks/run.py                        # all of them, in under half an hour on two cores: make bench
 python benchmarks/run.py sampling training      # some
 python benchmarks/run.py --short --out DIR      # smaller sizes and fewer rounds
-python benchmarks/run.py --record               # make these ratios the record that later runs are compared with
+python benchmarks/run.py --record               # record these ratios for comparison with later runs
 
-Figures are ratios of what was measured side by side. A ratio that fell is a warning and never an error: seconds and even ratios
-depend on the machine, so they are compared with a record of the same CPU only, and each CPU has its own.
+Figures are ratios of measurements made side by side. A lower ratio is a warning, never an error: seconds and even ratios
+depend on the machine, so they are compared with the record of the same CPU only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jpeg_dlm.files import write_atomic
 
 BENCHMARKS = ("peak", "sampling", "shares", "training", "fewer_steps", "price", "growth", "service")
 RECORD = Path(__file__).parent / "ratios.json"
-FELL = 0.8  # a ratio below this share of the recorded one is worth a look (assumed: rounds differ by up to a tenth)
+FELL = 0.8  # warn if a ratio is below this share of the recorded one (assumed: rounds differ by up to a tenth)
 
 
 def main() -> int:
@@ -59,9 +59,9 @@ def main() -> int:
 
 
 def one(name: str, short: bool, out: Path) -> None:
-    """One benchmark in this process: its JSON, Markdown and picture."""
+    """Run one benchmark in this process; write its JSON, Markdown and picture."""
     keep_freed_memory()  # as `jpeg-dlm` does
-    make_safe()  # before fp32: a limit on instructions must come first
+    make_safe()  # a limit on instructions must be set before any computation
     module = importlib.import_module(name)
     began = time.perf_counter()
     result = module.measure(short)
@@ -74,7 +74,7 @@ def one(name: str, short: bool, out: Path) -> None:
 
 
 def all_of(names: tuple[str, ...] | list[str], short: bool, out: Path) -> None:
-    """Each in a process of its own, so that none sees another's memory, threads or compiled code; one page of all."""
+    """Run each benchmark in its own process, isolated from the others; write one page with all results."""
     for number, name in enumerate(names, 1):
         began = time.perf_counter()
         print(f"[{number}/{len(names)}] {name} ...", file=sys.stderr, flush=True)
@@ -87,31 +87,31 @@ def all_of(names: tuple[str, ...] | list[str], short: bool, out: Path) -> None:
 
 
 def results(out: Path) -> dict[str, dict[str, Any]]:
-    """What the folder holds."""
+    """Read the results in a folder."""
     return {p.stem: json.loads(p.read_text()) for p in sorted(out.glob("*.json")) if p.stem in BENCHMARKS}
 
 
 def machine() -> str:
-    """What the figures are of."""
+    """Describe the environment of the measurements."""
     return f"torch {torch.__version__}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
 
-# ---------------------------------------------------------------- the guard
+# ---------------------------------------------------------------- comparison with the record
 
 
 def processor() -> str:
-    """The CPU by name, and what torch and oneDNN may use of it: ratios of another one say nothing."""
+    """Return the name of the CPU, its threads and usable instructions: ratios of other CPUs are not comparable."""
     used = [torch.backends.cpu.get_cpu_capability(), *filter(None, [instruction_limit()])]
     return f"{cpu_facts()[0]}, {torch.get_num_threads()} threads, {', '.join(used)}"
 
 
 def records(path: Path) -> dict[str, Any]:
-    """What is on record, by CPU."""
+    """Read the recorded ratios, by CPU."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def record(ratios: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """These ratios over those on record of this CPU; benchmarks that were not run keep theirs, as other CPUs do."""
+    """Record these ratios for this CPU; keep those of benchmarks that were not run and of other CPUs."""
     known = records(path)
     kept = known.get(processor(), {"ratios": {}})["ratios"]
     known[processor()] = {"machine": machine(), "ratios": {**kept, **ratios}}
@@ -119,7 +119,7 @@ def record(ratios: Mapping[str, Mapping[str, float]], path: Path) -> None:
 
 
 def fallen(now: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """A sentence for every ratio that is well below the recorded one."""
+    """Return a sentence for every ratio that is well below the recorded one."""
     return [
         f"{name}, {figure}: {value:.2f}x, on record is {before[name][figure]:.2f}x."
         for name, figures in now.items()
@@ -129,7 +129,7 @@ def fallen(now: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[
 
 
 def draw_ratios(result: Mapping[str, Any], path: Path) -> Path:
-    """Bars, for a benchmark that draws nothing of its own."""
+    """Draw the ratios as bars, for benchmarks without their own picture."""
     names = list(result["ratios"])
     figure, (axes,) = new_figure(1, result["title"])
     axes.barh(range(len(names)), [result["ratios"][name] for name in names], color=LINE_COLORS[0])

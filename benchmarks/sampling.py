@@ -4,10 +4,10 @@ python benchmarks/sampling.py            # LM1B at batch 1, 8, 64 and OWT-1024 a
 python benchmarks/sampling.py --short    # LM1B at batch 1
 python benchmarks/sampling.py --compile
 
-A text takes 32 denoise evaluations and one decoding; one of each is timed, and a text's time is their sum in these
-proportions. All contestants have the same random weights and take turns, in two processes: the released network with the
-allocator as it is, and the others, it among them once more, with memory that is kept, as `jpeg-dlm generate` does.
-Operations are counted for all by the same formula, that of the released code, so work that is saved counts as done.
+A text takes 32 denoise evaluations and one decoding; one of each is timed, and the time of a text is their weighted sum. All
+contestants have the same random weights and take turns in two processes: the released network with the default allocator,
+and all of them, including the released network, with freed memory kept, as in `jpeg-dlm generate`. Operations of all
+contestants are counted by the formula of the released code, so work that is saved counts as done.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ REFERENCE, KEPT = "released, plain eager", f"released, {MEMORY_KEPT}"
 ENGINES: dict[str, tuple[Dtype, bool]] = {f"engine {dtype}": (dtype, False) for dtype in DTYPES}
 COMPILED: dict[str, tuple[Dtype, bool]] = {f"engine {dtype}, compiled": (dtype, True) for dtype in ("fp32", "int8")}
 RUNTIMES = {f"{form.runtime} fp32": kind for kind, form in FORMATS.items()}
-CLEARLY = 1.05  # a runtime is recommended from here on (assumed)
-TIME = 0.2  # at which the timed evaluation is: its cost is the same at any
+CLEARLY = 1.05  # least speedup for recommending a runtime (assumed)
+TIME = 0.2  # t of the timed evaluation; the cost does not depend on it
 
 
 def measure(
     short: bool = False, compiled: bool = False, setups: Setups | None = None, changes: Mapping[str, Any] | None = None
 ) -> dict:
-    """`changes` are options of the presets."""
+    """Measure all samplers; `changes` override options of the presets."""
     samplers = [REFERENCE, KEPT, *ENGINES, *(COMPILED if compiled else ()), *RUNTIMES]
-    if not computes_in_bf16(torch.device("cpu")):  # it would be fp32 with rounded weights, which takes as long
+    if not computes_in_bf16(torch.device("cpu")):  # otherwise fp32 with rounded weights, which takes the same time
         samplers.remove("engine bf16")
     rows, console = [], Console()
     for name, batches in (setups or (SHORT if short else SETUPS)).items():
@@ -116,7 +116,7 @@ def dtype_of(sampler: str) -> Dtype:
 
 
 def recommended_runtime(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """The fastest runtime, where it is clearly faster than torch's engine over all set-ups."""
+    """Return the fastest runtime if it is clearly faster than torch's engine over all setups, else None."""
     speed = {(r["setup"], r["sampler"]): r["texts_per_s"] for r in rows}
     setups = dict.fromkeys(r["setup"] for r in rows)
     gain = {name: geometric_mean(speed[setup, name] / speed[setup, "engine fp32"] for setup in setups) for name in RUNTIMES}
@@ -132,7 +132,7 @@ def recommendation(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:
-    """Speed and share of the peak: a group of bars for each set-up, a color for each sampler."""
+    """Draw speed and share of the peak: a group of bars for each setup, a color for each sampler."""
     rows = result["rows"]
     setups, samplers = (list(dict.fromkeys(row[key] for row in rows)) for key in ("setup", "sampler"))
     figure, panels = new_figure(2, result["title"])
@@ -156,14 +156,14 @@ def draw(result: Mapping[str, Any], path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One denoise evaluation with self-conditioning (z to the predicted latents) and the decoding of latents to tokens."""
+    """A sampler as two functions: one denoise evaluation with self-conditioning, and decoding of latents to tokens."""
 
     evaluate: Callable[[Tensor], Tensor]
     decode: Callable[[Tensor], Tensor]
 
 
 def serve(name: str, allocator: str, changes: str) -> Callable[[Request], Any]:
-    """A worker: seconds of what is asked for, or tokens."""
+    """Return the function of a worker, which times an operation or returns tokens."""
     if allocator == MEMORY_KEPT:
         keep_freed_memory()
     torch.manual_seed(0)  # both processes have the same weights
@@ -197,7 +197,7 @@ def contestant_of(method: JpegDlm, sampler: str) -> Contestant:
 
 
 def in_runtime(method: JpegDlm, kind: str, w: float) -> Contestant:
-    with tempfile.TemporaryDirectory() as scratch:  # a runtime that maps its files keeps them until it ends
+    with tempfile.TemporaryDirectory() as scratch:  # deleted files stay available to a runtime that maps them
         networks = [written_and_opened(name, method, kind, Path(scratch)) for name in (DENOISE, DECODE)]
     exported = ExportedSampler(method.config, *networks)
 
@@ -209,7 +209,7 @@ def in_runtime(method: JpegDlm, kind: str, w: float) -> Contestant:
 
 @torch.no_grad()
 def trained_like(method: JpegDlm) -> JpegDlm:
-    """Small noise on every weight: fresh heads are zero, so that all contestants would trivially agree."""
+    """Add small noise to every weight: new heads are zero, so all contestants would trivially agree."""
     g = torch.Generator().manual_seed(0)
     for p in method.parameters():
         p.add_(0.02 * torch.randn(p.shape, generator=g))
@@ -219,7 +219,7 @@ def trained_like(method: JpegDlm) -> JpegDlm:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="LM1B at batch 1, one round")
-    parser.add_argument("--compile", action="store_true", help="also compiled, which takes minutes to begin at every size")
+    parser.add_argument("--compile", action="store_true", help="also compiled, which takes minutes to start at every size")
     args = parser.parse_args()
     print(measure(args.short, args.compile)["markdown"])
 

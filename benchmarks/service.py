@@ -1,4 +1,4 @@
-"""Many small requests: samples per second and latency of the batching service, against one request after the other.
+"""Throughput and latency of the batching service with many small requests, compared with serving them one by one.
 
 python benchmarks/run.py service             # under two minutes on two cores
 python benchmarks/run.py service --short
@@ -25,10 +25,10 @@ PERCENTILES = (50, 95, 99)
 
 
 def measure(short: bool = False) -> dict[str, Any]:
-    """Requesters that each ask for one text, wait for it and ask again, in growing numbers."""
+    """Measure growing numbers of requesters, each of which repeatedly requests one text and waits for it."""
     model = jpeg_dlm.load(device="cpu", dtype="fp32")
     sampler = model.sampler_options(**OPTIONS)
-    model.sample(2, **OPTIONS)  # the first call of all is slower
+    model.sample(2, **OPTIONS)  # warm-up
     rows, ratios = [], {}
     for requesters in (1, 8, 64) if short else LEVELS:
         found = {}
@@ -47,7 +47,7 @@ def _level(requesters: int) -> str:
 
 
 def run(service: BatchingService, sampler: Any, requesters: int, requests: int) -> dict[str, float]:
-    """Samples per second and percentiles of the latency in milliseconds."""
+    """Return samples per second and percentiles of the latency in milliseconds."""
 
     def ask(number: int) -> float:
         began = time.perf_counter()
@@ -73,7 +73,7 @@ def table(rows: list[dict[str, Any]], ratios: Mapping[str, float]) -> str:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:
-    """Throughput and latency against the number of requesters."""
+    """Draw throughput and latency against the number of requesters."""
     figure, (left, right) = new_figure(2, result["title"])
     x = sorted({row["requesters"] for row in result["rows"]})
     for way, color in zip(WAYS, LINE_COLORS, strict=False):

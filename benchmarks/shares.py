@@ -1,4 +1,4 @@
-"""Where the time of sampling goes, by kind of operation: what explains how far a mode is from the machine's peak.
+"""Time of sampling by kind of operation, which explains the distance of each mode from the machine's peak.
 
 python benchmarks/run.py shares
 """
@@ -17,7 +17,7 @@ from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.presets import preset
 
 BATCH = 64
-# The profiler's names of operations begin with these; what is left over moves and rounds numbers.
+# Prefixes of the profiler's names of operations; all others move data or are elementwise.
 KINDS = {
     "matrix products": ("aten::addmm", "aten::mm", "aten::bmm", "aten::linear", "onednn::qlinear", "aten::_mkl", "mkldnn::"),
     "attention": ("aten::_scaled_dot_product", "aten::scaled_dot_product"),
@@ -33,7 +33,7 @@ def kind_of(operation: str) -> str:
 
 
 def shares(act: Callable[[], object]) -> dict[str, float]:
-    """Share of the time spent in each kind of operation itself, without those it calls."""
+    """Return the share of time spent in each kind of operation itself, without the operations it calls."""
     act()
     with profile(activities=[ProfilerActivity.CPU]) as found:
         act()
@@ -46,7 +46,7 @@ def shares(act: Callable[[], object]) -> dict[str, float]:
 
 
 def measure(short: bool = False) -> dict[str, Any]:
-    """One denoise evaluation at the sizes of LM1B in every mode."""
+    """Profile one denoise evaluation at the sizes of LM1B in every mode."""
     method = trained_like(JpegDlm(preset("lm1b")).eval())
     m = method.config.model
     z = torch.randn(8 if short else BATCH, m.latent_len, m.latent_dim, generator=torch.Generator().manual_seed(0))

@@ -1,8 +1,8 @@
-"""The training step as one writes it down from the paper: the reference of `benchmarks/training.py`.
+"""The training step written directly from the paper: the baseline of `benchmarks/training.py`.
 
-Same weights, random numbers and losses as `methods/jpeg_dlm.py` and none of its savings: a pass of the network for each branch,
-self-conditioning on all rows and masked afterwards, all logits at once, all knots of SIGReg at once, gradients by autograd
-alone, an optimizer and moving averages that loop over parameters.
+It has the weights, random numbers and losses of `methods/jpeg_dlm.py` without its optimizations: a pass of the network for
+each branch, self-conditioning on all rows with a mask afterwards, all logits at once, all knots of SIGReg at once, gradients
+by autograd alone, an optimizer and moving averages that loop over parameters.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def decompress(d: Decompressor, z: Tensor) -> Tensor:
 
 
 def sigreg(u: Tensor, directions: Tensor, knots: int, t_max: float) -> Tensor:
-    """All knots at once, as LeJEPA prints it."""
+    """Compute SIGReg with all knots at once, as written in LeJEPA."""
     t = torch.linspace(0, t_max, knots)
     weights = torch.full_like(t, 2 * t_max / (knots - 1))
     weights[0] = weights[-1] = t_max / (knots - 1)
@@ -114,7 +114,7 @@ def variance_covariance(u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Straightforward(JpegDlm):
-    """Algorithm 1, line by line, on one device and in fp32; for the paper's objective without its ablations."""
+    """Algorithm 1, line by line, on one device in fp32, for the paper's objective without its ablations."""
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         o = self.config.objective
@@ -167,7 +167,7 @@ class Stream(Protocol):
 
 
 class StraightforwardStep:
-    """Forward, backward, clipping, AdamW and both moving averages, parameter by parameter."""
+    """A training step: forward, backward, clipping, AdamW and both moving averages, parameter by parameter."""
 
     def __init__(self, method: Straightforward, train: TrainConfig, stream: Stream) -> None:
         self.method, self.train, self.stream, self.step = method, train, stream, 0
@@ -181,7 +181,7 @@ class StraightforwardStep:
         self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def train_step(self) -> dict[str, float]:
-        """One optimizer step with the one micro-batch that the stream has for it."""
+        """Take one optimizer step with the single micro-batch of the stream."""
         method, train = self.method.train(), self.train
         ((batch, noise),) = self.stream.micro_batches(self.step)
         set_learning_rates(self.optimizer, schedule_factor(self.step, train))

@@ -2,10 +2,10 @@
 
 python benchmarks/training.py [--short] [--compile]
 
-Seconds are medians of interleaved whole steps: forward, backward, clipping, AdamW, both moving averages, each variant in a
-process of its own: the straightforward step with the allocator as it is and once more with memory that is kept, which is how
-`jpeg-dlm train` runs ours. Memory is the peak of another process with one variant (the kernel's high-water mark), without what
-lives between steps: weights, target, encoder, moving average and the two moments of AdamW.
+Seconds are medians of interleaved whole steps: forward, backward, clipping, AdamW, both moving averages. Each variant has its
+own process. The straightforward step runs with the default allocator and again with freed memory kept, as `jpeg-dlm train`
+does. Memory is the peak of another process with one variant (the kernel's high-water mark), without the state that lives
+between steps: weights, target, encoder, moving average and the two moments of AdamW.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from jpeg_dlm.training.loop import Trainer
 PLAIN, PLAIN_KEPT = "straightforward", "straightforward, memory kept"
 OURS, COMPILED = "ours", "ours, compiled"
 CACHED, LEAN = "ours, cached features", "ours, layers recomputed"
-ROWS = {"tiny": 64, "lm1b": 8}  # of a micro-batch; the paper's 384 at lm1b are for an accelerator
+ROWS = {"tiny": 64, "lm1b": 8}  # of a micro-batch; the paper's 384 for lm1b need an accelerator
 ROUNDS = {"tiny": 9, "lm1b": 2}
 MIB = 1 << 20
 
 
-# ---------------------------------------------------------------- what is measured
+# ---------------------------------------------------------------- variants
 
 
 @dataclass
 class OneBatch:
-    """A stream of the same tokens with fresh noise, in place of a corpus."""
+    """A stream of the same tokens with new noise, instead of a corpus."""
 
     batch: Batch
     seed: int = 0
@@ -65,7 +65,7 @@ class OneBatch:
 
 
 def sized(name: str, rows: int, variant: str) -> Config:
-    """A preset in fp32 with micro-batches of `rows`."""
+    """Return a preset in fp32 with micro-batches of `rows`."""
     config = preset(name)
     train = replace(config.train, precision="fp32", batch=rows, accumulation=1, devices=1, steps=1000)
     train = replace(train, checkpoint_layers=variant == LEAN, compile=variant == COMPILED)
@@ -73,20 +73,20 @@ def sized(name: str, rows: int, variant: str) -> Config:
 
 
 def stand_in_encoder(config: Config) -> FrozenEncoder:
-    """Random weights and, at the paper's width, as many of them in a layer as T5-small: six layers, eight heads (T5)."""
+    """Build an encoder with random weights; at the paper's width with the layers of T5-small: six, with eight heads (T5)."""
     depth, heads = (6, 8) if config.encoder.kind == "hf" else (config.encoder.depth, config.encoder.heads)
     settings = replace(config.encoder, kind="random", depth=depth, heads=heads, scale="none")
     return build_encoder(settings, config.data.vocab_size)
 
 
 def data(config: Config, rows: int, cached: bool) -> Batch:
-    """Random tokens, with features where they are read from a cache."""
+    """Return random tokens, with features if these come from a cache."""
     batch = random_batch(config, rows, "cpu", uses_encoder=True)
     return batch if cached else replace(batch, features_BLF=None)
 
 
 def build(name: str, rows: int, variant: str) -> Trainer | StraightforwardStep:
-    """One variant before its first step; ours is the real trainer. The same seed gives all the same weights."""
+    """Build one variant with the same initial weights as all others; ours is the real trainer."""
     config = sized(name, rows, variant)
     cached = config.data.cache_features or variant == CACHED
     encoder = None if cached else stand_in_encoder(config)
@@ -98,7 +98,7 @@ def build(name: str, rows: int, variant: str) -> Trainer | StraightforwardStep:
 
 
 def lasting_bytes(run: Trainer | StraightforwardStep) -> int:
-    """All that lives between steps."""
+    """Return the size of the state that lives between steps."""
     averages = run.average if isinstance(run, StraightforwardStep) else run.ema.shadow
     moments = [x for slots in run.optimizer.state.values() for x in slots.values() if isinstance(x, Tensor)]
     return sum(t.nbytes for t in [*run.method.parameters(), *run.method.buffers(), *moments, *averages.values()])
@@ -108,15 +108,15 @@ def lasting_bytes(run: Trainer | StraightforwardStep) -> int:
 
 
 def step_bytes(name: str, rows: int, variant: str) -> int:
-    """Bytes that a step needs at most beyond what lives between steps, in a process of its own."""
-    # Freed blocks go back to the system at once, so that the high-water mark is of what was alive.
+    """Return the peak memory of a step beyond the state that lives between steps, measured in a separate process."""
+    # Return freed blocks to the system at once, so that the high-water mark counts live memory only.
     eager = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     words = [sys.executable, __file__, "--peak", name, str(rows), variant]
     return int(subprocess.run(words, capture_output=True, text=True, check=True, env=eager).stdout.split()[-1])
 
 
 def print_step_bytes(name: str, rows: int, variant: str) -> None:
-    """The other process. A first step with one row makes the optimizer's state, which is not what is measured."""
+    """Measure in this process. A first step with one row creates the optimizer's state, which is not counted."""
     device = torch.device("cpu")
     empty = peak_bytes(device)
     run: Any = build(name, rows, variant)
@@ -136,7 +136,7 @@ def fewer(stream: OneBatch, rows: int) -> OneBatch:
 
 
 class Stopwatch:
-    """Seconds by part; a part inside another counts for the inner one alone."""
+    """Seconds by part; nested parts count for the innermost one alone."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -144,7 +144,7 @@ class Stopwatch:
         self.since = time.perf_counter()
 
     def turn(self, begin: str | None) -> None:
-        """Begin a part, or end the latest."""
+        """Begin a part, or end the latest one if `begin` is None."""
         now = time.perf_counter()
         current = self.stack[-1] if self.stack else "rest"
         self.seconds[current] = self.seconds.get(current, 0.0) + now - self.since
@@ -169,7 +169,7 @@ class Stopwatch:
 
 
 def shares(name: str, rows: int, steps: int) -> dict[str, float]:
-    """The share of a step's time by part, most first."""
+    """Return the share of a step's time by part, largest first."""
     run, clock = build(name, rows, OURS), Stopwatch()
     assert isinstance(run, Trainer)
     method: Any = run.method
@@ -198,7 +198,7 @@ def shares(name: str, rows: int, steps: int) -> dict[str, float]:
 
 
 def measure(short: bool = False, compiled: bool = False) -> dict[str, Any]:
-    """The tables as Markdown, their rows, and the ratios that a regression guard compares."""
+    """Return the tables as Markdown, their rows, and the ratios to compare with the record."""
     rows: list[dict[str, Any]] = []
     parts: dict[str, dict[str, float]] = {}
     for name in ("tiny",) if short else ("tiny", "lm1b"):
@@ -216,21 +216,21 @@ def measure(short: bool = False, compiled: bool = False) -> dict[str, Any]:
 
 
 def variants(name: str, compiled: bool) -> list[str]:
-    """At the paper's size as many as fit into 24 GB side by side; cached features are one only where the preset has none."""
+    """Return the variants of a preset: at the paper's size, those that fit into 24 GB together."""
     cached = [] if preset(name).data.cache_features else [CACHED]
     recomputed = [LEAN] if name == "tiny" else []
     return [PLAIN, PLAIN_KEPT, OURS, *recomputed, *cached, *([COMPILED] if compiled else [])]
 
 
 def compared(name: str, rows: int, rounds: int, compiled: bool) -> list[dict[str, Any]]:
-    """All variants of one size."""
+    """Compare all variants of one size."""
     with Workers("training", {variant: (name, str(rows), variant) for variant in variants(name, compiled)}) as workers:
-        workers.ask({})  # the first step makes the optimizer's state, and compiles
+        workers.ask({})  # the first step creates the optimizer's state and compiles
         seconds = workers.medians({}, rounds)
     found = []
     for variant, s in seconds.items():
         row = {"preset": name, "batch": rows, "variant": variant, "rows_per_second": rows / s, "speed": seconds[PLAIN] / s}
-        if variant not in (PLAIN_KEPT, COMPILED):  # the same as without; the compiler's own memory would be counted
+        if variant not in (PLAIN_KEPT, COMPILED):  # same as PLAIN; would include the compiler's own memory
             row["bytes"] = step_bytes(name, rows, variant)
             row["memory"] = row["bytes"] / (found[0]["bytes"] if found else row["bytes"])
         found.append(row)
@@ -238,7 +238,7 @@ def compared(name: str, rows: int, rounds: int, compiled: bool) -> list[dict[str
 
 
 def serve(name: str, rows: str, variant: str) -> Callable[[Request], float]:
-    """A worker: seconds of the next step."""
+    """Return the function of a worker, which times the next step."""
     if variant != PLAIN:
         keep_freed_memory()
     run = build(name, int(rows), variant)
@@ -271,7 +271,7 @@ def share_table(parts: dict[str, dict[str, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="A training step against the straightforward one.")
     parser.add_argument("--short", action="store_true", help="the small size alone")
-    parser.add_argument("--compile", action="store_true", help="also with train.compile, which takes minutes to begin")
+    parser.add_argument("--compile", action="store_true", help="also with train.compile, which takes minutes to start")
     parser.add_argument("--peak", nargs=3, metavar=("PRESET", "ROWS", "VARIANT"), help="memory of one variant in this process")
     args = parser.parse_args()
     if args.peak:

@@ -1,4 +1,4 @@
-"""Contestants in processes of their own that take turns: how each handles memory is part of what is timed.
+"""Runs contestants in separate processes that take turns, because memory management is part of what is timed.
 
 A benchmark module has `serve(*words)`, which builds a contestant and returns a function from a request to an answer, both JSON.
 """
@@ -18,7 +18,7 @@ Request = Mapping[str, Any]
 
 
 class Worker:
-    """One contestant; the constructor returns before it is built, so that several are built side by side."""
+    """One contestant; the constructor does not wait for it, so that several are built in parallel."""
 
     def __init__(self, module: str, *words: str) -> None:
         command = [sys.executable, __file__, module, *words]
@@ -30,7 +30,7 @@ class Worker:
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"{' '.join(self.process.args[2:])} ended; what it said stands above.")  # type: ignore[index]
+            raise RuntimeError(f"{' '.join(self.process.args[2:])} ended: see its output above.")  # type: ignore[index]
         return json.loads(answer)
 
     def close(self) -> None:
@@ -48,7 +48,7 @@ class Worker:
 
 
 class Workers(ExitStack):
-    """Contestants by name and the words that start each; those with the same words share a process."""
+    """Contestants by name, each with the arguments of its process; those with equal arguments share one."""
 
     def __init__(self, module: str, contestants: Mapping[str, tuple[str, ...]]) -> None:
         super().__init__()
@@ -56,11 +56,11 @@ class Workers(ExitStack):
         self.contestants = {name: started[words] for name, words in contestants.items()}
 
     def ask(self, request: Request) -> dict[str, Any]:
-        """The answer of each, one after the other; the request names whom it is for."""
+        """Return the answer of each contestant, asked one after the other; the request contains the contestant's name."""
         return {name: worker.ask({**request, "contestant": name}) for name, worker in self.contestants.items()}
 
     def medians(self, request: Request, rounds: int) -> dict[str, float]:
-        """The median answer of each, in turns."""
+        """Return the median answer of each contestant over rounds."""
         answers = [self.ask(request) for _ in range(rounds)]
         return {name: statistics.median(answer[name] for answer in answers) for name in self.contestants}
 

@@ -1,4 +1,4 @@
-"""Micro models of every method, and one to know everything of: its tokens are independent, so it has closed forms."""
+"""Micro models of every method, and a model with independent tokens, for which closed forms exist."""
 
 from __future__ import annotations
 

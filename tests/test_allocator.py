@@ -1,4 +1,4 @@
-"""Memory that is kept: real processes, asked whether the place of a freed array is still theirs."""
+"""Keeping freed memory: real processes check if the pages of a freed array are still theirs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assets are what the manifest says or nothing: wrong hashes, unsafe paths and missing networks end in one sentence."""
+"""Assets match their manifest: wrong hashes, unsafe paths and missing networks are one-sentence errors."""
 
 import hashlib
 import io

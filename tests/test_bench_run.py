@@ -1,4 +1,4 @@
-"""The driver of the benchmarks: what it writes, and a guard that only warns."""
+"""The benchmark driver: the files it writes, and the comparison with the record, which only warns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampling benchmarks run, and their tables say what they should; nothing here depends on how fast anything was."""
+"""The sampling benchmarks run and fill their tables; no test depends on measured speed."""
 
 from __future__ import annotations
 

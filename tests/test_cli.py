@@ -1,4 +1,4 @@
-"""The command line: help, exit codes, options, refusals in one sentence, and what a run survives."""
+"""The command line: help, exit codes, options, one-sentence errors, and runs that survive interruptions."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Reduced precision on a CPU that kills it, simulated by children that kill themselves; and what `auto` chooses."""
+"""Reduced precision on a CPU that crashes on it, simulated by child processes that kill themselves; the choice of `auto`."""
 
 from __future__ import annotations
 

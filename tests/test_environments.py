@@ -1,4 +1,4 @@
-"""Real processes in poor surroundings: no network, no home, few characters, streams that are closed or full, odd names.
+"""Real processes in poor environments: no network, no home, ASCII only, closed or full streams, odd names.
 
 Commands that need no torch stand in for all others wherever the surroundings meet the command line alone; the slow tests
 train, generate and evaluate.

@@ -1,4 +1,4 @@
-"""The feature cache: what it reads is what the encoder gives, and nothing stale or half-written is ever read."""
+"""The feature cache returns the encoder's features and never reads stale or half-written files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the documentation tells people to type exists."""
+"""Every command and option in the documentation exists."""
 
 from __future__ import annotations
 

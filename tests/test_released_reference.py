@@ -1,4 +1,4 @@
-"""The plain implementation that speed is held against must compute what the package computes."""
+"""The plain implementation that is the baseline for speed computes the same as the package."""
 
 from __future__ import annotations
 

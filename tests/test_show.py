@@ -1,4 +1,4 @@
-"""Results: drawn on a terminal so that no number is torn, Markdown in files and pipes."""
+"""Result tables: never break a number across lines on a terminal; Markdown in files and pipes."""
 
 import io
 import re

@@ -59,7 +59,7 @@ def test_features_are_the_state_after_the_last_token(micro_folders):
 
 
 def test_only_ar_can_score(micro_folder, micro_folders):
-    with pytest.raises(UsageError, match="JPEG-DLM: only one of ar"):
+    with pytest.raises(UsageError, match="JPEG-DLM model, which cannot score"):
         build_scorer(f"ar:{micro_folder}")
     with pytest.raises(UsageError, match="ar:CHECKPOINT"):
         build_scorer("ar:")

@@ -1,4 +1,4 @@
-"""Perplexities and features equal to transformers called directly, under each convention; texts in any company."""
+"""Perplexities and features equal transformers called directly, under each convention and in any batch."""
 
 import math
 from dataclasses import replace

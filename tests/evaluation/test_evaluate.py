@@ -1,4 +1,4 @@
-"""A whole evaluation of a micro model: the same digits twice, nothing done again, sweeps, warnings, and the paper beside it."""
+"""A whole evaluation of a micro model: exact repetition, reuse of results, sweeps, warnings, comparison with the paper."""
 
 import json
 import math

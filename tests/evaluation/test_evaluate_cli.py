@@ -1,4 +1,4 @@
-"""`evaluate` and `benchmark` from the command line: files written, errors in one sentence, the same request goes on."""
+"""`evaluate` and `benchmark` from the command line: files written, one-sentence errors, continuing the same request."""
 
 import io
 import json

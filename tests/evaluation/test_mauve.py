@@ -1,4 +1,4 @@
-"""MAUVE: what the package is asked, equality with it where it is installed, and the reasons for having none."""
+"""MAUVE: arguments passed to the package, equality with it if installed, and the reasons for skipping it."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""Texts of other programs: what is read, what is counted, what is refused with its line."""
+"""Sample files of other programs: what is read, what is counted, and errors that name the line."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Throughput with a clock that the test moves: which rounds count, turns, medians and ratios."""
+"""Throughput with a simulated clock: counted rounds, turns, medians and ratios."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Masked diffusion: the law of one step however it is drawn, the bound against brute force, and what samplers must keep."""
+"""Masked diffusion: the distribution of one step, the bound against brute force, and tokens that samplers must keep."""
 
 import itertools
 import math

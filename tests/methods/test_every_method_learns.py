@@ -1,4 +1,4 @@
-"""Every system, trained at the smoke size, against figures that know nothing of it: unigram entropy and word pairs."""
+"""Every system, trained at the smoke size, against independent figures: unigram entropy and word pairs."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Finishing: the flow branch alone goes on, and what it leaves is a JPEG-DLM of the same codec."""
+"""Finishing trains the flow branch alone, and the result is a JPEG-DLM with the same codec."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What argmax keeps of a noisy one-hot vector: closed forms, adaptive integration, published tables, and plain draws."""
+"""Argmax of a noisy one-hot vector: closed forms, adaptive integration, published tables, and plain draws."""
 
 import math
 

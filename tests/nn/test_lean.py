@@ -1,4 +1,4 @@
-"""Hand-written gradients against autograd's own, in fp32 and under bf16 autocast; and less is kept."""
+"""Hand-written gradients against autograd's own, in fp32 and under bf16 autocast; they keep less memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The batching service: everyone gets what they would get alone, whoever else asks, fails or leaves."""
+"""The batching service: each request gets the same texts as alone, whatever other requests do."""
 
 import random
 import threading

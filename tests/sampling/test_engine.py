@@ -1,4 +1,4 @@
-"""The engine rearranges Algorithm 2; the method itself is what it must agree with."""
+"""The engine, a rearrangement of Algorithm 2, agrees with the method itself."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_tune_refuses_other_methods_and_too_few_evaluations(tmp_path, capsys):
     ar = for_method(config, "ar")
     write_model(ModelParts(build_method(ar), ar, tmp_path, None, None), tmp_path / "ar")
     assert main(["tune", str(tmp_path / "ar"), "--out", str(tmp_path / "fast"), "--device", "cpu"]) == 2
-    assert "needs a model of jpeg-dlm" in capsys.readouterr().err
+    assert "use a jpeg-dlm model" in capsys.readouterr().err
     write_model(ModelParts(build_method(config), config, tmp_path, None, None), tmp_path / "plain")
     assert main(["tune", str(tmp_path / "plain"), "--out", str(tmp_path / "f"), "--evaluations", "1", "--device", "cpu"]) == 2
     assert "at least 2" in capsys.readouterr().err

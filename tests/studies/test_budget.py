@@ -1,4 +1,4 @@
-"""Budgets: what is asked, and what it buys each method."""
+"""Budgets: parsing, and the steps that each method gets."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The table of all systems: equal budgets, one failure, going on after a stop, and what is written."""
+"""The table of all systems: equal budgets, one failure, continuing after a stop, and the files written."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Where decoding breaks, with a decoder whose break point is known, and the whole study."""
+"""The break point of decoding, with a decoder for which it is known, and the whole study."""
 
 import json
 

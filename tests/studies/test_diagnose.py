@@ -1,4 +1,4 @@
-"""The study of diagnoses: its numbers are those of the models, with what runs logged beside."""
+"""The diagnosis study: its numbers match the models, and it includes what runs logged."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The view of models with latents: one noise on every path, and predictions and decoding that are each model's own."""
+"""The common interface to models with latents: equal noise levels on every path, each model's own predictions and decoding."""
 
 import math
 

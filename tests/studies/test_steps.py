@@ -1,4 +1,4 @@
-"""The sweep over solver steps: which steps, which rows, and where more steps stop helping."""
+"""The sweep over solver steps: its steps, its rows, and the number of steps that suffices."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Studies that train: every one from text to picture, nothing trained twice, failures, deviations, other processes."""
+"""Studies that train: each from text to picture, nothing trained twice, failures, deviations, several processes."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Documents come out whole, in order and readable; what is not text is refused by name."""
+"""Documents are read whole and in order; files that are not text are rejected by name."""
 
 import bz2
 import gzip

@@ -1,4 +1,4 @@
-"""Preparation: split by document, exact bytes whatever interrupts it, and refusals that say what to do."""
+"""Preparation: split by document, exact bytes after any interruption, and errors that say what to do."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""stories15M is read as llama2.c wrote it, and its stories are those of a slow plain writer, whatever the interruptions."""
+"""stories15M is read as llama2.c wrote it, and its stories equal those of a slow plain sampler, even when interrupted."""
 
 import json
 import math

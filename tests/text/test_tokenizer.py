@@ -1,4 +1,4 @@
-"""Tokenizers keep every text, place no ids of their own, and mean the same after a save."""
+"""Tokenizers are lossless, add no ids of their own, and are the same after saving and loading."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Alarms sound for spikes and collapses, are silent otherwise, and a resumed run does not repeat them."""
+"""Alarms fire for spikes and collapses only, and a resumed run does not repeat them."""
 
 import json
 import math

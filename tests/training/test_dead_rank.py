@@ -1,4 +1,4 @@
-"""When one process of a run dies, the others end soon, the checkpoints are whole, and the run goes on to the same bits."""
+"""If one process of a run dies, the others end soon, the checkpoints are whole, and the run resumes to the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The diagnosis of a run: what it logs, that it changes nothing, and that it is logged once."""
+"""The diagnosis of a run: its measures, that it does not affect training, and that it is logged once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharded over two processes, a method trains as it does without, and its checkpoints do not tell the difference."""
+"""A method sharded over two processes trains as on one, and its checkpoints are the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every file of a run is vouched for: damage to any of them is found by `verify` and by whoever loads it."""
+"""Damage to any file of a run is found by `verify` and on loading."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The smallest preset learns: what it knows of held-out text grows far beyond word frequencies."""
+"""The smallest preset learns to predict held-out text far better than word frequencies do."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The picture of a run: which panels it has, and that what it shows is what was measured."""
+"""The picture of a run: its panels, and that it shows the measured values."""
 
 import matplotlib
 import numpy as np

@@ -1,4 +1,4 @@
-"""Progress: nothing that matters is cut at any width, in a terminal, a notebook or a file."""
+"""Progress display: no important word is cut at any width, in a terminal, a notebook or a file."""
 
 import builtins
 import io

@@ -1,4 +1,4 @@
-"""Every method, interrupted and resumed, ends with the bits of a run that was not: weights, averages, optimizer, logs."""
+"""Every method, interrupted and resumed, ends with the bits of an undisturbed run: weights, averages, optimizer, logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every row of an epoch is learned from exactly once, however often the run is interrupted."""
+"""Every row of an epoch is used exactly once, however often the run is interrupted."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_the_second_signal_has_a_last_word():
 
 
 def test_last_words_tell_what_is_kept(tmp_path):
-    assert last_words(tmp_path) == "Left at once, without saving: no checkpoint was saved yet; go on with --resume."
+    assert last_words(tmp_path) == "Stopped without saving: no checkpoint was saved yet; continue with --resume."
     (tmp_path / "encoder-training" / "checkpoints" / "step-00000006").mkdir(parents=True)
     assert "step 6 of encoder-training is kept" in last_words(tmp_path)
     (tmp_path / "checkpoints" / "step-00001234").mkdir(parents=True)
@@ -109,7 +109,7 @@ def test_a_run_that_stops_before_its_first_step_says_that_nothing_was_saved(corp
 
 def test_a_run_that_stops_in_a_stage_names_it(corpus_file, tmp_path, monkeypatch, capsys):
     run = stopped_run(corpus_file, tmp_path, monkeypatch, Trainer, "train_step")
-    assert "at step 1 of the stage 'encoder' and saved: go on with --resume" in " ".join(capsys.readouterr().err.split())
+    assert "at step 1 of the stage 'encoder' and saved: continue with --resume" in " ".join(capsys.readouterr().err.split())
     assert (run / "encoder-training" / "checkpoints" / "step-00000001").is_dir()
 
 

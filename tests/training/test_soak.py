@@ -1,4 +1,4 @@
-"""A run of many steps: its memory and its open files stay as they are."""
+"""Memory and open files do not grow over a run of many steps."""
 
 from __future__ import annotations
 

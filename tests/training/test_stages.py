@@ -1,4 +1,4 @@
-"""A method of two stages trains them in order, and a run that is stopped in either ends with the same bits."""
+"""A two-stage method trains its stages in order, and a run stopped in either resumes to the same bits."""
 
 from __future__ import annotations
 

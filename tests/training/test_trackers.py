@@ -1,4 +1,4 @@
-"""Trackers: the readers of their files and their documented calls see every step of a run once, whether or not it resumed."""
+"""Trackers receive every step of a run once, resumed or not, according to their own readers and documented calls."""
 
 import os
 import signal

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jpeg_dlm.methods.base import Method
     from jpeg_dlm.training.console import Console
 
-# The paper's unit of speed comes first, so that the ratios are those of its tables.
+# AR without KV cache comes first: it is the baseline of the ratios, as in the paper's tables.
 CONTESTANTS = ("ar", "ar-kv", *(name for name in METHODS if name not in ("ar", *STAGES)))
 
 
@@ -32,15 +32,15 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--methods", metavar="NAMES",
-        help="also systems with random weights, which are as fast, at the preset's sizes; all, or some of "
+        help="also measure systems with random weights (equally fast) at the preset's sizes; all, or some of "
         f"{','.join(CONTESTANTS)} (ar is without KV cache, ar-kv with it)",
     )  # fmt: skip
     parser.add_argument(
         "--preset", action="append", choices=tuple(PRESETS), default=[], metavar="NAME",
-        help="sizes of --methods (default: lm1b), or without it of jpeg-dlm; may be given again",
+        help="sizes of --methods (default: lm1b), or of jpeg-dlm without --methods; may be repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--steps", type=several(whole(1)), metavar="N,N", help="sampling steps, several in turn (default: the model's own)"
+        "--steps", type=several(whole(1)), metavar="N,N", help="sampling steps, one or several (default: the model's own)"
     )
     parser.add_argument(
         "--solver",
@@ -50,9 +50,9 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--batch", type=whole(1), default=16, help="texts at once (paper: 64 on LM1B, 16 on OWT-1024)")
     parser.add_argument("--repeats", type=whole(1), default=5, help="measured rounds")
-    parser.add_argument("--warmup", type=whole(0), default=1, help="rounds before them that do not count")
+    parser.add_argument("--warmup", type=whole(0), default=1, help="unmeasured rounds before them")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast (default: fp32, the paper's)")
-    parser.add_argument("--threads", type=whole(1), help="threads of torch")
+    parser.add_argument("--threads", type=whole(1), help="CPU threads of PyTorch")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument("--out", type=Path, help="folder for benchmark.json and benchmark.md")
     parser.add_argument("--quiet", action="store_true", help="no progress")
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def contestants(names: str | None) -> list[str]:
-    """What --methods names."""
+    """Return the systems that --methods selects."""
     chosen = list(CONTESTANTS) if names == "all" else [name.strip() for name in names.split(",")] if names else []
     for name in chosen:
         if name not in CONTESTANTS:
@@ -98,7 +98,7 @@ def contestants(names: str | None) -> list[str]:
 def _subjects(
     models: Sequence[tuple[str, Method, Config, str]], args: argparse.Namespace, sampler: dict[str, Any], console: Console
 ) -> list[Subject]:
-    """Every model with every asked number of steps and solver that its sampler has."""
+    """Combine every model with the requested steps and solvers that its sampler supports."""
     from jpeg_dlm.config import validate
     from jpeg_dlm.config_io import override
     from jpeg_dlm.evaluation.throughput import Subject
@@ -108,7 +108,7 @@ def _subjects(
     for name, method, config, origin in models:
         for option in asked:
             if not hasattr(config.sampler, option):
-                console.say(f"{name} has no --{option}: it is measured as it is.")
+                console.say(f"{name} has no --{option}: it is measured without it.")
         sweep = {f"sampler.{option}": values for option, values in asked.items() if hasattr(config.sampler, option)}
         for values in itertools.product(*reversed(sweep.values())):  # steps vary within a solver
             changed = validate(override(config, sampler | dict(zip(reversed(sweep), values, strict=True))))
@@ -117,7 +117,7 @@ def _subjects(
 
 
 def _models(args: argparse.Namespace, methods: Sequence[str]) -> list[tuple[str, Method, Config, str]]:
-    """(name, method, config, where its weights are from) of checkpoints and of random weights."""
+    """Return (name, method, config, origin of the weights) of all checkpoints and randomly initialized systems."""
     from jpeg_dlm.api import load
     from jpeg_dlm.config_io import override
     from jpeg_dlm.methods.registry import build_method, for_method

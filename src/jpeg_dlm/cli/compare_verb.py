@@ -15,22 +15,20 @@ from jpeg_dlm.presets import PRESETS
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="tiny", metavar="NAME", help="where options start from")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="tiny", metavar="NAME", help="base values of all options")
     parser.add_argument("--methods", default="all", metavar="NAMES", help="all, or names separated by commas")
     parser.add_argument("--data", help="text file, folder, .jsonl, prepared folder, named corpus or hf:NAME")
-    parser.add_argument(
-        "--budget", help="what each may spend in training: 2000steps, 5Mtokens or 10min (default: the preset's)"
-    )
+    parser.add_argument("--budget", help="training budget of each system: 2000steps, 5Mtokens or 10min (default: the preset's)")
     parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="as for evaluate")
     parser.add_argument("-n", type=whole(1), default=256, help="texts per seed")
     parser.add_argument("--seeds", type=whole(1), default=3, help="number of seeds")
     parser.add_argument("--scorer", type=scorer, default="smollm2", metavar="NAME", help="as for evaluate")
-    parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="auto: if it can be had")
-    parser.add_argument("--batch", type=whole(1), default=16, help="texts at once when speed is measured")
+    parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="auto: if available")
+    parser.add_argument("--batch", type=whole(1), default=16, help="batch size when speed is measured")
     parser.add_argument("--repeats", type=whole(1), default=5, help="rounds when speed is measured")
-    parser.add_argument("--threads", type=whole(1), help="threads of torch")
+    parser.add_argument("--threads", type=whole(1), help="CPU threads of PyTorch")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
-    parser.add_argument("--out", type=Path, required=True, help="folder for runs and results; the same command goes on in it")
+    parser.add_argument("--out", type=Path, required=True, help="folder for runs and results; repeat the command to continue")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     document_options(parser, GROUPS)
 

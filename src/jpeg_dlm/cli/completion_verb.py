@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from jpeg_dlm.cli.options import HelpAll, add_every_option
 from jpeg_dlm.cli.parser import Parser
 
-HOW = """put one of these lines where your shell reads its settings:
+HOW = """add one of these lines to the configuration of your shell:
   source <(jpeg-dlm completion bash)      ~/.bashrc
   source <(jpeg-dlm completion zsh)       ~/.zshrc, after compinit
   jpeg-dlm completion fish | source       ~/.config/fish/config.fish"""
@@ -17,7 +17,7 @@ HOW = """put one of these lines where your shell reads its settings:
 
 @dataclass(frozen=True)
 class Level:
-    """What can follow `jpeg-dlm WORDS`: further words with their meaning, and options."""
+    """Completions after `jpeg-dlm WORDS`: further words with their help, and options."""
 
     words: tuple[str, ...]
     next: dict[str, str]
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def levels() -> Iterator[Level]:
-    """The whole command line, from the parsers of all verbs."""
+    """Yield all levels of the command line, from the parsers of all verbs."""
     from jpeg_dlm.cli.main import VERBS, build_parser
 
     root = build_parser(None)
@@ -73,9 +73,9 @@ def _level(words: tuple[str, ...], parser: argparse.ArgumentParser) -> Level:
 
 
 def bash_script(found: Sequence[Level]) -> str:
-    """A function for `complete`; where it offers nothing, bash offers file names."""
+    """Return a completion function for bash, which falls back to file names."""
     ways = " | ".join(f'"{" ".join(level.words[:-1])} {level.words[-1]}"' for level in found if level.words)
-    values: dict[str, list[str]] = {}  # cases by what they offer; an option of the config has the same values everywhere
+    values: dict[str, list[str]] = {}  # cases by the words they offer; config options have the same values everywhere
     offered = []
     for level in found:
         name = " ".join(level.words)
@@ -114,12 +114,12 @@ complete -o default -o bashdefault -F _jpeg_dlm jpeg-dlm"""
 
 
 def zsh_script(found: Sequence[Level]) -> str:
-    """The same through the functions that zsh has for scripts of bash."""
+    """Return the bash script for zsh's `bashcompinit`."""
     return f"autoload -U +X bashcompinit && bashcompinit\n{bash_script(found)}"
 
 
 def fish_script(found: Sequence[Level]) -> str:
-    """A line for every word and option, with its meaning."""
+    """Return a line with help for every word and option."""
     lines = []
     for level in found:
         deeper = f"not __fish_seen_subcommand_from {' '.join(level.next)}"

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def cpu_line() -> str:
-    """The CPU, what its reduced types gain, and the limit on its instructions if there is one."""
+    """Describe the CPU, the speedup of its reduced types, and the limit on its instructions if there is one."""
     from jpeg_dlm.cpu import cpu_facts, instruction_limit, speeds, training_precision
 
     try:

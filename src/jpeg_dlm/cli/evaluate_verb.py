@@ -29,30 +29,30 @@ def add_arguments(parser: Parser) -> None:
         "sources", nargs="*", type=Path, metavar="CHECKPOINT_OR_SAMPLES",
         help="model folders, runs, checkpoints, or .txt and .jsonl files of texts (default: the bundled model)",
     )  # fmt: skip
-    parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="what is measured and how")
+    parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="evaluation protocol")
     parser.add_argument("-n", type=whole(2), help="texts per seed (default: 256, in the paper's protocols 1024; all of a file)")
     parser.add_argument("--seeds", type=whole(1), help="number of seeds (default: 1, in the paper's protocols 5)")
     parser.add_argument("--seed", type=whole(0), default=0, help="the first seed")
-    parser.add_argument("--steps", type=several(whole(1)), metavar="N,N", help="sampling steps; several give a sweep")
-    parser.add_argument("--solver", type=some_of(EVERY_SOLVER), metavar="NAMES", help=f"{SOLVERS_SAID}; several give a sweep")
+    parser.add_argument("--steps", type=several(whole(1)), metavar="N,N", help="sampling steps; a sweep if several")
+    parser.add_argument("--solver", type=some_of(EVERY_SOLVER), metavar="NAMES", help=f"{SOLVERS_SAID}; a sweep if several")
     parser.add_argument(
         "--likelihood", action="store_true",
-        help="perplexity of held-out text under the model itself; no text is written or scored unless --scorer is given too",
+        help="perplexity of held-out text under the model itself; without --scorer, nothing is generated or scored",
     )  # fmt: skip
-    parser.add_argument("--likelihood-draws", type=whole(1), default=8, help="random times of a row, where it is a bound")
+    parser.add_argument("--likelihood-draws", type=whole(1), default=8, help="random times per row, for methods with a bound")
     parser.add_argument(
-        "--data", help="text, prepared folder or named corpus to hold against (default: what the model was trained on)"
+        "--data", help="text, prepared folder or named corpus to compare with (default: the model's training corpus)"
     )
-    parser.add_argument("--reference", type=Path, help="real texts to hold against instead: .txt or .jsonl")
+    parser.add_argument("--reference", type=Path, help="real texts to compare with instead: .txt or .jsonl")
     parser.add_argument(
         "--scorer",
         type=scorer,
         metavar="NAME",
-        help="smollm2 (fetched; the default), stories15m, hf:gpt2-large (the paper's), hf:FOLDER, gguf:FILE, ar:CHECKPOINT",
+        help="smollm2 (downloaded; the default), stories15m, hf:gpt2-large (the paper's), hf:FOLDER, gguf:FILE, ar:CHECKPOINT",
     )
-    parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="auto: if it can be had")
-    parser.add_argument("--batch", type=whole(1), default=64, help="texts written at once")
-    parser.add_argument("--out", type=Path, help="folder for results, pictures, and parts to go on from when stopped")
+    parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="auto: if available")
+    parser.add_argument("--batch", type=whole(1), default=64, help="texts sampled at once")
+    parser.add_argument("--out", type=Path, help="folder for results, pictures, and partial results to continue from")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     document_options(parser, ("sampler",))
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         return _evaluate(args, asked)
     from jpeg_dlm.training.lock import run_lock
 
-    with run_lock(args.out):  # another request at the same time would mix its parts with these
+    with run_lock(args.out):  # a second evaluation at the same time would mix up the partial results
         _claim(args.out, asked)
         return _evaluate(args, asked)
 
@@ -90,7 +90,7 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
         if args.likelihood and source.model:
             likelihoods.append(_likelihood(source, args, parts, console))
         if asked["scorer"]:
-            if evaluation is None:  # only now: what is wrong with a source is told before a scorer is fetched
+            if evaluation is None:  # only now, so that errors of a source come before the download of a scorer
                 scorer = build_scorer(asked["scorer"], str(read_ranks(args.device, {}).device), console=console)
                 evaluation = Evaluation(scorer, request, parts, console)
             entries += evaluation.entries(source)
@@ -103,7 +103,7 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
 
 
 def _likelihood(source: Any, args: argparse.Namespace, parts: Parts, console: Console) -> dict[str, Any]:
-    """The likelihood of a model's held-out text with the model's identity, or why there is none."""
+    """Return the likelihood of a model's held-out text and the model's identity, or the reason why there is none."""
     from jpeg_dlm import __version__
     from jpeg_dlm.evaluation.likelihood import has_likelihood, heldout_likelihood
 
@@ -113,7 +113,7 @@ def _likelihood(source: Any, args: argparse.Namespace, parts: Parts, console: Co
         "checkpoint_sha256": source.sha256, "tokenizer": source.model.tokenizer.fingerprint,
     }  # fmt: skip
     if not has_likelihood(method):
-        return about | {"kind": None, "reason": f"{method.title} gives no likelihood, so its text has to be scored."}
+        return about | {"kind": None, "reason": f"{method.title} gives no likelihood: score its text instead."}
 
     def make() -> dict[str, Any]:
         with console.progress(f"Likelihood under {source.name}", "rows") as progress:
@@ -125,7 +125,7 @@ def _likelihood(source: Any, args: argparse.Namespace, parts: Parts, console: Co
 
 
 def _asked(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
-    """The request in plain values, checked."""
+    """Return the request as plain values for `request.json`."""
     count = args.seeds if args.seeds is not None else protocol(args.protocol).seeds
     return {
         "sources": [str(p) for p in args.sources], "protocol": args.protocol, "n": args.n,
@@ -139,7 +139,7 @@ def _asked(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def _claim(out: Path, asked: dict[str, Any]) -> None:
-    """A folder belongs to one request: the same one goes on or is repeated there, another one is refused."""
+    """Claim a folder for one request: continue or repeat the same one, but reject any other."""
     from jpeg_dlm.files import write_atomic
 
     path = out / "request.json"
@@ -157,17 +157,17 @@ def _claim(out: Path, asked: dict[str, Any]) -> None:
 
 
 def _sources(args: argparse.Namespace, request: Request, console: Console) -> Iterator[Source]:
-    """Files are read at once, so that a bad one is told before anything long; models one after the other."""
+    """Read all sample files first, so that errors come early; load models one by one."""
     from jpeg_dlm.evaluation.samples import REAL, is_samples, read_samples
     from jpeg_dlm.evaluation.sources import file_sources
 
     files = [path for path in args.sources if is_samples(path)]
     models: list[Path | None] = [path for path in args.sources if not is_samples(path)]
     if files and not models and args.likelihood:
-        raise UsageError("Texts of another program have no likelihood: name a checkpoint with --likelihood.")
+        raise UsageError("--likelihood needs a model, not only sample files: name a checkpoint.")
     found = file_sources(files, args.reference)
     for source in found:
-        source.real(1)  # refuses texts without real ones beside them
+        source.real(1)  # raises an error if there are no real texts to compare with
     reference = read_samples(args.reference, REAL) if args.reference else None
     if not args.sources:
         models = [None]
@@ -194,16 +194,16 @@ def _chain(
 
 
 def _check_sampler(model: Model, label: str, request: Request, console: Console) -> None:
-    """Refuse wrong options before anything long."""
+    """Reject wrong sampler options early."""
     for variant in request.variants(model.config.sampler):
         model.sampler_options(**variant)
     for option, asked in (("steps", request.steps), ("solver", request.solvers)):
         if asked and not hasattr(model.config.sampler, option):
-            console.say(f"{label} has no --{option}: it is evaluated as it is.")
+            console.say(f"{label} has no --{option}: it is evaluated without it.")
 
 
 def _heldout(model: Model, args: argparse.Namespace, reference: SampleFile | None, console: Console) -> Blocks | None:
-    """Text held out in training, packed like the model's; with a reference file it is used only if it is prepared."""
+    """Return held-out text packed like the model's training text; with a reference file, only if it is prepared."""
     from jpeg_dlm.evaluation.heldout import heldout_blocks, is_prepared
     from jpeg_dlm.evaluation.likelihood import has_likelihood
 

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     from jpeg_dlm.api import Model
 
-DTYPES = ("auto", "fp32", "bf16", "int8")  # auto and those of `sampling.linear`, which needs torch: `--help` answers without it
-SLOW_S = 10.0  # of sampling, from which a faster runtime is worth an export (assumed)
-PRICED = 8  # texts that are written again in fp32 to tell what a reduced precision changed
+DTYPES = ("auto", "fp32", "bf16", "int8")  # auto and the types of `sampling.linear`, which imports torch; `--help` must not
+SLOW_S = 10.0  # seconds of sampling above which an export to a faster runtime is suggested (assumed)
+PRICED = 8  # texts sampled again in fp32 to measure the effect of a reduced precision
 
 CHOICES = option_choices()
 
-# Options of samplers that need no --sampler. before them; which of them a model has depends on its method.
+# Sampler options that may omit the prefix --sampler.; each method supports some of them.
 SHORTHANDS = ("steps", "solver", "grid", "w", "protocol", "temperature", "top_k", "top_p")
 
 
@@ -38,15 +38,15 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--seed", type=whole(0), default=0, help="text i of a seed is the same in any batch")
     parser.add_argument("--prompt", metavar="TEXT", help="how every text begins (ar, mdlm, sedd, duo)")
     parser.add_argument(
-        "--template", metavar="TEXT", help="the same with holes: [MASK] is one token to fill in, [MASK:5] are five"
+        "--template", metavar="TEXT", help="text with holes to fill in (same methods): [MASK] is one token, [MASK:5] are five"
     )
-    parser.add_argument("--fast", action="store_true", help="of jpeg-dlm: few steps at the times that were stored by tune")
+    parser.add_argument("--fast", action="store_true", help="of jpeg-dlm: few steps, at the times found by tune")
     parser.add_argument("--steps", type=whole(1), help="sampling steps (default: the model's own)")
     parser.add_argument(
         "--solver", choices=EVERY_SOLVER, metavar="NAME", help="of jpeg-dlm, sedd or elf (default: the model's own)"
     )
     parser.add_argument(
-        "--grid", choices=CHOICES["sampler.grid"], metavar="NAME", help="how steps lie in time (default: the model's own)"
+        "--grid", choices=CHOICES["sampler.grid"], metavar="NAME", help="spacing of sampling times (default: the model's own)"
     )
     parser.add_argument("--w", type=positive, help="self-conditioning guidance scale (default: the model's own)")
     parser.add_argument(
@@ -54,16 +54,16 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--temperature", type=from_zero, help="of ar: divides the logits, 0 is greedy")
     parser.add_argument("--top-k", type=whole(0), help="of ar: draw from the k most probable tokens")
-    parser.add_argument("--top-p", type=share, help="of ar: draw from the fewest tokens with this probability")
+    parser.add_argument("--top-p", type=share, help="of ar: draw from the smallest set of tokens with this total probability")
     parser.add_argument("--batch", type=whole(1), default=64, help="texts at once")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto",
-        help="of jpeg-dlm: type of prepared weights; bf16 and int8 change texts a little (default: auto, the fastest way to "
-        "write the texts of fp32)",
+        help="of jpeg-dlm: type of the weights; bf16 and int8 change texts a little (default: auto, the fastest with the "
+        "same texts as fp32)",
     )  # fmt: skip
     parser.add_argument("--compile", action="store_true", help="of jpeg-dlm: fuse operations; no gain on a CPU (measured)")
-    parser.add_argument("--watch", action="store_true", help="show the first text form step by step")
+    parser.add_argument("--watch", action="store_true", help="show how the first text forms step by step")
     parser.add_argument("--tokens", action="store_true", help="print token ids instead of text")
     parser.add_argument("--out", type=Path, help="write JSON lines to this file instead of printing")
     document_options(parser, ("sampler",))
@@ -116,20 +116,20 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def slower(dtype: str) -> str | None:
-    """A sentence if the CPU gains nothing by a reduced type."""
+    """Return a message if a reduced type is no faster on this CPU."""
     import torch
 
     from jpeg_dlm.cpu import cost_of
     from jpeg_dlm.sampling.linear import computes_in_bf16
 
     if dtype == "bf16" and not computes_in_bf16(torch.device("cpu")):
-        return "This CPU has no bf16 products: weights are rounded to bf16 and multiplied in fp32, which is no faster."
+        return "This CPU has no bf16 instructions: weights are rounded to bf16 and multiplied in fp32, which is no faster."
     return cost_of(dtype)
 
 
 def price(model: Model, tokens: Tensor, args: argparse.Namespace, options: dict[str, Any]) -> str:
-    """How far the first texts of a reduced precision are from those of fp32."""
-    released = model.sampler_options(**options).protocol == "released"  # in which a text depends on its whole batch
+    """Compare the first texts of a reduced precision with those of fp32."""
+    released = model.sampler_options(**options).protocol == "released"  # there, a text depends on its whole batch
     n = min(args.n, args.batch if released else PRICED)
     exact = model.accelerate("fp32").sample(n, seed=args.seed, batch=args.batch, **options)
     share = (exact == tokens[:n]).float().mean().item()

@@ -11,7 +11,7 @@ from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.config_io import flatten, read_json_file
 from jpeg_dlm.methods.registry import METHODS
 
-BY_FILE = "auto"  # no preset's name: the paper's preset with the file's vocabulary
+BY_FILE = "auto"  # not a preset: selects the paper's preset with the file's vocabulary
 
 
 def add_arguments(parser: Parser) -> None:
@@ -21,9 +21,9 @@ def add_arguments(parser: Parser) -> None:
         help="a .safetensors, .ckpt, .pth, .pt or .bin file, or a Hugging Face folder; sizes are read from it",
     )  # fmt: skip
     parser.add_argument(
-        "--method", choices=tuple(METHODS), metavar="NAME", help="which system it is of (default: what the file tells)"
+        "--method", choices=tuple(METHODS), metavar="NAME", help="system of the checkpoint (default: detected from the file)"
     )
-    parser.add_argument("--weights", choices=("ema", "raw"), help="which weights, where it has both (default: ema)")
+    parser.add_argument("--weights", choices=("ema", "raw"), help="weights to take if the file has both (default: ema)")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json, or a folder with one, to keep with the model")
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
 
@@ -47,12 +47,12 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     sizes = f"{parameters:,} parameters, {data.token_len} tokens, vocabulary {data.vocab_size:,}"
     print(f"Imported {parts.method.title}{which}: {sizes}, into '{args.out}'.")
     if imported.assumed:
-        print(f"Not told by the file, so assumed: {', '.join(_shown(parts.config, name) for name in imported.assumed)}.")
+        print(f"Not stated in the file, so assumed: {', '.join(_shown(parts.config, name) for name in imported.assumed)}.")
     return 0
 
 
 def _shown(config: object, dotted: str) -> str:
-    """An option as it is typed, with its value."""
+    """Return an option as typed on the command line, with its value."""
     value = config
     for part in dotted.split("."):
         value = getattr(value, part)

@@ -1,4 +1,4 @@
-"""`jpeg-dlm VERB ...`: finds the verb, shows help without importing torch, and turns errors into one sentence."""
+"""`jpeg-dlm VERB ...`: runs a verb, shows help without importing torch, and reports errors as one sentence."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from jpeg_dlm.errors import JpegDlmError
 VERBS = {
     "demo": "see the bundled model write, reconstruct and interpolate",
     "generate": "write text with a model (the bundled one by default)",
-    "reconstruct": "send text through the codec and back: what the latents keep",
-    "interpolate": "walk between two texts in latent space",
+    "reconstruct": "encode text to latents and decode it again",
+    "interpolate": "interpolate between two texts in latent space",
     "prepare": "turn text into packed token blocks on disk",
     "train": "train a model; stop and resume exactly",
     "evaluate": "score generated, real and shuffled text with a language model",
     "compare": "train, score and time several systems with an equal budget: the table of all methods",
-    "study": "the paper's ablations, sweeps and latent-space figures, on your text and at your size",
-    "report": "one page with tables, figures and samples of runs, evaluations, comparisons and studies",
-    "benchmark": "how fast models write, measured in turns",
-    "info": "what a run or model is and how to go on; or sizes, operations and memory of a preset",
-    "tune": "find the few sampling times that serve a model best, for generate --fast",
+    "study": "repeat the paper's ablations, sweeps and latent-space figures on your text and at your size",
+    "report": "write one page with tables, figures and samples of runs, evaluations, comparisons and studies",
+    "benchmark": "measure the sampling speed of models, in turns",
+    "info": "describe a run or model and what to do next; or sizes, operations and memory of a preset",
+    "tune": "find the best few sampling times of a model, for generate --fast",
     "import": "bring in a published checkpoint: JPEG-DLM, MDLM, SEDD, Duo, AR, ELF, LangFlow, FLM",
     "export": "write a model folder, or its networks for ONNX or OpenVINO",
     "verify": "check every file of a run or model against its hashes",
-    "doctor": "what this machine has, what is missing, how to mend it",
-    "completion": "print a script with which a shell completes verbs, options and values",
+    "doctor": "show what is installed on this machine, what is missing, and how to fix it",
+    "completion": "print a shell completion script for verbs, options and values",
 }
 
 
 def build_parser(verb: str | None) -> Parser:
-    """The parser; only the asked verb's module is imported, the others are names."""
+    """Build the parser; import only the module of `verb`."""
     parser = Parser(prog="jpeg-dlm", description="Train, sample and study JPEG-DLM and its relatives.")
     parser.add_argument("--version", action="version", version=f"jpeg-dlm {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
@@ -53,30 +53,30 @@ def build_parser(verb: str | None) -> Parser:
 
 
 def run_verb(words: Sequence[str], overrides: Sequence[str]) -> int:
-    """Parse and run; the exit code."""
+    """Parse the command line, run its verb, and return the exit code."""
     verb = next((word for word in words if not word.startswith("-")), None)
     args, unknown = build_parser(verb).parse_known_args(words)
     error = args.parser.unknown(unknown) or refused_override(overrides, args.accepts, args.parser)
     if error:
         raise error
-    args.command = shlex.join(["jpeg-dlm", *words, *overrides])  # results say what made them
+    args.command = shlex.join(["jpeg-dlm", *words, *overrides])  # stored with the results
     return import_module(f"jpeg_dlm.cli.{args.verb}_verb").run(args, overrides) or 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The entry point; returns the exit code."""
+    """Run the command line program; return the exit code."""
     ready_streams()
-    if argv is None:  # this process is the program
+    if argv is None:  # called as a program, not from Python
         keep_freed_memory()
-    # Options of the config leave first: argparse would take the value of one it does not know for a positional argument.
+    # Remove config options first: argparse would take the value of an unknown option for a positional argument.
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     try:
         try:
             return run_verb(words, overrides)
         finally:
-            sys.stdout.flush()  # here, where a reader that went away can still be told from an error
+            sys.stdout.flush()  # here, so that a closed pipe raises BrokenPipeError below
     except BrokenPipeError:
-        return 0  # the reader went away (`| head`): not an error
+        return 0  # the reader closed the pipe (`| head`), which is not an error
     except KeyboardInterrupt:
         return 130
     except (JpegDlmError, OSError, MemoryError, UnicodeError, RuntimeError) as error:
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def sentence_of(error: Exception) -> str | None:
-    """What to say about an error; None for one that only a programming mistake explains."""
+    """Return the message for an error, or None if it can only be a bug."""
     if isinstance(error, JpegDlmError):
         return str(error)
     if isinstance(error, OSError):
@@ -103,11 +103,11 @@ def sentence_of(error: Exception) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------- standard streams that are closed, full or of few characters
+# ---------------------------------------------------------------- standard streams that are closed, full or not Unicode
 
 
 class ClosedOutput(io.TextIOBase):
-    """Standard output that was closed before the program began; the work is done and its files written before it is told."""
+    """Replaces a standard output that is closed; raises an error only when flushed, after the work is done."""
 
     lost = False
 
@@ -122,15 +122,15 @@ class ClosedOutput(io.TextIOBase):
 
 
 def ready_streams() -> None:
-    """Standard streams that exist and take any text.
+    """Make sure that the standard streams are open and accept any text.
 
-    Without them the next files to be opened would get their numbers, and with it whatever libraries print.
+    Otherwise files opened later would get their descriptors, and receive the output of libraries.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
     sys.stdout = sys.stdout or ClosedOutput()
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - lives as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -138,14 +138,14 @@ def ready_streams() -> None:
 
 
 def tell(sentence: str) -> None:
-    """One line on standard error; control characters of a hostile name would otherwise command the terminal."""
+    """Print an error as one line on standard error, with control characters escaped to protect the terminal."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
     with contextlib.suppress(OSError):
         print(f"error: {shown}", file=sys.stderr)
 
 
 def drop_unwritable_output() -> None:
-    """The interpreter flushes once more when it ends, and would complain about what could not be written."""
+    """Redirect standard output to /dev/null if it cannot be written: the interpreter flushes it again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

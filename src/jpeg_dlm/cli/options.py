@@ -13,37 +13,37 @@ from jpeg_dlm.config_io import flatten, option_choices, option_names, override, 
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.presets import PRESETS, preset
 
-NOT_OPTIONS = ("preset", "method")  # they choose what the others are
+NOT_OPTIONS = ("preset", "method")  # they determine the other options
 GROUPS = ("data", "encoder", "model", "objective", "train", "sampler")
 
 
 def add_config_arguments(parser: Parser, default: str = "tiny", groups: Sequence[str] = GROUPS, required: bool = True) -> None:
-    """`--preset` and `--config`, and the options of these groups behind `--help-all`; all others are taken too.
+    """Add `--preset`, `--config` and `--help-all`, which documents these groups; the options of all groups are accepted.
 
-    Where no preset is required, the verb itself takes the default, so that it can tell it from one that was given.
+    If `required` is False, `--preset` is None unless given, and the verb applies the default itself.
     """
     parser.add_argument(
         "--preset", choices=tuple(PRESETS), default=default if required else None, metavar="NAME",
-        help="where options start from" if required else f"where options start from (default: {default})",
+        help="base values of all options" if required else f"base values of all options (default: {default})",
     )  # fmt: skip
-    parser.add_argument("--config", type=Path, metavar="FILE", help="JSON file with options that replace the preset's")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="JSON file with options that override the preset's")
     document_options(parser, groups, default)
     parser.set_defaults(accepts=GROUPS)
 
 
 def document_options(parser: Parser, groups: Sequence[str], default: str = "") -> None:
-    """`--help-all`, which shows the options of these groups; the verb takes them."""
+    """Add `--help-all`, which shows the options of these groups, and accept these options."""
     names = [f"--{name.replace('_', '-')}" for name in option_names() if name.split(".")[0] in groups]
     shown = ", ".join(f"--{group}.*" for group in groups)
     parser.dotted = [name for name in names if "." in name]
     parser.epilog = f"{len(parser.dotted)} more options ({shown}) are shown by  {parser.prog} --help-all"
     parser.set_defaults(accepts=groups)
-    said = "this and the options of the configuration"
+    said = "show this help and all configuration options"
     parser.add_argument("--help-all", action=HelpAll, groups=groups, preset=default, help=said)
 
 
 class HelpAll(argparse.Action):
-    """Print the help with every option of some groups; their values are those of the preset, if there is one."""
+    """Prints the help with all options of some groups, with the values of the preset if there is one."""
 
     def __init__(self, groups: Sequence[str], preset: str, **options: Any) -> None:
         super().__init__(**options, nargs=0, default=argparse.SUPPRESS)
@@ -52,17 +52,17 @@ class HelpAll(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
         name = getattr(namespace, "preset", None) or self.preset
         add_every_option(parser, self.groups, preset(name) if isinstance(name, str) and name in PRESETS else None)
-        parser.epilog = "Those of another system than jpeg-dlm are shown by  jpeg-dlm info --method NAME --options"
+        parser.epilog = "For the options of other systems than jpeg-dlm, see  jpeg-dlm info --method NAME --options"
         parser.print_help()
         parser.exit()
 
 
 def add_every_option(parser: argparse.ArgumentParser, groups: Sequence[str], config: Config | None) -> None:
-    """Options of the config as arguments, for help and completion; `split_overrides` takes them before argparse does."""
+    """Add config options as arguments for help and completion; `split_overrides` removes them before argparse runs."""
     parser.usage = parser.format_usage().removeprefix("usage: ").strip().replace("%", "%%")
     choices = option_choices()
     for group in groups:
-        values = f"values of the preset {config.preset}" if config else "by default as the model has them"
+        values = f"values of the preset {config.preset}" if config else "default: the model's own values"
         section = parser.add_argument_group(f"options of {group}, {values}")
         for name, field in option_names().items():
             if name.split(".")[0] == group:
@@ -74,7 +74,7 @@ def add_every_option(parser: argparse.ArgumentParser, groups: Sequence[str], con
 
 
 def refused_override(rest: Sequence[str], accepts: Sequence[str], parser: Parser) -> UsageError | None:
-    """The error for an option of the config that a verb does not take."""
+    """Return the error for the first config option that a verb does not accept, or None."""
     for word in rest:
         if word.startswith("--") and not _is_value(word) and word[2:].split(".")[0] not in accepts:
             if not accepts or word[2:].split(".")[0] not in GROUPS:
@@ -84,7 +84,7 @@ def refused_override(rest: Sequence[str], accepts: Sequence[str], parser: Parser
 
 
 def list_options(config: Config) -> str:
-    """Every option of a config with its value and meaning."""
+    """List every option of a config with its value and help."""
     rows = [
         (f"--{name.replace('_', '-')}", _shown(config, name), field.metadata["help"])
         for name, field in option_names(config).items()
@@ -102,7 +102,7 @@ def _shown(config: Config, dotted: str) -> str:
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the verb's own words, options of the config with their values); only the latter have a dot in their name."""
+    """Split into (the verb's own words, config options with their values); only config options have a dot in their name."""
     words: list[str] = []
     overrides: list[str] = []
     queue = list(argv)
@@ -119,7 +119,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
-    """`--model.latent-len 16` and `--model.latent-len=16` as dotted names and strings."""
+    """Parse `--model.latent-len 16` and `--model.latent-len=16` into dotted names and strings."""
     values: dict[str, Any] = {}
     queue = list(rest)
     while queue:
@@ -138,7 +138,7 @@ def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
 
 
 def _is_value(word: str) -> bool:
-    """Whether a word can follow an option: anything but the next option, so negative numbers can."""
+    """Return True for anything but another option; negative numbers are values."""
     if not word.startswith("--"):
         return True
     try:
@@ -149,7 +149,7 @@ def _is_value(word: str) -> bool:
 
 
 def read_config(args: argparse.Namespace, rest: Sequence[str], base: Config | None = None, **fixed: str | None) -> Config:
-    """`base` or the preset, then the JSON file, then the command line, then what the verb itself says; validated."""
+    """Merge `base` or the preset, the JSON file, the command line and `fixed`, in this order, and validate the result."""
     config = base or preset(args.preset)
     values = read_json_file(args.config) if args.config else {}
     method = fixed.pop("method", None) or values.get("method")

@@ -1,4 +1,4 @@
-"""argparse with errors in one sentence that name the nearest known word, and help that shows defaults and choices."""
+"""An argparse parser whose errors suggest the nearest known word and whose help shows defaults and choices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jpeg_dlm.errors import UsageError
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Short names for values; a default and choices are told where the text beside them does not."""
+    """Uses short names for values, and adds defaults and choices that the help text does not mention."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **({"max_help_position": 34} | options))
@@ -28,7 +28,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         said = action.help or ""
         notes = []
-        if action.choices and action.metavar and action.option_strings:  # else argparse shows them in place of the value
+        if action.choices and action.metavar and action.option_strings:  # otherwise argparse shows them instead of a metavar
             notes.append(f"one of {', '.join(map(str, action.choices))}".replace("%", "%%"))
         if action.nargs != 0 and action.default not in (None, "", argparse.SUPPRESS) and "default:" not in said:
             notes.append("default: %(default)s")
@@ -38,7 +38,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are `UsageError`s; `dotted` are the options of the config that the verb documents."""
+    """A parser that raises `UsageError`; `dotted` lists the config options that the verb documents."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**({"formatter_class": Formatter, "allow_abbrev": False} | options))
@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def unknown(self, words: Iterable[str]) -> UsageError | None:
-        """The error for the first of these words that this parser has no use for, with the nearest one that it has."""
+        """Return the error for the first unknown word, with the nearest known option, or None."""
         for word in words:
             name = word.partition("=")[0]
             if not name.startswith("-"):
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         return None
 
     def error(self, message: str) -> NoReturn:
-        if "required" in message:  # a mistyped option is missing too, and that tells more
+        if "required" in message:  # if a required option is mistyped, name the typo
             error = self.unknown(word for word in self._words if re.fullmatch(r"--[^\s=]+(=.*)?", word))
             if error:
                 raise error
@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def nearest(word: str, known: Sequence[str], parser: argparse.ArgumentParser, tell_all: bool = False) -> str:
-    """How a sentence about an unknown word ends."""
+    """Return the end of an error message about an unknown word."""
     close = difflib.get_close_matches(word, known, n=1)
     if close:
         return f"; did you mean {close[0]}?"

@@ -30,10 +30,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from jpeg_dlm.training.lock import run_lock
 
     console = Console(args.quiet)
-    prepared = (args.out / "index.json").is_file()  # then it is only looked at, and may lie where nobody can write
+    prepared = (args.out / "index.json").is_file()  # then it is only checked, and may be read-only
     bring(config.data.source, args.out, console)
     if not prepared:
-        open_corpus(config.data.source)  # a text that is not there is told before anything is written
+        open_corpus(config.data.source)  # raises an error for missing text before anything is written
     lock = nullcontext() if prepared else run_lock(args.out)
     with lock, console.progress("Preparing text", "bytes") as progress:
         done = prepare(config.data, args.out, progress)

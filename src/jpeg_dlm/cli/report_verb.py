@@ -12,7 +12,7 @@ from jpeg_dlm.cli.parser import Parser
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "folders", nargs="+", type=Path, metavar="RUN",
-        help="runs, models, what evaluate, compare or study wrote, or folders that hold these",
+        help="runs, models, results of evaluate, compare or study, or folders that contain them",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder for index.html and report.md")
     parser.add_argument("--title", help="heading of the page (default: the names of the folders)")

@@ -29,38 +29,38 @@ def add_arguments(parser: Parser) -> None:
     for name, info in STUDIES.items():
         sub = studies.add_parser(name, help=info.summary, description=info.summary[0].upper() + info.summary[1:] + ".")
         ARGUMENTS[info.takes](sub)
-        sub.add_argument("--threads", type=whole(1), help="threads of torch")
+        sub.add_argument("--threads", type=whole(1), help="CPU threads of PyTorch")
         sub.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
-        sub.add_argument("--out", type=Path, required=True, help="folder for the results; the same command goes on in it")
+        sub.add_argument("--out", type=Path, required=True, help="folder for the results; repeat the command to continue")
         sub.add_argument("--quiet", action="store_true", help="no progress")
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
         sub.set_defaults(parser=sub)
-        if info.takes != "models":  # a trained model is looked at as it is
+        if info.takes != "models":  # a trained model has a fixed config
             document_options(sub, GROUPS)
 
 
 def _scoring(parser: Parser, n: int, seeds: int) -> None:
     parser.add_argument("-n", type=whole(1), default=n, help="texts per seed")
-    parser.add_argument("--seeds", type=whole(1), default=seeds, help="number of seeds of sampling")
+    parser.add_argument("--seeds", type=whole(1), default=seeds, help="number of sampling seeds")
     parser.add_argument("--scorer", type=scorer, default="smollm2", metavar="NAME", help="as for evaluate")
-    parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="auto: if it can be had")
+    parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="auto: if available")
     parser.add_argument("--batch", type=whole(1), default=64, help="texts at once")
 
 
 def _training(parser: Parser) -> None:
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="tiny", metavar="NAME", help="where options start from")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="tiny", metavar="NAME", help="base values of all options")
     parser.add_argument("--data", help="text file, folder, .jsonl, prepared folder, named corpus or hf:NAME")
     parser.add_argument(
-        "--budget", help="what each may spend in training: 2000steps, 5Mtokens or 10min (default: the preset's)"
+        "--budget", help="training budget of each variant: 2000steps, 5Mtokens or 10min (default: the preset's)"
     )
     parser.add_argument(
-        "--train-seeds", type=whole(1), default=1, help="trainings of each variant; deviations are then over them"
+        "--train-seeds", type=whole(1), default=1, help="training runs per variant; if several, deviations are over them"
     )
     parser.add_argument(
         "--jobs", type=whole(1), default=1,
-        help="processes that share the training; the same command on another node with the same --out joins in",
+        help="processes that share the training; to add another node, run the same command with the same --out there",
     )  # fmt: skip
-    parser.add_argument("--train-only", action="store_true", help=argparse.SUPPRESS)  # what the other processes of --jobs do
+    parser.add_argument("--train-only", action="store_true", help=argparse.SUPPRESS)  # for the workers of --jobs
     parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="as for evaluate")
     _scoring(parser, 256, 3)
 
@@ -70,16 +70,16 @@ def _models(parser: Parser) -> None:
         "checkpoints", nargs="*", type=Path, metavar="CHECKPOINT",
         help="model folders, runs or checkpoints (default: the bundled model)",
     )  # fmt: skip
-    parser.add_argument("--data", help="text to look at (default: what the model was trained on, held-out part)")
+    parser.add_argument("--data", help="text to analyze (default: the held-out part of the model's training corpus)")
     _scoring(parser, 256, 1)
 
 
 def _sizes(parser: Parser) -> None:
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="lm1b", metavar="NAME", help="where options start from")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="lm1b", metavar="NAME", help="base values of all options")
     parser.add_argument("--lengths", default="128,256,512,1024,2048,4096,8192", help="tokens of a text")
     parser.add_argument("--rates", default="1,0.5,0.25,0.125,0.0625", help="compression rates")
-    parser.add_argument("--measure", action="store_true", help="also build each model and time it; else only count")
-    parser.add_argument("--limit", type=positive, default=60.0, help="seconds that one measured batch may take")
+    parser.add_argument("--measure", action="store_true", help="also build and time each model, not only count operations")
+    parser.add_argument("--limit", type=positive, default=60.0, help="most seconds for one measured batch")
     parser.add_argument("--batch", type=whole(1), default=1, help="texts at once when time is measured")
     parser.add_argument("--repeats", type=whole(1), default=3, help="rounds when time is measured")
 
@@ -121,7 +121,7 @@ def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> Outcome | No
     question = trained.ask(args.study, args.preset, args.data, parse_overrides(rest), budget, args.train_seeds)
     request = Request(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
     workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet))
-    planned = trained.plan(question, workshop)  # before the other processes begin: speeds are measured on a quiet machine
+    planned = trained.plan(question, workshop)  # before the workers start: speeds are measured on an idle machine
     with _workers(args, rest, workshop.console):
         trained.train(planned, workshop, wait=not args.train_only)
     if args.train_only:
@@ -134,10 +134,10 @@ def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> Outcome | No
 
 @contextlib.contextmanager
 def _workers(args: argparse.Namespace, rest: Sequence[str], console: Console) -> Iterator[None]:
-    """`--jobs` less one processes that train beside this one; what one of them leaves undone, this one does.
+    """Start `--jobs` - 1 workers that train beside this process, which takes over the work of any worker that fails.
 
-    Unless told, the threads of this machine are divided among all, and its GPUs are dealt out. At the end all work is done,
-    so that whoever still looks for some is asked to leave; one in the middle of training saves first.
+    By default the CPU threads are divided equally and the GPUs assigned in turn. At the end, terminate workers that still
+    run; one that is training saves first.
     """
     import torch
 
@@ -148,7 +148,7 @@ def _workers(args: argparse.Namespace, rest: Sequence[str], console: Console) ->
             args.out.mkdir(parents=True, exist_ok=True)
             torch.set_num_threads(share)
             stack.callback(torch.set_num_threads, threads)
-            previous = signal.signal(signal.SIGTERM, _leave)  # else the others would be left behind
+            previous = signal.signal(signal.SIGTERM, _leave)  # otherwise the workers would keep running
             stack.callback(signal.signal, signal.SIGTERM, previous)
         for number in range(1, args.jobs):
             log = args.out / f"worker-{number}.log"
@@ -165,7 +165,7 @@ def _leave(number: int, frame: object) -> None:
 
 
 def _worker_words(args: argparse.Namespace, rest: Sequence[str], threads: int, device: str) -> list[str]:
-    """The command of another process: the same training, nothing else."""
+    """Return the command of a worker, which only trains."""
     words = ["--preset", args.preset, "--train-seeds", args.train_seeds, "--threads", threads, "--device", device]
     words += [word for name in ("data", "budget") if getattr(args, name) for word in (f"--{name}", getattr(args, name))]
     words += ["--out", args.out, "--train-only", "--quiet", *rest]
@@ -176,7 +176,7 @@ def _dismiss(worker: subprocess.Popen[bytes], log: Path, console: Console) -> No
     if worker.poll() is None:
         worker.terminate()
     elif worker.returncode:
-        console.warn(f"A training process ended with code {worker.returncode}, its work was done here: see '{log}'.")
+        console.warn(f"A worker exited with code {worker.returncode}, so this process did its work: see '{log}'.")
     worker.wait()
 
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: Parser) -> None:
-    add_config_arguments(parser, required=False)  # to tell 'not given' from 'tiny' when a run is resumed
+    add_config_arguments(parser, required=False)  # distinguishes 'not given' from 'tiny' when a run is resumed
     parser.add_argument(
         "--method", choices=(*METHODS, *STUDENTS), metavar="NAME",
-        help=f"which system to train; encoder: the small text encoder alone; {', '.join(STUDENTS)}: of a trained model; "
+        help=f"system to train; encoder: the small text encoder alone; {', '.join(STUDENTS)}: from a trained --teacher; "
         "default: jpeg-dlm",
     )  # fmt: skip
     parser.add_argument(
@@ -38,19 +38,17 @@ def add_arguments(parser: Parser) -> None:
         "--data", help="text file, folder, .jsonl, prepared folder, named corpus or hf:NAME (default: the preset's)"
     )
     parser.add_argument("--out", type=Path, required=True, help="run directory")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out and its options, or start it")
-    parser.add_argument(
-        "--stop-at", type=whole(1), metavar="STEP", help="save and leave after this step, short of the end, as a signal would"
-    )
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out with its own options, or start it")
+    parser.add_argument("--stop-at", type=whole(1), metavar="STEP", help="save and stop after this step, as on a signal")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument(
-        "--threads", type=whole(1), help="CPU threads (default: PyTorch's choice); part of what makes a run repeatable"
+        "--threads", type=whole(1), help="CPU threads (default: PyTorch's choice); exact repetition needs the same number"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
 def base_config(args: argparse.Namespace) -> Config:
-    """What the run in --out was started with, when it is resumed; else the preset."""
+    """Return the stored config of a run that is resumed; otherwise the config of the teacher or the preset."""
     stored = args.out / "config.json"
     if not (args.resume and stored.is_file()):
         return student_of(args.teacher, args.method) if args.teacher else preset(args.preset or "tiny")
@@ -68,7 +66,7 @@ def base_config(args: argparse.Namespace) -> Config:
 
 
 def student_of(teacher: Path, method: str) -> Config:
-    """The config of a method that goes on from a trained model."""
+    """Return the config of a method that learns from a trained model."""
     from jpeg_dlm.model_folder import bundled_folder, read_model
 
     parts = read_model(bundled_folder() if str(teacher) == "bundled" else teacher)
@@ -76,7 +74,7 @@ def student_of(teacher: Path, method: str) -> Config:
 
 
 def where(outcome: Outcome, config: Config) -> str:
-    """Where a run stopped, and what is left of it."""
+    """Describe at which step a run stopped and what was saved."""
     if not outcome.saved:
         return "before the first step, so there is no checkpoint; what was prepared is kept"
     stage = f" of the stage '{outcome.stage}'" if outcome.stage not in ("", config.method) else ""
@@ -86,7 +84,7 @@ def where(outcome: Outcome, config: Config) -> str:
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.teacher and (args.method not in STUDENTS or args.preset):
         students = " and ".join(STUDENTS)
-        raise UsageError(f"--teacher belongs to --method {students}, which take sizes and text from it and know no --preset.")
+        raise UsageError(f"--teacher needs --method {students} and replaces --preset: change one of them.")
     config = read_config(args, rest, base_config(args), **{"method": args.method, "data.source": args.data})
     if not config.data.source:
         raise UsageError("There is no text to train on: name it with --data.")
@@ -102,9 +100,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     ranks = setup(args.device)
     console = Console(args.quiet or not ranks.is_main)
     outcome = train_run(config, args.out, ranks, console, args.resume, args.stop_at)
-    teardown()  # not after an error: the other processes may be gone
+    teardown()  # not after an error, when other processes may be gone
     if outcome.stopped_by:
-        console.say(f"Stopped by {outcome.stopped_by} {where(outcome, config)}: go on with --resume.")
+        console.say(f"Stopped by {outcome.stopped_by} {where(outcome, config)}: continue with --resume.")
         return {"SIGTERM": 143, "SIGINT": 130}.get(outcome.stopped_by, 0)
     if config.method == "encoder":
         console.say(f"Done. Use it with  --encoder.name {shlex.quote(str(args.out / 'encoder'))}")

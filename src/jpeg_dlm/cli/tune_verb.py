@@ -18,13 +18,13 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
     parser.add_argument(
         "--evaluations", type=whole(2), default=FAST_EVALUATIONS,
-        help="of the network for a text, the decode evaluation among them",
+        help="network evaluations per text, including the decoding one",
     )  # fmt: skip
     parser.add_argument(
         "--solver", choices=("euler", "heun", "multistep"), help="solver of the fast sampler (default: its own)"
     )
     parser.add_argument("--w", type=positive, help="guidance scale of the fast sampler (default: the model's)")
-    parser.add_argument("--rows", type=whole(1), default=64, help="texts whose noise is searched on")
+    parser.add_argument("--rows", type=whole(1), default=64, help="texts that the search samples")
     parser.add_argument("--trials", type=whole(1), default=150, help="grids tried")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     model = load(args.checkpoint, args.device)
     config = model.config
     if not isinstance(config.sampler, SamplerConfig):
-        raise UsageError(f"{model.method.title} has no times to search: tune needs a model of jpeg-dlm.")
+        raise UsageError(f"{model.method.title} has no sampling times to tune: use a jpeg-dlm model.")
     sampler = replace(
         config.sampler, fast_solver=args.solver or config.sampler.fast_solver,
         fast_w=config.sampler.fast_w if args.w is None else args.w,

@@ -1,4 +1,4 @@
-"""Values of options as argparse reads them: a wrong one is refused in a sentence before torch is loaded."""
+"""Types of option values for argparse, which reject wrong values before torch is imported."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 
 from jpeg_dlm.config import LARGEST_INT
 
-# Names of solvers by system, as their sampler groups have them; those of most systems can only be read with torch loaded.
+# Solvers by system, as in their sampler configs, most of which cannot be imported without torch.
 SOLVERS = {"jpeg-dlm": ("euler", "heun", "multistep"), "sedd": ("euler", "analytic"), "elf": ("ode", "sde")}
 EVERY_SOLVER = tuple(dict.fromkeys(name for names in SOLVERS.values() for name in names))
 SOLVERS_SAID = "; ".join(f"{system}: {', '.join(names)}" for system, names in SOLVERS.items())
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Whole numbers from `least`."""
+    """Return a parser of integers of at least `least`."""
 
     def read(text: str) -> int:
         try:
@@ -31,7 +31,7 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def number(rule: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
-    """Finite numbers for which `holds`; `rule` says so in words, such as "above 0"."""
+    """Return a parser of finite numbers for which `holds` is true; `rule` describes them, such as "above 0"."""
 
     def read(text: str) -> float:
         try:
@@ -51,7 +51,7 @@ share = number("above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 def scorer(text: str) -> str:
-    """The name of a scorer as `evaluation.scoring.build_scorer` takes it."""
+    """Check the name of a scorer for `evaluation.scoring.build_scorer`."""
     kind, _, rest = text.partition(":")
     if text not in ("smollm2", "smollm2-135m", "stories15m") and not (kind in ("hf", "gguf", "ar") and rest):
         raise argparse.ArgumentTypeError(
@@ -61,12 +61,12 @@ def scorer(text: str) -> str:
 
 
 def several(read: Callable[[str], int]) -> Callable[[str], list[int]]:
-    """One value or several with commas between them."""
+    """Return a parser of one or several comma-separated values."""
     return lambda text: [read(part) for part in text.split(",")]
 
 
 def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """One of the known names or several with commas between them."""
+    """Return a parser of one or several comma-separated names out of `known`."""
 
     def read(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",")]

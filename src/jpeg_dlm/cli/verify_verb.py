@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def verify_parts(run: Path) -> int:
-    """A line for every part of a run, to the last one also when some are damaged."""
+    """Print a line for every part of a run; return 1 if any is damaged."""
     from jpeg_dlm.training.integrity import run_parts
 
     states = []

@@ -1,4 +1,4 @@
-"""Noise becoming text: the prediction of the first sample after some of the steps."""
+"""Shows noise becoming text: the prediction of the first sample after some of the steps."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch import Tensor
 from jpeg_dlm.api import Model
 
 HOLE = "_"
-AGES = ("bright_black", "yellow", "cyan", "bold green")  # of a word that changed just now, and of ones that stay
-PLAIN_LINES = 8  # without a terminal to redraw, about this many moments are printed
+AGES = ("bright_black", "yellow", "cyan", "bold green")  # colors of a word, from just changed to settled
+PLAIN_LINES = 8  # approximate number of lines printed if the output is not a terminal
 
 
 class Watcher:
-    """Called by the sampler; redraws a panel on a terminal, prints lines elsewhere. Only the first batch is shown."""
+    """Callback of the sampler that redraws a panel on a terminal and prints lines elsewhere; shows the first batch only."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
         self.console = Console(stderr=True)
         self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
         self.done = False
-        self.words: list[tuple[str, int]] = []  # each with the moments that it has stayed
+        self.words: list[tuple[str, int]] = []  # each with the number of updates it has survived
 
     def __call__(self, step: int, steps: int, t: float, tokens: Callable[[], Tensor]) -> None:
         if self.done:
@@ -50,14 +50,14 @@ class Watcher:
         self.done = last
 
     def aged(self, text: str) -> Text:
-        """The text with each word colored by how long it has stood at its place: gray is new, green is settled."""
+        """Color each word by how long it has been at its place: gray is new, green is settled."""
         before = itertools.chain(self.words, itertools.repeat(("", 0)))
         self.words = [(word, age + 1 if word == old else 0) for word, (old, age) in zip(text.split(), before, strict=False)]
         colored = [(word, AGES[min(age, len(AGES) - 1)]) for word, age in self.words]
         return Text(" ").join(Text(word, style) for word, style in colored)
 
     def text(self, row: list[int]) -> str:
-        """A row as text, with a sign for every token that is still to be written."""
+        """Decode a row, with `HOLE` for every token that is still masked."""
         tokenizer = self.model.tokenizer
         holes = {i for i in row if not 0 <= i < tokenizer.vocab_size} | {tokenizer.mask_id}
         runs = [(hole, list(ids)) for hole, ids in itertools.groupby(row, lambda i: i in holes)]

@@ -1,4 +1,4 @@
-"""How much noise latents bear before their tokens are lost: shares of right tokens, and where they fall below half."""
+"""Decodability of noisy latents: the share of correct tokens, and the time at which it falls below half."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from jpeg_dlm.methods.base import Batch
 
 
 def right_tokens(tokens_BL: Tensor, batch: Batch) -> Tensor:
-    """How many real tokens of each row are right."""
+    """Count the correct real tokens of each row."""
     same_BL = tokens_BL == batch.tokens_BL
     return (same_BL if batch.mask_BL is None else same_BL & batch.mask_BL).sum(1)
 
 
 def real_tokens(batch: Batch) -> Tensor:
-    """How many tokens of each row are not padding."""
+    """Count the tokens of each row that are not padding."""
     mask_BL = torch.ones_like(batch.tokens_BL) if batch.mask_BL is None else batch.mask_BL
     return mask_BL.sum(1)
 
 
 def break_point(times: Sequence[float], shares: Sequence[float], part: float = 0.5) -> float | None:
-    """The t at which the share of right tokens first falls below `part` of its clean value, linear between levels.
+    """Return the t at which the share of correct tokens first falls below `part` of its clean value.
 
-    `times` fall from the cleanest on; None if the share never falls that far.
+    Interpolate linearly; `times` decrease from the cleanest. Return None if the share never falls that far.
     """
     threshold = part * shares[0]
     for k in range(1, len(times)):

@@ -1,7 +1,7 @@
-"""Generated text beside real and word-shuffled text of the same length, under one scorer and one protocol.
+"""Scores generated text together with real and word-shuffled text of the same length, by one scorer and one protocol.
 
 A perplexity alone says little: it falls with repetition and depends on the scorer. So every figure comes with entropy, and
-with the same scorer's figures for real text (what to reach) and its shuffled words (what grammar is worth).
+with the same scorer's figures for real text (the target) and for its shuffled words (text without grammar).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from jpeg_dlm.rng import generator
 from jpeg_dlm.training.console import Console
 from jpeg_dlm.wording import counted
 
-FORMAT = 1  # of the parts; a change of what they hold makes old ones unusable
+FORMAT = 1  # of the partial results; those of another format are not reused
 SHUFFLE_SEED = 0
-UNCUT = 1 << 20  # tokens of a text that are looked at when its length is asked
+UNCUT = 1 << 20  # most tokens counted when measuring the length of a text
 MAUVE_SHARE = 0.75  # paper: both budgets keep 75% of the nominal length
 SHOWN = 16  # texts kept in the results
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of each source; empty steps and solvers mean the model's own."""
+    """Settings of an evaluation; empty steps and solvers mean the model's own."""
 
     protocol: Protocol
     seeds: tuple[int, ...] = (0,)
@@ -48,7 +48,7 @@ class Request:
     mauve: Literal["auto", "on", "off"] = "auto"
 
     def variants(self, sampler: Any) -> list[dict[str, Any]]:
-        """Options of every point of the sweep for a model's sampler; a sampler without steps or solver is one point."""
+        """Return the options of every point of the sweep, leaving out steps or solver if the sampler has none."""
         steps = [{"steps": k} for k in self.steps if hasattr(sampler, "steps")] or [{}]
         solvers = [{"solver": name} for name in self.solvers if hasattr(sampler, "solver")] or [{}]
         return [{**self.sampler, **solver, **k} for solver, k in itertools.product(solvers, steps)]
@@ -56,17 +56,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Frame:
-    """What is the same for all runs of an entry, fixed by its first run so that their figures compare."""
+    """Lengths and conventions shared by all runs of an entry; the first run fixes them to keep the figures comparable."""
 
-    limit: int  # tokens of a text that count
-    cut: int | None  # tokens of a real text that count, where real texts are not of the generated length
-    budget: int  # tokens that MAUVE looks at
+    limit: int  # most scored tokens of a text
+    cut: int | None  # most scored tokens of a real text, if real texts are not of the generated length
+    budget: int  # tokens of a text used for MAUVE
     own_entropy: bool
     ids: bool
 
 
 class Evaluation:
-    """One scorer, one request; `parts` keeps what is done."""
+    """Evaluates sources by one scorer and one request; `parts` stores partial results."""
 
     def __init__(self, scorer: Scorer, request: Request, parts: Parts, console: Console) -> None:
         self.scorer, self.request, self.parts, self.console = scorer, request, parts, console
@@ -84,23 +84,23 @@ class Evaluation:
         self._features: dict[Any, Any] = {}
 
     def run(self, sources: Iterable[Source]) -> dict[str, Any]:
-        """Everything `results.json` holds."""
+        """Evaluate all sources and return the content of `results.json`."""
         return self.result([entry for source in sources for entry in self.entries(source)])
 
     def result(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Entries with the conditions they were made under."""
+        """Return the entries together with the conditions of the evaluation."""
         more = {"scorer_context": self.scorer.context, "mauve": self.request.mauve, "entries": list(entries)}
         return self.conditions | more
 
     def entries(self, source: Source) -> list[dict[str, Any]]:
-        """One for each point of the sweep."""
+        """Return one entry for each point of the sweep."""
         variants = self.request.variants(source.model.config.sampler) if source.model else [{}]
         return [self.entry(source, variant) for variant in variants]
 
     # ------------------------------------------------------------ one system with one sampler
 
     def entry(self, source: Source, sampler: dict[str, Any]) -> dict[str, Any]:
-        """All seeds of a source, and the real text beside them."""
+        """Evaluate all seeds of a source, and real text for comparison."""
         runs = source.runs(self.request.seeds)
         first = self.texts(source, runs[0], sampler)
         real = source.real(len(first.texts), self.protocol.text == "specials")
@@ -126,7 +126,7 @@ class Evaluation:
         return self.request.n or (self.protocol.n if source.model else None)
 
     def texts(self, source: Source, run: int, sampler: dict[str, Any]) -> Texts:
-        """The texts of one run; those of a model are kept, since writing them costs most."""
+        """Return the texts of one run; store those of a model, since sampling takes the most time."""
         n, specials = self.n(source), self.protocol.text == "specials"
         if source.model is None:
             return self.cased(source.write(run, n, sampler, specials))
@@ -140,14 +140,14 @@ class Evaluation:
         return self.cased(Texts(**self.parts.get_or_make(f"texts-{self.label(source, sampler)}-seed{run}", depends, make)))
 
     def cased(self, texts: Texts) -> Texts:
-        """`texts` in the case that the protocol scores."""
+        """Convert texts to lower case if the protocol requires it."""
         return replace(texts, texts=[text.lower() for text in texts.texts]) if self.protocol.lower else texts
 
     def label(self, source: Source, sampler: Mapping[str, Any]) -> str:
         return "-".join([source.name, *(str(sampler[k]) for k in ("solver", "steps") if k in sampler)])
 
     def frame(self, source: Source, first: Texts, real: Real) -> Frame:
-        """Lengths that hold for every seed, from the first one."""
+        """Derive the settings of all seeds from the first one."""
         token_len = source.model.config.data.token_len if source.model else None
         generated, reference = self.median_length(first), self.median_length(real.texts)
         budget = self.protocol.mauve_tokens or int(MAUVE_SHARE * min(generated, reference))
@@ -170,7 +170,7 @@ class Evaluation:
     def scored(
         self, source: Source, run: int, sampler: dict[str, Any], texts: Texts | None, real: Real, frame: Frame
     ) -> dict[str, Any]:
-        """Figures, lengths and MAUVE of one run."""
+        """Return figures, lengths and MAUVE of one run."""
         texts = texts or self.texts(source, run, sampler)
         asked = self.request.mauve != "off" and mauve_installed()
         depends = self.conditions | {
@@ -198,7 +198,7 @@ class Evaluation:
         return self.parts.get_or_make(f"scores-{self.label(source, sampler)}-seed{run}", depends, make)
 
     def real_figures(self, source: Source, real: Real, frame: Frame) -> dict[str, Any]:
-        """The real texts and their shuffled words, scored like the generated ones."""
+        """Score the real texts and their shuffled words like the generated ones."""
         limit = min(frame.limit, frame.cut or frame.limit)
         depends = self.conditions | {
             "kind": "real", "texts_sha256": real.texts.sha256, "limit": limit, "own": frame.own_entropy,
@@ -245,7 +245,7 @@ class Evaluation:
 
 
 def throughput(texts: Texts) -> dict[str, Any] | None:
-    """Texts and tokens a second while they were written; `jpeg-dlm benchmark` measures by the paper's rule."""
+    """Return texts and tokens per second of sampling; `jpeg-dlm benchmark` measures them by the paper's rule instead."""
     if not texts.seconds:
         return None
     tokens = sum(map(len, texts.ids or []))

@@ -1,4 +1,4 @@
-"""Text that a model was not trained on, packed like the text it was trained on."""
+"""Held-out text of a model, packed like its training text."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def is_prepared(folder: Path) -> bool:
 
 
 def heldout_blocks(model: Model, source: str | None, console: Console) -> Blocks:
-    """The held-out part of `source`, or of what the model was trained on; prepared in the cache where it is raw text."""
+    """Return the held-out part of `source`, or of the model's training corpus; prepare raw text in the cache."""
     data = replace(model.config.data, source=source or model.config.data.source)
     folder = Path(data.source)
     if not is_prepared(folder):
-        # The model's own tokenizer and the same split by document: text held out in training is held out here.
-        # Systems with one tokenizer may still pack their rows differently, so every option is in the name.
+        # With the model's tokenizer and the same split by document, text held out in training is held out here too.
+        # Systems with the same tokenizer may pack rows differently, so the name depends on every option.
         key = key_of(to_dict(data) | {"fingerprint": model.tokenizer.fingerprint})
         folder = cache_dir() / "prepared" / f"{folder.name}-{data.token_len}-{key[:16]}"
         bring(data.source, folder, console)
@@ -42,7 +42,7 @@ def heldout_blocks(model: Model, source: str | None, console: Console) -> Blocks
 
 
 def names_of(paths: Sequence[Path | None]) -> list[str]:
-    """A short name for each model, the whole path where that would be ambiguous."""
+    """Return a short name for each model, or its whole path if that is ambiguous."""
     names = [path.resolve().name if path else "bundled" for path in paths]
     return [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)]
 
@@ -50,7 +50,7 @@ def names_of(paths: Sequence[Path | None]) -> list[str]:
 def model_sources(
     paths: Sequence[Path | None], device: str | None, batch: int, data: str | None, console: Console
 ) -> list[ModelSource]:
-    """Models with their held-out text; None is the bundled model."""
+    """Load models with their held-out text; None is the bundled model."""
     found = []
     for path, name in zip(paths, names_of(paths), strict=True):
         model = load(path, device)

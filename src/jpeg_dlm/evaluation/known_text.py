@@ -1,6 +1,6 @@
-"""What training text says of written text: a trigram's perplexity, words that exist, rows that are copies.
+"""Measures samples against the training text: trigram perplexity, known words, copied rows.
 
-Rows of `padded` data end with their first end token, and what follows is not looked at; other rows are whole.
+Rows of `padded` data end at their first end token; other rows are used whole.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jpeg_dlm.rng import generator
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.tokenizer import TextTokenizer
 
-MOST_TOKENS = 1 << 22  # of training text that are counted, evenly spread (assumed: ten seconds, once)
-REAL_ROWS = 512  # of held-out text that written text is held against
+MOST_TOKENS = 1 << 22  # of training text to count, evenly spread (assumed: ten seconds, once)
+REAL_ROWS = 512  # held-out rows to compare samples with
 WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
 
 
@@ -27,14 +27,14 @@ WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
 
 
 def cut_rows(rows_BL: np.ndarray, end_id: int | None) -> list[np.ndarray]:
-    """Each row up to and with its first end token; whole without one, or where `end_id` is None."""
+    """Cut each row after its first end token; keep rows without one, and all rows if `end_id` is None."""
     if end_id is None:
         return list(rows_BL)
     return [row[: int(np.argmax(row == end_id)) + 1] if (row == end_id).any() else row for row in rows_BL]
 
 
 def spread(total: int, count: int) -> np.ndarray:
-    """Numbers of `count` rows, evenly spread over `total`; all of them if there are no more."""
+    """Return the numbers of `count` rows evenly spread over `total`; all rows if `count` is larger."""
     return np.arange(total) if count >= total else np.arange(count) * total // count
 
 
@@ -42,9 +42,9 @@ def spread(total: int, count: int) -> np.ndarray:
 
 
 class Trigram:
-    """p(token | the two before it in its row), interpolated by Witten and Bell's rule down to equal shares of a vocabulary.
+    """Trigram model with Witten-Bell interpolation down to the uniform distribution over the vocabulary.
 
-    p(c | h) = (n(h c) + kinds(h) p(c | shorter h)) / (n(h) + kinds(h)), where kinds(h) is how many tokens were seen after h.
+    p(c | h) = (n(h c) + kinds(h) p(c | shorter h)) / (n(h) + kinds(h)), where kinds(h) counts the distinct tokens after h.
     """
 
     def __init__(self, rows: Sequence[np.ndarray], vocab_size: int) -> None:
@@ -57,11 +57,11 @@ class Trigram:
 
     @property
     def base(self) -> int:
-        """Ids and one more, which stands before the first token of a row."""
+        """Number of ids, including one that marks the start of a row."""
         return self.vocab_size + 1
 
     def _grams(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Each token with none, one and two before it, as one number."""
+        """Return all unigrams, bigrams and trigrams, each encoded as one number."""
         start = np.full(2, self.vocab_size)
         stream = np.concatenate([part for row in rows for part in (start, row)]).astype(np.int64)
         starts = np.cumsum([0, *(len(row) + 2 for row in rows[:-1])])
@@ -72,22 +72,22 @@ class Trigram:
         return [c, b * self.base + c, (a * self.base + b) * self.base + c]
 
     def nats(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """-log p of every token of all rows."""
+        """Return -log p of every token of all rows."""
         p = np.array(1 / self.vocab_size)
         for grams, (seen, counts, contexts, totals, kinds) in zip(self._grams(rows), self.levels, strict=True):
             count, context = _lookup(seen, grams), _lookup(contexts, grams // self.base)
             n_gram = np.where(count >= 0, counts[count], 0)
             n, k = np.where(context >= 0, totals[context], 0), np.where(context >= 0, kinds[context], 1)
-            p = (n_gram + k * p) / (n + k)  # after what was never seen: p of the shorter history
+            p = (n_gram + k * p) / (n + k)  # after an unseen history, n = 0: p of the shorter history
         return -np.log(p)
 
     def perplexity(self, rows: Sequence[np.ndarray]) -> float:
-        """exp of the mean over all tokens."""
+        """Return exp of the mean nats over all tokens."""
         return math.exp(self.nats(rows).mean())
 
 
 def _lookup(sorted_keys: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """The place of each key, -1 where it is not."""
+    """Return the index of each key, or -1 if it is absent."""
     place = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
     return np.where(sorted_keys[place] == keys, place, -1)
 
@@ -96,7 +96,7 @@ def _lookup(sorted_keys: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 def words_of(text: str, whole: bool) -> list[str]:
-    """The words of a text without regard to case; of rows that were cut anywhere, not the first and the last."""
+    """Return the case-folded words of a text; unless it is `whole`, without the first and last, which may be cut."""
     words = WORD.findall(text.casefold())
     return words if whole else words[1:-1]
 
@@ -106,16 +106,16 @@ def words_of(text: str, whole: bool) -> list[str]:
 
 @dataclass(frozen=True)
 class Written:
-    """What is known of some written rows."""
+    """Measures of some rows."""
 
-    words: float  # share of words that training text has
-    distinct: float  # different pairs of words over all pairs
+    words: float  # share of words that occur in the training text
+    distinct: float  # distinct word pairs over all word pairs
     trigram: float  # perplexity
-    copied: float  # share of rows that training text has
+    copied: float  # share of rows that occur in the training text
 
 
 class KnownText:
-    """Training text, counted once; real and shuffled text by the same measures."""
+    """Statistics of the training text, and the measures of real and shuffled text."""
 
     def __init__(self, train: Blocks, heldout: Blocks, tokenizer: TextTokenizer, most_tokens: int = MOST_TOKENS) -> None:
         self.tokenizer = tokenizer
@@ -135,11 +135,11 @@ class KnownText:
         return words_of(self.tokenizer.decode(row.tolist()), whole=self.padded)
 
     def distinct(self, rows: Sequence[np.ndarray]) -> float:
-        """Different pairs of words over all pairs, which falls with the number of rows."""
+        """Return distinct word pairs over all word pairs, a share that falls with the number of rows."""
         return distinct_n([self.words(row) for row in rows], 2)
 
     def measure(self, rows: Sequence[np.ndarray]) -> Written:
-        """What is known of rows that were cut."""
+        """Measure rows that `cut` returned."""
         words = [word for row in rows for word in self.words(row)]
         return Written(
             words=sum(word in self.known for word in words) / max(1, len(words)),
@@ -149,20 +149,20 @@ class KnownText:
         )
 
     def _joined(self, rows: Sequence[np.ndarray]) -> bytes:
-        """Rows as one string of numbers; those that are whole texts, with their borders."""
+        """Join rows into one byte string; if rows are whole texts, with separators."""
         border = np.array([self.trigram.vocab_size] if self.padded else [], np.int64)
         return np.concatenate([border, *(part for row in rows for part in (row, border))]).astype("<u4").tobytes()
 
     def has(self, row: np.ndarray) -> bool:
-        """Whether a row stands in the training text, anywhere, or as a whole text where rows are."""
+        """Return True if the training text contains a row, as a whole text if rows are whole texts."""
         wanted, place = self._joined([row]), -1
         while (place := self.stream.find(wanted, place + 1)) % 4 and place >= 0:
-            pass  # a match between two numbers is none
+            pass  # a match that is not aligned to a token
         return place >= 0
 
 
 def shuffled(rows: Sequence[np.ndarray], end_id: int | None) -> list[np.ndarray]:
-    """Each row's tokens in a random order that never changes; an end token stays at the end."""
+    """Shuffle the tokens of each row with a fixed seed; an end token stays at the end."""
     random, found = generator(0, "shuffled-tokens"), []
     for row in rows:
         ends = int(end_id is not None and row[-1] == end_id)

@@ -1,4 +1,4 @@
-"""Whether two sets of texts are alike in length: if not, MAUVE on whole texts measures length as well as language."""
+"""Compares the lengths of two sets of texts: if they differ, MAUVE on whole texts measures length as well as language."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 TEXTS_PER_BIN = 10  # paper: 204 bins for 1,024 + 1,024 texts
-ENOUGH = 50  # texts of each kind; with fewer there are so few bins that any two sets overlap
-SHUFFLES = 1000  # of the labels, for the overlap of alike sets; its mean is then good to a thousandth (measured)
+ENOUGH = 50  # texts of each kind; fewer give so few bins that any two sets overlap
+SHUFFLES = 1000  # label permutations for the chance overlap; its mean is then accurate to a thousandth (measured)
 
 
 def length_overlap(generated: Sequence[int], real: Sequence[int], bins: int | None = None) -> dict[str, Any]:
-    """Histograms over bins of equal frequency in both sets together, and their intersection: 1 is alike, 0 disjoint.
+    """Return histograms over bins of equal pooled frequency, and their intersection: 1 is identical, 0 disjoint.
 
-    Many texts of one length make edges coincide; such bins are one bin.
+    Bins whose edges coincide, because many texts have the same length, are merged.
     """
     a, b = np.asarray(generated, float), np.asarray(real, float)
     inner = _edges(a, b, bins)
@@ -31,7 +31,7 @@ def length_overlap(generated: Sequence[int], real: Sequence[int], bins: int | No
 
 
 def chance_overlap(generated: Sequence[int], real: Sequence[int], bins: int | None = None, seed: int = 0) -> float:
-    """The mean overlap of two such sets if lengths said nothing: with few texts in a bin, alike sets do not reach 1."""
+    """Return the mean overlap under random labels: with few texts per bin, sets of the same distribution stay below 1."""
     a, b = np.asarray(generated, float), np.asarray(real, float)
     inner = _edges(a, b, bins)
     both = _histogram(a, inner) + _histogram(b, inner)
@@ -40,10 +40,10 @@ def chance_overlap(generated: Sequence[int], real: Sequence[int], bins: int | No
 
 
 def length_accuracy(generated: Sequence[int], real: Sequence[int]) -> float:
-    """How often the length alone tells a generated from a real text of the same number of each; 0.5 is by guessing.
+    """Return the balanced accuracy of telling generated from real texts by length alone; 0.5 is chance.
 
-    The rule is learned on one half of the texts (bins of equal frequency, the more frequent kind in each) and tested on the
-    other, then the other way round: on the texts that it was learned from, it would seem to know more than it does.
+    The classifier (bins of equal frequency, the more frequent kind in each) is fitted on one half of the texts and tested on
+    the other, then the other way round: on its own training texts it would look better than it is.
     """
     a, b = np.asarray(generated, float), np.asarray(real, float)
     shares = []
@@ -60,11 +60,11 @@ def length_accuracy(generated: Sequence[int], real: Sequence[int]) -> float:
 
 
 def _edges(a: np.ndarray, b: np.ndarray, bins: int | None) -> np.ndarray:
-    """Inner edges of bins that hold equally many of both sets together."""
+    """Return the inner edges of bins with equally many texts of the pooled sets."""
     pooled = np.concatenate([a, b])
     wanted = bins or max(1, len(pooled) // TEXTS_PER_BIN)
     inner = np.unique(np.quantile(pooled, np.linspace(0, 1, wanted + 1)[1:-1], method="higher"))
-    return inner[inner > pooled.min()]  # below the shortest text is no bin
+    return inner[inner > pooled.min()]  # no empty bin below the shortest text
 
 
 def _histogram(lengths: np.ndarray, inner: np.ndarray) -> np.ndarray:
@@ -72,9 +72,9 @@ def _histogram(lengths: np.ndarray, inner: np.ndarray) -> np.ndarray:
 
 
 def _intersection(counts_a: np.ndarray, counts_b: np.ndarray) -> np.ndarray:
-    """Shared part of two histograms (..., bins) as shares of their own sums."""
+    """Return the intersection of two normalized histograms (..., bins)."""
     p, q = (counts / counts.sum(-1, keepdims=True) for counts in (counts_a, counts_b))
-    return np.minimum(1.0, np.minimum(p, q).sum(-1))  # rounding may add a bit
+    return np.minimum(1.0, np.minimum(p, q).sum(-1))  # rounding may exceed 1
 
 
 def _summary(lengths: np.ndarray) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""How probable a model finds held-out text: its perplexity, exact or as a bound, beside that of a unigram model.
+"""Perplexity of held-out text under a model, exact or as a bound, together with that of a unigram model.
 
-Perplexities compare only between models of one tokenizer, since they are per token. Bits per character compare across
-tokenizers as well, as long as the text is the same.
+Perplexities are per token, so they are comparable only between models of the same tokenizer. Bits per character are
+comparable across tokenizers if the text is the same.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.sampling.sampler import device_of
 from jpeg_dlm.text.blocks import Blocks
 
-DRAWS = 8  # random times of a row
-ROWS_PER_CHUNK = 4096  # of the training split, when it is counted
+DRAWS = 8  # random times per row
+ROWS_PER_CHUNK = 4096  # rows whose tokens are counted at once
 
 Progress = Callable[[int, int | None], None]
 
 
 def has_likelihood(method: Method) -> bool:
-    """Whether a method can say how probable a row is."""
+    """Return True if a method implements `likelihood`."""
     return type(method).likelihood is not Method.likelihood
 
 
 def heldout_likelihood(
     source: ModelSource, n: int | None = None, draws: int = DRAWS, seed: int = 0, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Perplexity of the first `n` held-out rows (all without it) with a 95% bootstrap interval over rows."""
+    """Return the perplexity of the first `n` held-out rows (None: all) with a 95% bootstrap interval over rows."""
     heldout, model = source.heldout, source.model
     if heldout is None or len(heldout) == 0:
         raise DataError(f"There is no held-out text for '{source.name}': name its text or prepared folder with --data.")
@@ -68,11 +68,11 @@ def heldout_likelihood(
 def row_nats(
     method: Method, blocks: Blocks, n: int, draws: int, seed: int, batch: int, progress: Progress | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Nats and numbers of tokens of the first n rows; the nats are means over `draws` random times.
+    """Return nats and token counts of the first n rows; the nats are means over `draws` random times.
 
-    Draw d of row i is example `draws * i + d` of batches of `draws`, so that where a method stratifies its times, each row
-    has one in each of `draws` equal intervals. Numbering by row alone would give a row the same interval in every draw,
-    and the mean would be biased.
+    Draw d of row i is example `draws * i + d` of batches of `draws`, so that a method that stratifies its times draws one
+    time in each of `draws` equal intervals for every row. Numbering by row alone would give a row the same interval in
+    every draw and bias the mean.
     """
     nats, tokens = np.zeros(n), np.zeros(n)
     device = device_of(method)
@@ -84,7 +84,7 @@ def row_nats(
             noise = RowNoise(seed, [draws * row + draw for row in rows], 0, device, draws)
             found = method.likelihood(examples, noise)
             if found is None:
-                raise DataError(f"{method.title} gives no likelihood.")
+                raise DataError(f"{method.title} gives no likelihood: score its text instead.")
             nats[rows.start : rows.stop] += found.nats_B.double().cpu().numpy() / draws
             tokens[rows.start : rows.stop] = found.tokens_B.cpu().numpy()
         if progress is not None:
@@ -93,14 +93,14 @@ def row_nats(
 
 
 def unigram_perplexity(heldout: Blocks, n: int) -> float:
-    """Of the real tokens of the first n held-out rows, under the training split's counts with one added to each."""
+    """Return the perplexity of the first n held-out rows under the training split's token counts plus one."""
     counts = token_counts(Blocks(heldout.folder, "train")) + 1
     seen = token_counts(heldout, n)
     return math.exp(-float(seen @ np.log(counts / counts.sum())) / seen.sum())
 
 
 def token_counts(blocks: Blocks, n: int | None = None) -> np.ndarray:
-    """How often each id occurs in the first n rows (all without it); padding does not count."""
+    """Count each token id in the first n rows (None: all), without padding."""
     counts = np.zeros(blocks.vocab_size, np.int64)
     n = len(blocks) if n is None else n
     for start in range(0, n, ROWS_PER_CHUNK):

@@ -1,6 +1,6 @@
 """MAUVE by the package `mauve-text`, on features of the chosen scorer, over several k-means seeds.
 
-The clustering alone moves the figure by 0.004 to 0.019 (measured), so one seed says less than its three digits suggest.
+The clustering alone changes the figure by 0.004 to 0.019 (measured), so one seed is less precise than its three digits.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import numpy as np
 from jpeg_dlm.errors import MissingPackageError
 
 KMEANS_SEEDS = (42, 43, 44, 45, 46)  # 42 is the released one
-FEWEST = 100  # of each kind; the package makes a cluster per ten texts, and fewer than ten clusters say nothing
+FEWEST = 100  # texts of each kind; the package makes a cluster per ten texts, and fewer than ten clusters are too coarse
 
 
 def mauve_installed() -> bool:
-    """Whether the optional package is there, without importing it and what it drags along."""
+    """Return True if the optional package is installed, without importing it and its dependencies."""
     return importlib.util.find_spec("mauve") is not None
 
 
 def too_few(generated: int, real: int) -> str | None:
-    """Why MAUVE cannot be taken of so many texts."""
+    """Return the reason if there are too few texts for MAUVE, else None."""
     if min(generated, real) >= FEWEST:
         return None
     return f"MAUVE needs at least {FEWEST} texts of both kinds, not {generated} generated and {real} real"
@@ -35,10 +35,10 @@ def too_few(generated: int, real: int) -> str | None:
 
 @contextlib.contextmanager
 def _few_points_are_fine() -> Iterator[None]:
-    """Keeps faiss from warning on standard error, past Python, that clusters have less than 39 points.
+    """Keep faiss from warning, directly on standard error, that clusters have less than 39 points.
 
-    The package makes a cluster per ten texts whatever one asks for, and does not hand on the number that faiss takes for
-    enough; nothing else depends on it.
+    The package makes a cluster per ten texts and does not pass on faiss's option for the least number of points, which has
+    no other effect.
     """
     faiss: Any = sys.modules.get("faiss")  # imported by the package
     if faiss is None:
@@ -53,7 +53,7 @@ def _few_points_are_fine() -> Iterator[None]:
 
 
 def mauve_score(generated: np.ndarray, real: np.ndarray, seeds: Sequence[int] = KMEANS_SEEDS) -> dict[str, Any]:
-    """Mean and deviation over k-means seeds of the MAUVE between two sets of features (n, H), defaults otherwise."""
+    """Return mean and deviation over k-means seeds of the MAUVE of two sets of features (n, H), with default options."""
     try:
         import mauve  # pyright: ignore[reportMissingImports] - an extra
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The paper's own figures as data (`paper.json`: every table), to stand beside ours where the two can be compared."""
+"""The paper's figures as data (`paper.json` has every table), shown next to ours where the two are comparable."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
-LOWER = "-lower"  # ends the names of protocols that put texts into lower case
+LOWER = "-lower"  # suffix of protocols that convert texts to lower case
 
 
 class PaperFigures(TypedDict, total=False):
-    """What the tables state for one set-up; a figure the paper does not give for it is absent."""
+    """The paper's figures for one setup; figures that it does not state are absent."""
 
     dit_and_projection: str  # parameters, as printed
     total: str  # the same with compressor and decompressor
@@ -22,12 +22,12 @@ class PaperFigures(TypedDict, total=False):
     entropy: float  # nats
     mauve: float
     speed: float  # throughput relative to an autoregressive model without KV cache
-    speed_kv_cache: float  # of that model with it
+    speed_kv_cache: float  # the same for the autoregressive model with KV cache
 
 
 @cache
 def paper_tables() -> dict[str, Any]:
-    """Every table, by name."""
+    """Load every table, by name."""
     return json.loads((Path(__file__).parent / "paper.json").read_text("utf-8"))
 
 
@@ -53,7 +53,7 @@ PAPER: dict[str, PaperFigures] = _figures()
 
 
 def paper_figures(preset: str, title: str = OWN) -> PaperFigures:
-    """The paper's figures for a preset and a system by its title; empty for the presets that are ours."""
+    """Return the paper's figures for a preset and the title of a system; empty for presets that the paper does not have."""
     if title == OWN:
         return PAPER.get(preset, {})
     row = next((row for row in paper_tables()["main"].get(preset, []) if row["method"] == title), None)
@@ -67,11 +67,11 @@ def paper_figures(preset: str, title: str = OWN) -> PaperFigures:
 
 
 def comparable_rows(protocol: str, scorer: str, preset: str | None = None, title: str | None = None) -> list[dict[str, Any]]:
-    """The paper's rows that an evaluation may stand beside, each with `name` and `method`, those of `title` first.
+    """Return the paper's rows comparable with an evaluation, each with `name` and `method`, those of `title` first.
 
-    None unless all conditions are equal: figures of another scorer, protocol or data set do not compare. `preset` None
-    stands for texts of another program, whose author has to know that they are of the same data. Lower case is the paper's
-    way with ELF alone.
+    The list is empty unless all conditions are equal: figures of another scorer, protocol or data set are not comparable.
+    `preset` None stands for texts of another program, whose user must know that they are from the same data. The paper uses
+    lower case for ELF alone.
     """
     tables = paper_tables()
     lower, protocol = protocol.endswith(LOWER), protocol.removesuffix(LOWER)

@@ -1,6 +1,6 @@
-"""How texts are scored, as data: a protocol is a few named choices, and every figure carries the protocol's name.
+"""Scoring protocols as data: a protocol is a set of named choices, and every figure carries its name.
 
-The choices are those in which published code differs; two figures under different ones do not compare.
+These are the choices in which published code differs; figures of different protocols are not comparable.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from jpeg_dlm.errors import UsageError
 
 
 def choice(default: Any, help: str) -> Any:
-    """A field with its default and what it means."""
+    """Return a field with a default and a help text."""
     return field(default=default, metadata={"help": help})
 
 
@@ -21,16 +21,16 @@ class Protocol:
     """The defaults are those of `default`."""
 
     name: str
-    bos: bool = choice(False, "a beginning token in front, so that the first token counts; else it is context only")
-    text: Literal["plain", "specials", "ids"] = choice("plain", "what is scored: text, text with special tokens, raw ids")
-    lower: bool = choice(False, "generated and real texts are put into lower case first")
-    scored: Literal["all", "eos", "non_eos"] = choice("all", "every token; all but the second and later ends; no ends")
-    aggregate: Literal["corpus", "sequence"] = choice("corpus", "exp(all nll / all tokens), or mean over texts of their own")
+    bos: bool = choice(False, "prepend a beginning token, so that the first token is scored; otherwise it is context only")
+    text: Literal["plain", "specials", "ids"] = choice("plain", "input of the scorer: text, text with special tokens, raw ids")
+    lower: bool = choice(False, "convert generated and real texts to lower case first")
+    scored: Literal["all", "eos", "non_eos"] = choice("all", "every token; all but repeated end tokens; no end tokens")
+    aggregate: Literal["corpus", "sequence"] = choice("corpus", "exp(total nll / total tokens), or mean perplexity of texts")
     entropy: Literal["scorer", "model"] = choice("scorer", "unigram entropy over the scorer's or the model's own token ids")
-    max_tokens: int = choice(1024, "tokens of a text that count at most; 0 is the model's own length")
-    stride: int = choice(0, "a text longer than the scorer's window is read in windows so far apart; 0 cuts it to one window")
+    max_tokens: int = choice(1024, "most scored tokens of a text; 0 is the model's own length")
+    stride: int = choice(0, "step between windows for texts longer than the scorer's context; 0 cuts them to one window")
     batch_rule: int = choice(0, "texts beyond the last full batch of this size are dropped; 0 keeps all")
-    mauve_tokens: int = choice(0, "both sides are cut to so many tokens for MAUVE; 0 is 75% of the shorter median length")
+    mauve_tokens: int = choice(0, "tokens of both sides used for MAUVE; 0 is 75% of the shorter median length")
     n: int = choice(256, "texts per seed unless -n is given")
     seeds: int = choice(1, "seeds unless --seeds is given")
 
@@ -46,11 +46,11 @@ PROTOCOLS: dict[str, Protocol] = {
     for p in (
         Protocol("default"),
         Protocol("lm1b", mauve_tokens=96, **_PAPER),
-        # The paper (appendix on evaluation) puts ELF's LM1B texts into lower case, as its reference is uncased. Real text here
-        # may have capitals, so both sides are put into lower case, which changes no uncased reference.
+        # The paper (appendix on evaluation) lower-cases ELF's LM1B texts because its reference is uncased. Real text here may
+        # have capitals, so both sides are lower-cased, which leaves an uncased reference unchanged.
         Protocol("lm1b-lower", lower=True, mauve_tokens=96, **_PAPER),
         Protocol("owt1024", bos=True, mauve_tokens=768, **_PAPER),
-        Protocol("owt128", bos=True, mauve_tokens=96, **_PAPER),  # assumed: scored as the other OpenWebText set-up
+        Protocol("owt128", bos=True, mauve_tokens=96, **_PAPER),  # assumed: scored like owt1024
         Protocol("mdlm", **_MDLM),
         Protocol("duo", **_MDLM),
         Protocol("bd3lms", text="specials", scored="non_eos", max_tokens=0, stride=512, **_PAPER),
@@ -60,7 +60,7 @@ PROTOCOLS: dict[str, Protocol] = {
 
 
 def protocol(name: str) -> Protocol:
-    """A protocol by name."""
+    """Look up a protocol by name."""
     if name not in PROTOCOLS:
         raise UsageError(f"Unknown protocol '{name}': choose one of {', '.join(PROTOCOLS)}.")
     return PROTOCOLS[name]

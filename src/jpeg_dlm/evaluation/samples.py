@@ -1,6 +1,6 @@
-"""Texts that any program wrote: one per line of a text file, or one JSON value per line.
+"""Reads sample files of any program: one text per line, or one JSON value per line.
 
-Whatever cannot be read for certain is refused with its line number; what can be passed over is counted and reported.
+Ambiguous lines raise an error with their number; a cut last line is skipped, counted and reported.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 from jpeg_dlm.errors import DataError
 
 SUFFIXES = (".txt", ".jsonl")
-LARGEST_FILE = 1 << 30  # bytes; a hundred thousand long texts, all of which are held in memory
+LARGEST_FILE = 1 << 30  # bytes; a hundred thousand long texts, which must fit in memory
 LARGEST_ID = 1 << 31
 GENERATED, REAL = ("prediction", "text", "generated"), ("reference", "text", "prediction")
 
 
 @dataclass(frozen=True)
 class SampleFile:
-    """The texts of one file, with the token ids and real texts that its lines also carry, if all of them do."""
+    """The texts of one file, with their token ids and references if every line has them."""
 
     path: Path
     sha256: str
     texts: list[str]
     token_ids: list[list[int]] | None = None
     references: list[str] | None = None
-    cut_lines: int = 0  # a last line that was being written when its program was stopped
+    cut_lines: int = 0  # 1 if the last line is incomplete because its program was stopped
 
     @property
     def blank(self) -> int:
@@ -37,12 +37,12 @@ class SampleFile:
 
 
 def is_samples(path: Path) -> bool:
-    """Whether a path names a file of texts and not a model."""
+    """Return True if a path names a sample file, not a model."""
     return path.suffix.lower() in SUFFIXES and not path.is_dir()
 
 
 def read_samples(path: Path, fields: Sequence[str] = GENERATED) -> SampleFile:
-    """Every text of a file; of JSON objects the first of `fields` that is there, else the first string."""
+    """Read every text of a file; from JSON objects, the first of `fields` that is present, else the first string."""
     if not is_samples(path):
         raise DataError(f"'{path}' is not a file of texts: give .txt with one text per line, or .jsonl.")
     try:
@@ -62,7 +62,7 @@ def read_samples(path: Path, fields: Sequence[str] = GENERATED) -> SampleFile:
 
 
 def _lines(raw: bytes, path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines; only the line feed ends one, because texts may hold other separators."""
+    """Yield numbered lines; only a line feed ends one, because texts may contain other separators."""
     lines = raw.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     if lines[-1] == b"":
         lines.pop()
@@ -74,7 +74,7 @@ def _lines(raw: bytes, path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _read_jsonl(raw: bytes, path: Path, digest: str, fields: Sequence[str]) -> SampleFile:
-    # A file cut in the middle of a character is also a cut line, so only what follows the last line feed may be broken.
+    # A file may be cut in the middle of a character, so everything after the last line feed may be invalid.
     whole, _, tail = raw.rpartition(b"\n")
     rows = [(number, _parse(line, number, path)) for number, line in _lines(whole + b"\n", path) if line.strip()]
     cut = 0
@@ -102,7 +102,7 @@ def _text(row: Any, number: int, path: Path, fields: Sequence[str]) -> str:
         row = named[0] if named else next((v for v in row.values() if isinstance(v, str)), None)
     if not isinstance(row, str):
         raise DataError(f"Line {number} of '{path}' holds no text: give a string, or an object with '{fields[0]}'.")
-    # JSON can hold half of a character, which no tokenizer takes.
+    # JSON can contain lone surrogates, which no tokenizer accepts.
     return row.encode("utf-8", "replace").decode("utf-8")
 
 

@@ -1,7 +1,7 @@
 """Causal language models that score text: negative log-likelihood per text, under one interface.
 
-Two conventions: without a beginning token the first token is context only (LM1B); with it every token counts (OWT).
-Every figure must carry the scorer's name: figures of different scorers do not compare.
+Two conventions: without a beginning token the first token is context only (LM1B); with it every token is scored (OWT).
+Every figure must carry the scorer's name: figures of different scorers are not comparable.
 Shapes: B batch, L tokens, V vocabulary.
 """
 
@@ -52,15 +52,15 @@ __all__ = [
 ]
 
 TOKENS_PER_BATCH = 2048  # logits of a batch over 50 k tokens stay near 400 MB
-ROWS_PER_CHUNK = 512  # rows of logits that cross-entropy holds in fp32 at once
-PAPER_SCORER_TOKENS = 1024  # released: the first 1024 tokens of a text count
+ROWS_PER_CHUNK = 512  # rows of fp32 logits in one cross-entropy call
+PAPER_SCORER_TOKENS = 1024  # released: the first 1024 tokens of a text are scored
 
 Progress = Callable[[int, int], None]
 Scored = Literal["all", "eos", "non_eos"]
 
 
 class Scorer:
-    """Subclasses tokenize and give per-token NLL; batching, skipping and truncation happen here."""
+    """Base class that handles batching, skipping and truncation; subclasses tokenize and return per-token NLL."""
 
     name: str
     hash: str
@@ -80,23 +80,23 @@ class Scorer:
 
     @property
     def precision(self) -> str:
-        """As results record it."""
+        """Precision as recorded in results."""
         return "fp32" if not self.bf16 else with_limit("bf16") if self.device.type == "cpu" else "bf16"
 
     def encode(self, text: str, max_tokens: int) -> list[int]:
-        """The first `max_tokens` ids of a text, without special tokens."""
+        """Return the first `max_tokens` ids of a text, without special tokens."""
         raise NotImplementedError
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids of this scorer."""
+        """Return the text of token ids of this scorer."""
         raise NotImplementedError
 
     def hidden_states(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
-        """Last hidden states (B, L, H), after the final norm."""
+        """Return the last hidden states (B, L, H), after the final norm."""
         raise NotImplementedError
 
     def token_nll(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
-        """NLL (B, L - 1) of each token after the first, given those before it; padding is on the right."""
+        """Return the NLL (B, L - 1) of each token after the first, given those before it; padding is on the right."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -110,14 +110,13 @@ class Scorer:
         ids: Sequence[Sequence[int]] | None = None,
         stride: int = 0,
     ) -> list[TextScore]:
-        """One score per text, in order. Blank texts, and one-token texts without `bos`, are marked as skipped.
+        """Return one score per text, in order. Blank texts, and one-token texts without `bos`, are marked as skipped.
 
-        With `stride` texts longer than the scorer's window are not cut to it but read in windows that far apart, each
-        token counted in the first window that holds it (bd3lms).
+        With `stride`, texts longer than the scorer's context are scored in overlapping windows, `stride` tokens apart; each
+        token counts in the first window that contains it (bd3lms). Otherwise they are cut.
 
-        `ids` are scored instead of the texts where a model writes the scorer's own tokens. `scored` "eos" is the rule of
-        MDLM's and Duo's code: rows are padded with the end token to the longest, and of the ends in a row only the first
-        counts; "non_eos" counts no end at all.
+        `ids`, if given, are scored instead of the texts. `scored` "eos" follows the code of MDLM and Duo: rows are padded
+        with the end token to the longest one, and only the first end token of a row counts; "non_eos" counts none.
         """
         if max_tokens < 2:
             raise UsageError("Scoring needs max_tokens of at least 2.")
@@ -133,7 +132,7 @@ class Scorer:
         ids = [list(row[: limit - bos]) for row in ids]
         rows = [[self.bos_id, *row] if bos and row else row for row in ids]
         if scored == "eos":
-            # Further padding would be neither scored nor seen, so one end stands for all of it.
+            # One end token suffices: further padding would be neither scored nor seen.
             longest = max(map(len, rows), default=0)
             rows = [[*row, self.eos_id] if row and len(row) < longest else row for row in rows]
         counted = [_counted(row, scored, self.eos_id) for row in rows]
@@ -157,7 +156,7 @@ class Scorer:
 
     @torch.no_grad()
     def features(self, texts: Sequence[str], max_tokens: int, progress: Progress | None = None) -> Tensor:
-        """The last hidden state (n, H) at the final retained token of each text that has one, in order (for MAUVE)."""
+        """Return the last hidden state (n, H) at the final retained token of each text that is not empty (for MAUVE)."""
         limit = min(max_tokens, self.context)
         rows = [row for row in (self.encode(text, limit) for text in texts if text.strip()) if row]
         found: dict[int, Tensor] = {}
@@ -176,7 +175,7 @@ class Scorer:
 
     def _padded(self, rows: Sequence[list[Any]]) -> tuple[Tensor, Tensor]:
         length = max(map(len, rows))
-        # Any id serves as padding: causal attention never looks right, and the mask removes it from the sum.
+        # Any id can serve as padding: causal attention never sees it, and the mask removes it from the sum.
         tokens_BL = torch.tensor([row + [row[-1]] * (length - len(row)) for row in rows], device=self.device)
         mask_BL = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=self.device).bool()
         return tokens_BL, mask_BL
@@ -187,25 +186,25 @@ class Scorer:
             nll = self.token_nll(tokens_BL, mask_BL)
         length = tokens_BL.shape[1] - 1
         counted_BL = torch.tensor([one + [False] * (length - len(one)) for one in counted], device=self.device)
-        # Not a product with the mask: what is not counted may be infinite.
+        # Not a product with the mask, because uncounted values may be infinite.
         return torch.where(counted_BL, nll.double(), 0.0).sum(1).tolist()
 
 
 @dataclass(frozen=True)
 class _Window:
-    """Tokens `start` to `stop` of a row; those from `new` on were in no window before."""
+    """Tokens `start` to `stop` of a row; earlier windows contain those before `new`."""
 
     start: int
     stop: int
     new: int
 
     def places(self, counted: list[bool]) -> Iterator[tuple[int, bool]]:
-        """(place in the row, whether it counts) of every token after the window's first."""
+        """Yield (position in the row, True if scored) of every token after the window's first."""
         return ((j, counted[j - 1]) for j in range(self.start + 1, self.stop))
 
 
 def _windows(length: int, context: int, stride: int) -> Iterator[_Window]:
-    """Windows of at most `context` tokens, `stride` apart, that hold every token of a row."""
+    """Yield windows of at most `context` tokens, `stride` apart, that cover a row."""
     new = 0
     for start in range(0, max(1, length), stride):
         stop = min(start + context, length)
@@ -216,7 +215,7 @@ def _windows(length: int, context: int, stride: int) -> Iterator[_Window]:
 
 
 def _counted(row: Sequence[Any], scored: Scored, eos_id: int | None) -> list[bool]:
-    """Which tokens after the first count."""
+    """Return a flag for each token after the first: True if it is scored."""
     if scored == "all":
         return [True] * (len(row) - 1)
     ends, counted = 0, []
@@ -227,7 +226,7 @@ def _counted(row: Sequence[Any], scored: Scored, eos_id: int | None) -> list[boo
 
 
 def _batches_by_length(rows: Sequence[Sequence[Any]], shortest: int = 2) -> Iterator[list[int]]:
-    """Indices of rows, alike in length so that little is padded; longest first shows memory early."""
+    """Yield indices of rows of similar length to limit padding, longest first so that memory errors come early."""
     order = sorted((i for i, row in enumerate(rows) if len(row) >= shortest), key=lambda i: (-len(rows[i]), i))
     while order:
         size = max(1, TOKENS_PER_BATCH // len(rows[order[0]]))
@@ -236,13 +235,13 @@ def _batches_by_length(rows: Sequence[Sequence[Any]], shortest: int = 2) -> Iter
 
 
 def _chunked_cross_entropy(states: Tensor, targets: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
-    """NLL of `targets` (n) under `logits(states)` (n, V), a chunk of rows at a time, in fp32."""
+    """Return the NLL of `targets` (n) under `logits(states)` (n, V), computed in fp32 in chunks of rows."""
     pairs = zip(states.split(ROWS_PER_CHUNK), targets.split(ROWS_PER_CHUNK), strict=True)
     return torch.cat([F.cross_entropy(logits(h).float(), y, reduction="none") for h, y in pairs])
 
 
 class LlamaScorer(Scorer):
-    """A llama-style model that was read from a file."""
+    """A llama-style model loaded from a file."""
 
     model: LlamaForCausalLM
     tokenizer: Tokenizer
@@ -263,7 +262,7 @@ class LlamaScorer(Scorer):
 
 
 class StoriesScorer(LlamaScorer):
-    """stories15M, which knows children's stories alone: text of another kind is far off, and its own `stories` are its own."""
+    """stories15M, trained on children's stories only: it suits no other text, and it wrote the corpus `stories` itself."""
 
     def __init__(self, device: str = "cpu", precision: str = "auto", console: Console | None = None) -> None:
         from jpeg_dlm.assets import ASSETS, fetch
@@ -276,7 +275,7 @@ class StoriesScorer(LlamaScorer):
 
 
 class GgufScorer(LlamaScorer):
-    """A llama-style model from a GGUF file; without a path the pinned SmolLM2-135M-Instruct."""
+    """A llama-style model from a GGUF file; by default the pinned SmolLM2-135M-Instruct."""
 
     def __init__(
         self, path: Path | None = None, device: str = "cpu", precision: str = "auto", console: Console | None = None
@@ -297,23 +296,23 @@ class GgufScorer(LlamaScorer):
             self._try()
         except JpegDlmError:
             raise
-        except Exception as error:  # whatever metadata and tensors that do not belong together lead to
+        except Exception as error:  # inconsistent metadata and tensors can raise any error
             raise AssetError(
-                f"'{path or self.name}' is no language model that can score ({reason_of(error)}): name another GGUF file."
+                f"'{path or self.name}' cannot be used as a scorer ({reason_of(error)}): name another GGUF file."
             ) from error
         self.hash = ASSETS["smollm2"].member_sha256 if path is None else sha256_file(path)
 
     def _try(self) -> None:
-        """Score two tokens, the last of them the largest id: what the file says of itself must fit its tensors."""
+        """Score two tokens, one of them the largest id, to check that the metadata fits the tensors."""
         last = self.tokenizer.get_vocab_size() - 1
         if self.context < 2 or not all(i is None or 0 <= i <= last for i in (self.bos_id, self.eos_id)):
-            raise ValueError("a context or an end token that cannot be")
+            raise ValueError("invalid context length or special token")
         tokens_BL = torch.tensor([[0, last]], device=self.device)
         self.token_nll(tokens_BL, torch.ones_like(tokens_BL, dtype=torch.bool))
 
 
 class TransformersScorer(Scorer):
-    """Any causal language model of transformers, by hub name or folder; the paper's is gpt2-large."""
+    """Any causal language model of transformers, by hub name or folder; the paper uses gpt2-large."""
 
     def __init__(self, name: str, revision: str = "", device: str = "cpu", precision: str = "auto") -> None:
         super().__init__(device, precision)
@@ -335,14 +334,14 @@ class TransformersScorer(Scorer):
         self.context = int(getattr(self.model.config, "max_position_embeddings", PAPER_SCORER_TOKENS))
 
     def encode(self, text: str, max_tokens: int) -> list[int]:
-        # Asking the tokenizer to truncate, instead of slicing, keeps it from warning about every long text.
+        # Truncating in the tokenizer instead of slicing avoids a warning for every long text.
         return self.tokenizer(text, add_special_tokens=False, truncation=True, max_length=max_tokens).input_ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def hidden_states(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
-        # Without the vocabulary head, whose logits would be the larger part of the work.
+        # Skips the vocabulary head, which would take most of the time.
         inputs = {"input_ids": tokens_BL, "attention_mask": mask_BL.long(), "use_cache": False}
         return self.model.base_model(**inputs).last_hidden_state
 
@@ -354,9 +353,9 @@ class TransformersScorer(Scorer):
 
 
 class ArScorer(Scorer):
-    """A model of our own AR method; what it has learned goes as far as its rows, so longer texts are cut there."""
+    """A model of our own AR method; texts longer than its training rows are cut."""
 
-    NO_TOKEN = -1  # stands for the start where that is no token of the text: the model itself puts it before every row
+    NO_TOKEN = -1  # stands for a start that is not in the vocabulary, which the model itself prepends to every row
 
     def __init__(self, path: Path, device: str = "cpu", precision: str = "auto") -> None:
         from jpeg_dlm.api import load
@@ -365,7 +364,7 @@ class ArScorer(Scorer):
         super().__init__(device, precision)
         model = load(path, self.device)
         if model.config.method != "ar":
-            raise UsageError(f"'{path}' holds a model of {model.method.title}: only one of ar can score.")
+            raise UsageError(f"'{path}' holds a {model.method.title} model, which cannot score: name an ar model.")
         self.model: Any = model.method
         self.tokenizer = model.tokenizer
         self.name = f"ar:{Path(path).resolve().name}"
@@ -375,7 +374,7 @@ class ArScorer(Scorer):
         self.eos_id = self.tokenizer.eos_id
 
     def _start(self, config: Config) -> int:
-        """What stands before a text: the token that the model's rows begin with, if there is one."""
+        """Return the token that the model's rows begin with, or `NO_TOKEN`."""
         if config.model.start_id != -1:
             return config.model.start_id
         if config.data.frame and self.tokenizer.bos_id is not None:
@@ -398,7 +397,7 @@ class ArScorer(Scorer):
 
 
 def build_scorer(spec: str, device: str = "cpu", precision: str = "auto", console: Console | None = None) -> Scorer:
-    """'smollm2' or 'stories15m' (pinned packages), 'gguf:FILE', 'hf:NAME' (hub name or folder) or 'ar:CHECKPOINT' of ours."""
+    """Build a scorer: 'smollm2' or 'stories15m' (pinned), 'gguf:FILE', 'hf:NAME' (hub name or folder) or 'ar:CHECKPOINT'."""
     kind, _, rest = spec.partition(":")
     if kind == "hf" and rest:
         return TransformersScorer(rest, device=device, precision=precision)

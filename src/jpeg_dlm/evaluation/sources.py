@@ -1,4 +1,4 @@
-"""Where texts come from: a model that writes them seed by seed, or files that any program wrote, one per seed."""
+"""Sources of texts: a model that is sampled once per seed, or sample files of any program, one per seed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jpeg_dlm.text.blocks import Blocks
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts, the ids that their own model wrote (where known), and how long the writing took."""
+    """Texts, the token ids of their own model (if known), and the seconds that sampling took."""
 
     texts: list[str]
     ids: list[list[int]] | None = None
@@ -39,7 +39,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Real:
-    """Real texts; those from a file are not of the generated length and have to be cut for a fair perplexity."""
+    """Real texts; those from a file differ in length from generated ones and must be cut for a fair perplexity."""
 
     texts: Texts
     origin: str
@@ -56,26 +56,26 @@ class Source(Protocol):
     def model(self) -> Model | None: ...
 
     def runs(self, seeds: Sequence[int]) -> list[int]:
-        """The numbers of its runs: seeds, or files."""
+        """Return the numbers of its runs: seeds or files."""
         ...
 
     def identity(self, run: int, sampler: dict[str, Any]) -> dict[str, Any]:
-        """Everything the texts of a run depend on."""
+        """Return everything that the texts of a run depend on."""
         ...
 
     def write(self, run: int, n: int | None, sampler: dict[str, Any], specials: bool) -> Texts:
-        """The texts of a run."""
+        """Return the texts of a run."""
         ...
 
     def real(self, n: int, specials: bool = False) -> Real:
-        """Real text to hold beside, in the same form."""
+        """Return real texts for comparison, in the same form."""
         ...
 
 
 class ModelSource:
-    """A model; `heldout` are real blocks of its own length, `reference` a file of texts that takes their place.
+    """A model; `heldout` holds real blocks of its own length, and the file `reference`, if given, replaces them.
 
-    `path` is where the model was loaded from: None for the bundled one.
+    `path` is the folder that the model was loaded from, None for the bundled one.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ModelSource:
         return list(seeds)
 
     def options(self, sampler: dict[str, Any]) -> Any:
-        """The sampler's options with these in place."""
+        """Return the model's sampler options, changed by `sampler`."""
         return self.model.sampler_options(**sampler)
 
     def identity(self, run: int, sampler: dict[str, Any]) -> dict[str, Any]:
@@ -101,10 +101,10 @@ class ModelSource:
             "tokenizer": self.model.tokenizer.fingerprint,
             "seed": run,
             "sampler": to_dict(options),
-            "batch": self.batch if released else None,  # else it changes nothing
+            "batch": self.batch if released else None,  # otherwise it has no effect
             "dtype": self.model.dtype,
             "device": device_of(self.model.method).type,
-            # Texts that were kept before rows were ended are not used.
+            # Do not reuse texts that earlier versions stored without cutting rows at their end.
             **({"ends": True} if self.model.config.data.rows_end else {}),
         }
 
@@ -115,11 +115,11 @@ class ModelSource:
         return self.texts(tokens, specials, seconds)
 
     def texts(self, tokens: Tensor, specials: bool, seconds: float | None = None) -> Texts:
-        """Rows as text; with `specials` their special tokens stand by name, as the code of MDLM and Duo passes it on."""
+        """Decode rows; with `specials`, keep special tokens by name, as the code of MDLM and Duo does."""
         rows = self.model.text_ids(tokens)
         if not specials:
             return Texts(self.model.to_text(tokens), rows, seconds)
-        backend = self.model.tokenizer._backend  # its own `decode` drops them, as every other use wants
+        backend = self.model.tokenizer._backend  # `TextTokenizer.decode` drops special tokens
         return Texts([backend.decode(row, skip_special_tokens=False) for row in rows], rows, seconds)
 
     def real(self, n: int, specials: bool = False) -> Real:
@@ -133,9 +133,9 @@ class ModelSource:
         return Real(self.texts(rows, specials), f"held-out {self.heldout.fingerprint[:12]}", same_length=True)
 
     def reconstruction(self, n: int, batch: int = 64) -> float | None:
-        """Share of held-out tokens that come back through the method's own codec.
+        """Return the share of held-out tokens that the method's codec reconstructs.
 
-        None for a method that has none, on a machine without the text encoder, and without held-out text.
+        Return None for a method without codec, on a machine without the text encoder, and without held-out text.
         """
         if type(self.model.method).reconstruction is Method.reconstruction:
             return None
@@ -157,7 +157,7 @@ class ModelSource:
 
 
 class FileSource:
-    """Files of one system; each counts as one seed."""
+    """Sample files of one system; each counts as one seed."""
 
     model: Model | None = None
 
@@ -181,9 +181,7 @@ class FileSource:
             )
         own = self.files[0].references
         if own is None:
-            raise DataError(
-                f"The perplexity of '{self.name}' says nothing without real text beside it: name some with --reference FILE."
-            )
+            raise DataError(f"There is no real text to compare '{self.name}' with: name some with --reference FILE.")
         return Real(Texts(own[:n]), f"references in {self.files[0].path.name}", same_length=False)
 
 
@@ -191,7 +189,7 @@ _SEED = re.compile(r"[-_.]?seed[-_]?\d+", re.IGNORECASE)
 
 
 def file_sources(paths: Sequence[Path], reference: Path | None) -> list[FileSource]:
-    """Files that differ only in `seed<number>` of their names are runs of one system."""
+    """Group files by system: names that differ only in `seed<number>` are runs of one system."""
     groups: dict[tuple[Path, str], list[SampleFile]] = {}
     for path in paths:
         name = _SEED.sub("", path.stem) or path.stem

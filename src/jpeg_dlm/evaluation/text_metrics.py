@@ -1,6 +1,6 @@
-"""Numbers about texts that need no model beyond the scores already taken: pure functions.
+"""Metrics of texts as pure functions of scores and token ids.
 
-Entropy is in nats. Token ids are those of the scorer, so that systems with different tokenizers compare.
+Entropy is in nats. Token ids are those of the scorer, so that systems with different tokenizers are comparable.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jpeg_dlm.rng import derive_seed
 
 T = TypeVar("T")
 Aggregate = Literal["corpus", "sequence"]
-DEGENERATE_REPETITION = 0.5  # assumed: a text that repeats more than half of its 4-grams is no text
+DEGENERATE_REPETITION = 0.5  # assumed: a text that repeats more than half of its 4-grams is degenerate
 
 
 @dataclass(frozen=True)
 class TextScore:
-    """What a scorer says about one text; `n_tokens` 0 means it was skipped as blank or too short to score."""
+    """Score of one text; `n_tokens` 0 means it was skipped because it is blank or too short."""
 
     nll_sum: float
     n_tokens: int
@@ -32,12 +32,12 @@ class TextScore:
 
     @property
     def skipped(self) -> bool:
-        """Whether the text had nothing to score."""
+        """True if the text had no token to score."""
         return self.n_tokens == 0
 
 
 def gen_ppl(scores: Sequence[TextScore]) -> float:
-    """exp(total NLL / total tokens): weighted by tokens over the whole file, not a mean of per-text figures."""
+    """Return exp(total NLL / total tokens): weighted by tokens over all texts, not a mean of per-text figures."""
     tokens = sum(score.n_tokens for score in scores)
     if not tokens:
         raise DataError("No text had a token to score: give texts of at least two tokens.")
@@ -45,7 +45,7 @@ def gen_ppl(scores: Sequence[TextScore]) -> float:
 
 
 def perplexity(scores: Sequence[TextScore], aggregate: Aggregate = "corpus") -> float:
-    """`gen_ppl`, or the mean over texts of each text's own perplexity, which a few bad texts dominate (SEDD's code)."""
+    """Return `gen_ppl`, or the mean of the per-text perplexities, which a few bad texts dominate (SEDD's code)."""
     if aggregate == "corpus":
         return gen_ppl(scores)
     own = [math.exp(min(700.0, score.nll_sum / score.n_tokens)) for score in scores if not score.skipped]
@@ -57,7 +57,7 @@ def perplexity(scores: Sequence[TextScore], aggregate: Aggregate = "corpus") -> 
 def perplexity_interval(
     scores: Sequence[TextScore], aggregate: Aggregate = "corpus", seed: int = 0, resamples: int = 1000, level: float = 0.95
 ) -> tuple[float, float]:
-    """Percentile bootstrap of `perplexity` over the texts that were scored, all resamples at once."""
+    """Return a percentile bootstrap interval of `perplexity` over the scored texts."""
     kept = [score for score in scores if not score.skipped]
     if not kept:
         raise DataError("A bootstrap interval needs at least one text.")
@@ -76,13 +76,13 @@ def perplexity_interval(
 
 
 def degenerate_share(ids_per_text: Iterable[Sequence[int]], n: int = 4) -> float:
-    """Share of texts that repeat more than half of their own n-grams."""
+    """Return the share of texts that repeat more than half of their own n-grams."""
     rates = [repetition_rate([ids], n) for ids in ids_per_text if len(ids) >= n]
     return sum(rate > DEGENERATE_REPETITION for rate in rates) / len(rates) if rates else 0.0
 
 
 def unigram_entropy(ids_per_text: Iterable[Sequence[int]]) -> float:
-    """Mean over texts of the entropy of each text's own token frequencies; blank texts do not count."""
+    """Return the mean over texts of the entropy of each text's own token frequencies; blank texts do not count."""
     entropies = [_entropy(ids) for ids in ids_per_text if len(ids)]
     if not entropies:
         raise DataError("Entropy needs at least one text that is not blank.")
@@ -99,13 +99,13 @@ def _ngrams(ids: Sequence[Hashable], n: int) -> list[tuple[Hashable, ...]]:
 
 
 def distinct_n(ids_per_text: Iterable[Sequence[Hashable]], n: int) -> float:
-    """Different n-grams over all n-grams of all texts together; 0 when no text has n tokens."""
+    """Return distinct n-grams divided by all n-grams of all texts together; 0 if no text has n tokens."""
     grams = [gram for ids in ids_per_text for gram in _ngrams(ids, n)]
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
 def repetition_rate(ids_per_text: Iterable[Sequence[int]], n: int = 4) -> float:
-    """Mean over texts of the share of n-grams that already occurred earlier in the same text."""
+    """Return the mean over texts of the share of n-grams that already occurred earlier in the same text."""
     rates = []
     for ids in ids_per_text:
         grams = _ngrams(ids, n)
@@ -115,7 +115,7 @@ def repetition_rate(ids_per_text: Iterable[Sequence[int]], n: int = 4) -> float:
 
 
 def shuffle_words(text: str, generator: torch.Generator) -> str:
-    """The words of a text in random order: the same unigrams without grammar, a floor for any scorer."""
+    """Return the words of a text in random order: the same unigrams without grammar, a baseline for any scorer."""
     words = text.split()
     return " ".join(words[i] for i in torch.randperm(len(words), generator=generator).tolist())
 
@@ -127,7 +127,7 @@ def bootstrap_interval(
     resamples: int = 1000,
     level: float = 0.95,
 ) -> tuple[float, float]:
-    """Percentile interval of `statistic` over items (texts) drawn with replacement."""
+    """Return a percentile bootstrap interval of `statistic` over items (texts)."""
     if not items:
         raise DataError("A bootstrap interval needs at least one text.")
     random = np.random.default_rng(derive_seed(seed, "bootstrap"))

@@ -1,7 +1,7 @@
-"""Generation throughput by the paper's rule: fp32, a given batch, the median after warm-up, tokens but no text.
+"""Generation throughput by the paper's rule: fp32, a given batch, the median after warm-up, without detokenization.
 
-Several systems are measured in turns within one run, so that a busy machine slows all of them alike, and what is reported
-first is each one's ratio to the first.
+Several systems are measured in turns, so that a busy machine slows all of them equally; each one's main result is the ratio
+of its speed to that of the first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Subject:
-    """A method with the sampler it is timed with; `origin` says where its weights are from."""
+    """A method and the sampler to time; `origin` names the source of its weights."""
 
     name: str
     method: Method
@@ -51,9 +51,9 @@ def measure(
     dtype: Dtype = "fp32",
     progress: Callable[[int, int | None], None] | None = None,
 ) -> dict[str, Any]:
-    """Median texts and tokens a second of each subject, and the median over rounds of its speed over the first one's.
+    """Return median texts and tokens per second of each subject, and the median over rounds of its speed ratio to the first.
 
-    `dtype` bf16 is autocast, as in training; weights stay fp32.
+    `dtype` bf16 means autocast, as in training; weights stay fp32.
     """
     name = DTYPES[dtype]
     if dtype == "bf16" and device_of(subjects[0].method).type == "cpu":
@@ -94,7 +94,7 @@ def _paper_speed(subject: Subject) -> float | None:
 
 @torch.no_grad()
 def _seconds(subject: Subject, batch: int, round_: int, clock: Callable[[], float], dtype: Dtype) -> float:
-    """One batch, from noise to token ids; the noise is drawn inside, as when generating."""
+    """Time one batch from noise to token ids; drawing the noise is included, as in generation."""
     device = device_of(subject.method)
     noise = RowNoise(0, range(round_ * batch, (round_ + 1) * batch), 0, device)
     _wait(device)
@@ -106,7 +106,7 @@ def _seconds(subject: Subject, batch: int, round_: int, clock: Callable[[], floa
 
 
 def _wait(device: torch.device) -> None:
-    """A GPU works on after a call has returned."""
+    """Wait for a GPU, which runs asynchronously."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -117,7 +117,7 @@ def _device_name(subject: Subject) -> str:
 
 
 def throughput_table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Format the result as Markdown."""
     head = (
         f"{result['dtype']}, batch {result['batch']}, median of {result['repeats']} on {result['device']}; "
         "model loading and detokenization excluded."

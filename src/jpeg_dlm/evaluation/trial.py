@@ -1,7 +1,7 @@
-"""A model with random weights tried in a process of its own: seconds, and the most memory it ever held.
+"""Measures time and peak memory of a model with random weights in a separate process.
 
-A process remembers its peak for as long as it lives, so each trial needs a new one; what one trial leaves behind in caches
-and allocators cannot help or hurt the next either.
+The peak memory of a process never falls, so each trial needs a new one; it also keeps caches and allocators of one trial from
+affecting the next.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
     from jpeg_dlm.methods.base import Batch, Method
 
-START_SECONDS = 120.0  # for loading torch and drawing weights, beside the time limit (assumed)
+START_SECONDS = 120.0  # for importing torch and drawing weights, on top of the time limit (assumed)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """`work`: a batch of texts from noise to token ids, or forward and backward of a micro-batch."""
+    """A measurement; `work` is sampling a batch of token ids, or forward and backward of a micro-batch."""
 
     work: Literal["sample", "train"]
     batch: int
     device: str = "cpu"
     threads: int = 1
-    limit: float = 60.0  # seconds that one run may take
+    limit: float = 60.0  # most seconds of one run
 
 
 def run_trial(config: Config, trial: Trial) -> dict[str, Any] | None:
-    """`seconds`, `built_bytes` of the model and `peak_bytes` beyond it; None if a run took too long."""
+    """Return `seconds`, `built_bytes` of the model and `peak_bytes` beyond it, or None if a run took too long."""
     request = json.dumps({"config": to_dict(config), "trial": asdict(trial)})
     try:
         done = subprocess.run(
@@ -55,7 +55,7 @@ def run_trial(config: Config, trial: Trial) -> dict[str, Any] | None:
 
 
 def random_batch(config: Config, rows: int, device: torch.device | str, uses_encoder: bool) -> Batch:
-    """Tokens and, for methods that read them, features: as much work as real ones, without corpus and encoder."""
+    """Return random tokens and, for methods that use an encoder, random features: as much work as real ones."""
     import torch
 
     from jpeg_dlm.methods.base import Batch
@@ -68,7 +68,7 @@ def random_batch(config: Config, rows: int, device: torch.device | str, uses_enc
 
 
 def train_pass(method: Method, config: Config, batch: Batch, step: int = 0) -> None:
-    """Forward and backward of one micro-batch, as the trainer does them; gradients of the pass before are dropped first."""
+    """Clear the gradients, then run forward and backward of one micro-batch as the trainer does."""
     import torch
 
     from jpeg_dlm.rng import RowNoise
@@ -80,7 +80,7 @@ def train_pass(method: Method, config: Config, batch: Batch, step: int = 0) -> N
 
 
 def main() -> None:
-    """The other process: reads a request, answers with what it found."""
+    """Run the trial given on standard input and print its result; entry point of the separate process."""
     import torch
 
     from jpeg_dlm.methods.registry import build_method
@@ -109,19 +109,19 @@ def main() -> None:
         return time.perf_counter() - began
 
     seconds = run(0)
-    if seconds < trial.limit / 2:  # the first is slower; where that is the price of waiting twice, it is good enough
+    if seconds < trial.limit / 2:  # the first run is slower, but repeating a long one is not worth the time
         seconds = run(1)
     print(json.dumps({"seconds": seconds, "built_bytes": built - empty, "peak_bytes": peak_bytes(device) - built}))
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most bytes held so far."""
+    """Return the peak memory of this process so far."""
     if device.type == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
-    if status.is_file():  # on Linux the other count begins with the peak of the process that started this one
+    if status.is_file():  # on Linux, `ru_maxrss` starts from the peak of the parent process
         return 1024 * int(next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:")))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 

@@ -1,4 +1,4 @@
-"""Many small requests from many threads, sampled in few batches; each gets the texts it would get alone.
+"""Samples many small requests from many threads in few batches; each request gets the same texts as alone.
 
 with BatchingService(model.writer) as service:
     waiting = [service.submit(1, model.sampler_options(steps=8), seed=s) for s in range(40)]
@@ -20,12 +20,12 @@ from torch import Tensor
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.rng import RowNoise, RowStreams
 
-MAX_BATCH = 64  # rows, as `generate` takes them
-MAX_WAIT_S = 0.005  # small beside the time of one text (measured: 8 steps of the bundled model take longer)
+MAX_BATCH = 64  # rows, as in `generate`
+MAX_WAIT_S = 0.005  # short compared to the time of one text (measured: 8 steps of the bundled model take longer)
 
 
 class Samples(Protocol):
-    """What the service runs: a method, or another sampler of one."""
+    """Interface that the service calls: a method, or another sampler of its model."""
 
     def sample(self, sampler: Any, noise: RowNoise) -> Tensor: ...
 
@@ -35,10 +35,10 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class StackedNoise(RowNoise):
-    """The rows of several `RowNoise` one below the other, each with the numbers of its own seed and row."""
+    """The rows of several `RowNoise` stacked; each row has the random numbers of its own seed and row."""
 
     parts: tuple[RowNoise, ...] = ()
-    lent: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)  # shared generators and how they were given
+    lent: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)  # shared generators and their initial states
 
     @classmethod
     def of(cls, parts: Sequence[RowNoise]) -> StackedNoise:
@@ -49,14 +49,14 @@ class StackedNoise(RowNoise):
         return RowStreams([g for part in self.parts for g in part.streams(purpose).generators], self.device)
 
     def shared(self, purpose: str) -> torch.Generator:
-        """That of the first part; `parted` tells whether this was wrong for the others."""
+        """Return the generator of the first part; `parted` tells if this was wrong for the others."""
         generator = super().shared(purpose)
         self.lent.append((generator, generator.get_state()))
         return generator
 
     @property
     def parted(self) -> bool:
-        """Whether parts of several seeds were given numbers that only rows of one seed share, such as a random grid."""
+        """True if parts of several seeds drew shared numbers, such as a random grid, which depend on the seed."""
         drawn = any(not torch.equal(generator.get_state(), before) for generator, before in self.lent)
         return drawn and len({part.seed for part in self.parts}) > 1
 
@@ -69,7 +69,7 @@ class StackedNoise(RowNoise):
 
 @dataclass
 class Request:
-    """Rows that someone waits for; `done` holds those that were sampled already."""
+    """Rows that a caller waits for; `done` holds those already sampled."""
 
     rows: range
     sampler: Any
@@ -88,31 +88,31 @@ class Piece:
 
 
 class BatchingService:
-    """One thread that samples. Requests with equal options share a batch; of the others the oldest goes first.
+    """Samples in one thread. Requests with equal options share a batch; the batch with the oldest request goes first.
 
-    A batch starts when it is full, or `max_wait_s` after its oldest request arrived. A request is split where it does not
-    fit. `method` is used by this thread alone for as long as the service is open.
+    A batch starts when it is full, or `max_wait_s` after its oldest request arrived. A request that does not fit is split.
+    While the service is open, only its thread may use `method`.
     """
 
     def __init__(
         self, method: Samples, max_batch: int = MAX_BATCH, max_wait_s: float = MAX_WAIT_S, device: torch.device | str = "cpu"
     ) -> None:
         if max_batch < 1 or max_wait_s < 0:
-            raise UsageError("A service needs a batch of at least 1 and a wait of at least 0 seconds.")
+            raise UsageError("A service needs max_batch of at least 1 and max_wait_s of at least 0.")
         self.method, self.max_batch, self.max_wait_s, self.device = method, max_batch, max_wait_s, device
         self._queue: list[Request] = []  # in the order of arrival
-        self._seed_apart: list[Any] = []  # samplers found to share numbers within a seed
+        self._seed_apart: list[Any] = []  # samplers whose batches must have a single seed
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="jpeg-dlm-batching", daemon=True)
         self._thread.start()
 
     def submit(self, n: int, sampler: Any, seed: int = 0, first: int = 0) -> Future[Tensor]:
-        """Token ids (n, L) of samples `first` to `first + n - 1` of `seed`; `cancel()` works until they are begun."""
+        """Request token ids (n, L) of samples `first` to `first + n - 1` of `seed`; `cancel()` works until they start."""
         if n < 1:
             raise UsageError("The number of samples must be at least 1.")
         if getattr(sampler, "protocol", "default") == "released":
-            raise UsageError("In the released protocol a text depends on its batch: a service needs the default one.")
+            raise UsageError("A service cannot use the released protocol, in which a text depends on its batch: use 'default'.")
         future: Future[Tensor] = Future()
         with self._changed:
             if self._closed:
@@ -122,7 +122,7 @@ class BatchingService:
         return future
 
     def close(self, cancel: bool = False) -> None:
-        """Finish what was asked for, or cancel what is not begun, and end the thread; safe to call again."""
+        """Finish all requests, or with `cancel` those already started, and end the thread; safe to call again."""
         with self._changed:
             self._closed = True
             if cancel:
@@ -144,10 +144,10 @@ class BatchingService:
             self._run(pieces)
 
     def _next_batch(self) -> list[Piece]:
-        """Waits for the next batch and takes it from the queue; empty once the service is closed and nothing is left."""
+        """Wait for the next batch and take it from the queue; empty once the service is closed and the queue is empty."""
         with self._changed:
             while True:
-                # A request that was begun can no longer be cancelled, so what is dropped here has nothing to return.
+                # A started request cannot be cancelled, so the requests dropped here have no rows to return.
                 self._queue = [request for request in self._queue if not request.future.cancelled()]
                 if not self._queue:
                     if self._closed:
@@ -167,7 +167,7 @@ class BatchingService:
         return same and (request.seed == oldest.seed or oldest.sampler not in self._seed_apart)
 
     def _take(self, companions: Sequence[Request]) -> list[Piece]:
-        """The first rows of these requests that fill a batch; those without rows left leave the queue."""
+        """Take the first rows of these requests up to a full batch; remove requests without remaining rows."""
         pieces, room = [], self.max_batch
         for request in companions:
             if not room:
@@ -191,7 +191,7 @@ class BatchingService:
         except Exception as error:
             if len(pieces) == 1:
                 self._fail(pieces[0].request, error)
-            else:  # one of them may be to blame: alone each gets its own texts or its own error
+            else:  # one request may have caused it: alone, each gets its own texts or its own error
                 self._run_apart(pieces, lambda piece: id(piece.request))
             return
         if noise.parted:
@@ -214,7 +214,7 @@ class BatchingService:
             request.future.set_result(torch.cat(request.done))
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """The rest of a split request is not sampled: its texts are only given together."""
+        """Fail a request and drop its remaining rows, since its texts are delivered together."""
         request.future.set_exception(error)
         with self._changed:
             self._queue = [other for other in self._queue if other is not request]

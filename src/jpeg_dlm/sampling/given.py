@@ -1,6 +1,6 @@
-"""Text that samples must keep, as a row of ids: a prompt at the beginning, or a template with holes.
+"""Text that samples must contain, as a row of ids: a prompt at the beginning, or a template with holes.
 
-A hole is written [MASK] for one token, [MASK:n] for n. What follows a prompt or a template is free.
+A hole is written [MASK] for one token, [MASK:n] for n. All positions after a prompt or a template are free.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from jpeg_dlm.methods.base import FREE
 from jpeg_dlm.text.tokenizer import TextTokenizer
 
 _HOLE = re.compile(r"\[MASK(?::(\d+))?\]")
-# Characters that a tokenizer rarely merges with what follows: a letter for punctuation, brackets for words.
+# Characters that a tokenizer rarely merges with the text after them: a letter before punctuation, brackets before words.
 _BEFORE = ("a", ")", "(", "0")
 
 
 def prompt_row(tokenizer: TextTokenizer, data: DataConfig, text: str) -> Tensor:
-    """A row (L) that begins with `text`."""
+    """Return a row (L) that begins with `text`."""
     ids = tokenizer.encode(text)
     if not ids:
         raise DataError("The prompt is empty: give at least one word.")
@@ -34,7 +34,7 @@ def prompt_row(tokenizer: TextTokenizer, data: DataConfig, text: str) -> Tensor:
 
 
 def template_row(tokenizer: TextTokenizer, data: DataConfig, template: str) -> Tensor:
-    """A row (L) that begins with the template's text, free in its holes."""
+    """Return a row (L) that begins with the template's text and is free in its holes."""
     if not _HOLE.search(template):
         raise UsageError("The template has no hole: write [MASK] or [MASK:n] where tokens are to be filled in.")
     ids = template_ids(tokenizer, template)
@@ -44,7 +44,7 @@ def template_row(tokenizer: TextTokenizer, data: DataConfig, template: str) -> T
 
 
 def template_ids(tokenizer: TextTokenizer, template: str) -> list[int]:
-    """Ids of the text around the holes, FREE in them."""
+    """Return the ids of the text around the holes, with FREE in the holes."""
     ids: list[int] = []
     end = 0
     for hole in _HOLE.finditer(template):
@@ -58,14 +58,14 @@ def template_ids(tokenizer: TextTokenizer, template: str) -> list[int]:
 
 
 def _piece(tokenizer: TextTokenizer, text: str, first: bool) -> list[int]:
-    """Ids of a piece of text: at the beginning, after a hole and a space, or right after a hole."""
+    """Encode a piece of text: at the beginning, after a hole and a space, or right after a hole."""
     if not text.strip():
         return []
     if first:
         return tokenizer.encode(text)
     if text[0].isspace():
         return tokenizer.encode_batch([text], following=True)[0]
-    # Encoded alone, "." would be the token of a full stop after a space; so it is encoded behind a character, whose ids go.
+    # Alone, "." would be encoded like a period after a space, so encode it after a character and drop that character's ids.
     for before in _BEFORE:
         lead, whole = tokenizer.encode(before), tokenizer.encode(before + text)
         if whole[: len(lead)] == lead:
@@ -74,7 +74,7 @@ def _piece(tokenizer: TextTokenizer, text: str, first: bool) -> list[int]:
 
 
 def payload(data: DataConfig) -> int:
-    """Tokens of a row that are text."""
+    """Return the number of text tokens in a row."""
     return data.token_len - (2 if data.frame else 0)
 
 

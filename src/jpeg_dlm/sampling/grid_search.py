@@ -1,7 +1,7 @@
-"""The few times at which a sampler should evaluate the network, searched once for a model on noise of its own.
+"""Searches the few times at which a sampler should evaluate the network of a model.
 
-What many steps make of the same noise is the reference; a grid is the better the closer it comes to that. The search is
-deterministic: it takes the best of a few families of grids, and then moves one time after the other.
+A grid is better the closer its latents are to those of many steps from the same noise. The search is deterministic: it takes
+the best of a few families of grids and then moves one time after the other.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Progress = Callable[[int, int], None]
 
 POWERS = (0.5, 0.7, 1.0, 1.4, 2.0)  # of uniform times (assumed)
 NORMALS = ((-1.5, 0.8), (-0.75, 1.0), (0.0, 1.0), (0.0, 1.5), (0.75, 1.0))  # mean and deviation of logit(t) (assumed)
-FIRST_MOVE, LAST_MOVE = 0.5, 0.05  # share of the way to a neighbor by which a time moves (assumed)
-DIGITS = 4  # of a stored time: finer than any move that matters
+FIRST_MOVE, LAST_MOVE = 0.5, 0.05  # moves of a time as a share of the distance to its neighbor (assumed)
+DIGITS = 4  # of a stored time, finer than any move that matters
 REFERENCE_STEPS = 128  # uniform Euler steps of the reference (assumed)
-SEARCH_SEED = 1 << 20  # noise that no evaluation uses: theirs count from 0
+SEARCH_SEED = 1 << 20  # no evaluation uses this noise: their seeds count from 0
 
 
 @dataclass(frozen=True)
 class Found:
-    """The times, their distance from the reference, and that of the best grid of the families, from which they come."""
+    """The times, their distance from the reference, and that of the grid from which the search started."""
 
     times: Times
     error: float
@@ -43,7 +43,7 @@ class Found:
 
 
 def families(steps: int) -> Iterator[Times]:
-    """Grids to begin with: powers of uniform times, and logit-normal quantiles."""
+    """Yield initial grids: powers of uniform times, and logit-normal quantiles."""
     for power in POWERS:
         yield rounded((uniform_grid(steps).double() ** power).tolist())
     for mean, std in NORMALS:
@@ -55,7 +55,7 @@ def rounded(times: Sequence[float]) -> Times:
 
 
 def search(error: Error, steps: int, trials: int, progress: Progress | None = None) -> Found:
-    """Times of the smallest error that at most `trials` evaluations of it find."""
+    """Return the times with the smallest error found in at most `trials` evaluations of `error`."""
     known: dict[Times, float] = {}
 
     def measured(times: Times) -> float:
@@ -79,7 +79,7 @@ def search(error: Error, steps: int, trials: int, progress: Progress | None = No
 
 
 def moved(times: Times, i: int, neighbor: int, share: float) -> Times:
-    """`times` with the i-th a share of the way nearer to a neighbor."""
+    """Move the i-th time by a share of the distance to a neighbor."""
     return rounded([*times[:i], times[i] + share * (times[neighbor] - times[i]), *times[i + 1 :]])
 
 
@@ -92,13 +92,13 @@ def increasing(times: Times) -> bool:
 
 @torch.no_grad()
 def end_state(method: JpegDlm, sampler: SamplerConfig, z: Tensor, times: Sequence[float]) -> Tensor:
-    """The latents that a solver makes of noise, before they are decoded."""
+    """Return the final latents of a solver, before decoding."""
     w = torch.full((len(z),), sampler.w, device=z.device)
     return SOLVERS[sampler.solver](method.self_conditioned(w), z, list(times), None)
 
 
 def latent_error(method: JpegDlm, sampler: SamplerConfig, rows: int, seed: int = SEARCH_SEED) -> Error:
-    """Mean squared distance between the latents that a grid and those that many steps make of the same noise."""
+    """Return the error of a grid: mean squared distance of its latents from those of many steps from the same noise."""
     m = method.config.model
     z = RowNoise(seed, range(rows), 0, device_of(method)).normal("sample", m.latent_len, m.latent_dim)
     many = replace(sampler, solver="euler")
@@ -109,9 +109,9 @@ def latent_error(method: JpegDlm, sampler: SamplerConfig, rows: int, seed: int =
 def tuned(
     method: Method, sampler: SamplerConfig, evaluations: int, rows: int, trials: int, progress: Progress | None = None
 ) -> tuple[SamplerConfig, Found]:
-    """`sampler` with the times found for its fast solver and scale, and how good they are."""
+    """Return `sampler` with the times found for its fast solver and scale, and the result of the search."""
     if not isinstance(method, JpegDlm):
-        raise UsageError(f"{method.title} has no times to search: tune needs a model of jpeg-dlm.")
+        raise UsageError(f"{method.title} has no sampling times to tune: use a jpeg-dlm model.")
     steps = steps_within(evaluations, sampler.fast_solver)
     few = replace(sampler, solver=sampler.fast_solver, w=sampler.fast_w or sampler.w)
     found = search(latent_error(method, few, rows), steps, trials, progress)

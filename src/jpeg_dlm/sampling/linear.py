@@ -1,4 +1,4 @@
-"""Linear layers prepared once for sampling: fp32, bf16, or int8 with a scale for each output channel and each row.
+"""Linear layers prepared for sampling: fp32, bf16, or int8 with a scale per output channel and per row.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -16,24 +16,24 @@ from torch import Tensor, nn
 Dtype = Literal["fp32", "bf16", "int8"]
 DTYPES: tuple[Dtype, ...] = ("fp32", "bf16", "int8")
 BYTE = 127  # largest magnitude of a symmetric 8-bit number
-SEVEN_BITS = 63  # and of a 7-bit one
-ZERO_POINT = 128  # where 0 lies among unsigned bytes
-FEW_ROWS = 400  # for which packed weights are faster (measured: 1.3x with 44 rows, 1.05x with 352, 0.9x with 704)
+SEVEN_BITS = 63  # the same of a 7-bit number
+ZERO_POINT = 128  # unsigned byte that represents 0
+FEW_ROWS = 400  # up to which packed weights are faster (measured: 1.3x with 44 rows, 1.05x with 352, 0.9x with 704)
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / RMS of the last axis; through the norm it is one pass over x (measured: `rms_norm` takes twice as long)."""
+    """Return 1 / RMS of the last axis in one pass over x (measured: `rms_norm` takes twice as long)."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
 
 
 def unit_rms(x: Tensor, eps: float) -> Tensor:
-    """The last axis scaled to RMS 1, without a gain."""
+    """Scale the last axis to RMS 1, without a gain."""
     return x * inverse_rms(x, eps)
 
 
 class DenseLinear(nn.Module):
-    """y = x W^T + b. On a CPU few rows meet a copy of W that is packed when the first of them come."""
+    """y = x W^T + b. On a CPU, small batches use a packed copy of W, made at the first one."""
 
     weight_NK: Tensor
     bias_N: Tensor | None
@@ -50,11 +50,11 @@ class DenseLinear(nn.Module):
         return self.packed_product(x_MK) if self.packs(x_MK) else F.linear(x_MK, self.weight_NK, self.bias_N)
 
     def of_unit_rms(self, x_MK: Tensor, eps: float) -> Tensor:
-        """linear(unit_rms(x))."""
+        """Return linear(unit_rms(x))."""
         return self(unit_rms(x_MK, eps))
 
     def add_to(self, x_MN: Tensor, h_MK: Tensor) -> Tensor:
-        """x + linear(h), written over the residual stream x; the plain product in fp32 does the addition itself."""
+        """Add linear(h) to the residual stream x in place; in fp32 without packing, in one operation."""
         if self.weight_NK.dtype != x_MN.dtype or self.packs(h_MK):
             return x_MN.add_(self(h_MK))
         x_MN.addmm_(h_MK, self.weight_NK.t())
@@ -72,7 +72,7 @@ class DenseLinear(nn.Module):
 class Int8Linear(nn.Module):
     """Integer products of quantized rows and quantized channels, scaled back to fp32.
 
-    Every row of x has its own scale, found when it comes, so a row does not depend on its neighbors.
+    The scale of every row of x is computed from that row alone, so rows do not depend on each other.
     """
 
     scale_N: Tensor
@@ -98,25 +98,25 @@ class Int8Linear(nn.Module):
         return torch.addcmul(self.bias_N, self.product(x_MK, scale_M1), scale_M1)
 
     def of_unit_rms(self, x_MK: Tensor, eps: float) -> Tensor:
-        """linear(unit_rms(x)): a row has the same whole numbers before and after its norm, so the norm joins its scale."""
+        """Return linear(unit_rms(x)); normalizing a row does not change its quantized values, only its scale."""
         scale_M1 = row_scales(x_MK)
         return torch.addcmul(self.bias_N, self.product(x_MK, scale_M1), scale_M1 * inverse_rms(x_MK, eps))
 
     def add_to(self, x_MN: Tensor, h_MK: Tensor) -> Tensor:
-        """x + linear(h), written over the residual stream x."""
+        """Add linear(h) to the residual stream x in place."""
         return x_MN.add_(self(h_MK))
 
     def product(self, x_MK: Tensor, scale_M1: Tensor) -> Tensor:
-        """x W^T in units of each row's scale."""
+        """Return x W^T divided by each row's scale."""
         if not self.on_cpu:
             return self.integer_product((x_MK / scale_M1).round().to(torch.int8), 0)
-        # The packed product wants unsigned rows; their common zero point is subtracted inside. A tensor of offsets and the
-        # detour by 16 bits are vectorized where a number and the direct way are not: a quarter of the time (measured).
+        # The packed product takes unsigned rows and subtracts their common zero point itself. A tensor of offsets and the
+        # conversion via int16 are vectorized, a scalar and the direct conversion are not: a quarter of the time (measured).
         u_MK = torch.addcmul(self.offset_K, x_MK, scale_M1.reciprocal()).to(torch.int16).to(torch.uint8)
         return self.integer_product(u_MK, ZERO_POINT)
 
     def integer_product(self, q_MK: Tensor, zero_point: int) -> Tensor:
-        """(q - zero point) W^T in the units of each channel's scale."""
+        """Return (q - zero point) W^T, scaled by each channel's scale."""
         if self.on_cpu:
             return torch.ops.onednn.qlinear_pointwise(
                 q_MK, 1.0, zero_point, self.packed, self.scale_N, self.zeros_N, None, 1.0, 0, torch.float32, "none", [], ""
@@ -125,7 +125,7 @@ class Int8Linear(nn.Module):
 
 
 def keep_from_compiler(module: nn.Module) -> None:
-    """Products of prepared weights stay as they are: inductor's form of them wants weights that are constants of its graph."""
+    """Exclude products of prepared weights from compilation: inductor requires their weights to be graph constants."""
     for layer in module.modules():
         for product in ("packed_product", "integer_product"):
             if hasattr(layer, product):
@@ -134,9 +134,10 @@ def keep_from_compiler(module: nn.Module) -> None:
 
 @functools.cache
 def weight_levels(device: torch.device) -> int:
-    """Without VNNI a CPU adds two products in 16 bits, which 7-bit weights cannot overflow: 2 * 255 * 63 < 2**15.
+    """Return the largest magnitude of quantized weights: 127, or 63 on a CPU without VNNI.
 
-    Found by a product of the largest numbers: instructions that the CPU has may be switched off for oneDNN.
+    Such a CPU adds two products in 16 bits, which 7-bit weights cannot overflow: 2 * 255 * 63 < 2**15. This is tested by
+    a product of the largest numbers, because oneDNN may be barred from instructions that the CPU has.
     """
     if device.type != "cpu":
         return BYTE
@@ -149,13 +150,13 @@ def weight_levels(device: torch.device) -> int:
 
 
 def quantize_channels(weight_NK: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 weights and the scale of each output channel."""
+    """Return symmetric int8 weights and the scale of each output channel."""
     scale_N = weight_NK.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / levels
     return (weight_NK / scale_N[:, None]).round().to(torch.int8), scale_N
 
 
 def row_scales(x_MK: Tensor) -> Tensor:
-    """The scale of each row that maps its largest magnitude to 127."""
+    """Return the scale of each row that maps its largest magnitude to 127."""
     largest = torch.maximum(x_MK.amax(1, keepdim=True), x_MK.amin(1, keepdim=True).neg_())
     return largest.clamp_min_(1e-30).mul_(1 / BYTE)
 
@@ -165,24 +166,24 @@ MakeLinear = Callable[[Tensor, Any], AnyLinear]  # from a weight (N, K) and a bi
 
 
 def linear_maker(dtype: Dtype) -> MakeLinear:
-    """What turns weights into layers of this type."""
+    """Return the function that builds layers of this type from weights."""
     if dtype == "int8":
         return Int8Linear
     return bf16_linear if dtype == "bf16" else full_precision
 
 
 def computes_in_bf16(device: torch.device) -> bool:
-    """Whether bf16 products have instructions there; a CPU without them emulates them a hundred times slower (measured)."""
+    """Return True if a device has bf16 instructions; a CPU without them emulates them, a hundred times slower (measured)."""
     return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def bf16_linear(weight_NK: Tensor, bias_N: Tensor | None) -> DenseLinear:
-    """In bf16, or where that would be emulated in fp32 with weights rounded to bf16."""
+    """Build a bf16 layer; where bf16 would be emulated, an fp32 layer with weights rounded to bf16."""
     if computes_in_bf16(weight_NK.device):
         return DenseLinear(weight_NK, bias_N, torch.bfloat16)
     return full_precision(weight_NK.bfloat16().float(), None if bias_N is None else bias_N.bfloat16().float())
 
 
 def full_precision(weight_NK: Tensor, bias_N: Tensor | None) -> DenseLinear:
-    """A layer that stays fp32 in every mode."""
+    """Build an fp32 layer."""
     return DenseLinear(weight_NK, bias_N, torch.float32)

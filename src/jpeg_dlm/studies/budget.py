@@ -1,4 +1,4 @@
-"""An equal budget for unequal methods: the same steps, the same tokens seen, or the same time on this machine."""
+"""An equal training budget for all methods: the same steps, the same tokens, or the same time on this machine."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _UNITS: dict[str, tuple[Literal["steps", "tokens", "seconds"], float]] = {
 }  # fmt: skip
 _FACTORS = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9}
 
-WARMUP_STEPS, TIMED_STEPS = 3, 10  # of a speed measurement; the median of ten steps is good to a few percent (measured)
+WARMUP_STEPS, TIMED_STEPS = 3, 10  # of a speed measurement; the median of ten steps is accurate to a few percent (measured)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What every method may spend; `text` is how it was asked for."""
+    """Training budget of every method; `text` is the form in which it was given."""
 
     kind: Literal["steps", "tokens", "seconds"]
     amount: float
@@ -38,7 +38,7 @@ class Budget:
 
 
 def parse_budget(text: str) -> Budget:
-    """'2000steps', '5Mtokens' or '10min', with or without a space or dash before the unit."""
+    """Parse '2000steps', '5Mtokens' or '10min', with or without a space or dash before the unit."""
     match = re.fullmatch(r"([0-9.]+)\s*([kMB]?)[\s-]*(steps|tokens|s|min|h)", text.strip())
     try:
         if match is None:
@@ -53,7 +53,7 @@ def parse_budget(text: str) -> Budget:
 
 
 def spend(config: Config, budget: Budget | None, seconds_per_step: Callable[[Config], float]) -> Config:
-    """`config` with as many steps as the budget buys; a method with two stages spends half of it on each."""
+    """Set the steps that the budget allows; a method with two stages spends half of it on each."""
     stage = method_class(config.method).first_stage(config)
     share = 1.0 if stage is None else 0.5
 
@@ -72,7 +72,7 @@ def spend(config: Config, budget: Budget | None, seconds_per_step: Callable[[Con
 
 
 def measure_step(config: Config, blocks: Blocks, encoder: FrozenEncoder | None, ranks: Ranks) -> float:
-    """Median seconds of an optimizer step of a fresh model; nothing of it is kept."""
+    """Return the median seconds of an optimizer step of a new model, which is discarded."""
     method = build_method(config, encoder).to(ranks.device)
     stream = BatchStream(blocks, config.train, ranks.device, ranks.rank, ranks.world)
     spent = []
@@ -80,6 +80,6 @@ def measure_step(config: Config, blocks: Blocks, encoder: FrozenEncoder | None, 
         trainer = Trainer(config, method, stream, Path(scratch), ranks)
         for _ in range(WARMUP_STEPS + TIMED_STEPS):
             began = time.perf_counter()
-            trainer.train_step()  # ends with numbers on the CPU, so a GPU has finished too
+            trainer.train_step()  # copies the losses to the CPU, so it waits for a GPU
             spent.append(time.perf_counter() - began)
     return statistics.median(spent[WARMUP_STEPS:])

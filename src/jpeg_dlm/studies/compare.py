@@ -1,7 +1,7 @@
-"""Table 1: every system on the same text with an equal budget, scored alike and timed in turns.
+"""Table 1: every system on the same text with an equal budget, scored by the same protocol and timed in turns.
 
-A method that fails is a row that says so; the others are not lost. Everything finished is found again, so the same command
-goes on after a stop.
+If a method fails, its row holds the error and the others go on. Finished work is reused, so repeating the command continues
+after a stop.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from jpeg_dlm.studies.workshop import Workshop, parameter_count, training_second
 
 # The paper's order; COSMOS is in its Figure 4 instead of Table 1.
 ORDER = ("ar", "mdlm", "sedd", "duo", "flm", "langflow", "elf", "cosmos", "jpeg-dlm")
-UNCACHED, CACHED = "AR", "AR, KV cache"  # the first is what the paper's speeds are relative to
+UNCACHED, CACHED = "AR", "AR, KV cache"  # the paper's speeds are relative to the first
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared under which conditions."""
+    """Methods to compare and the conditions they share."""
 
-    base: Config  # a preset of JPEG-DLM; every method derives its own config from it
+    base: Config  # of JPEG-DLM; every method derives its own config from it
     methods: tuple[str, ...]
     budget: Budget | None = None
-    overrides: Mapping[str, Any] = field(default_factory=dict)  # options that every method gets
-    batch: int = 16  # texts at once, when timed
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # options applied to every method
+    batch: int = 16  # for timing
     repeats: int = 5
 
 
 def method_names(text: str) -> tuple[str, ...]:
-    """'all', or names separated by commas, in the paper's order."""
+    """Parse 'all' or names separated by commas; return them in the paper's order."""
     names = list(ORDER) if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in METHODS or name in STAGES:
@@ -53,7 +53,7 @@ def method_names(text: str) -> tuple[str, ...]:
 
 
 def compare(asked: Comparison, workshop: Workshop, scorer: Callable[[], Scorer], request: Request) -> dict[str, Any]:
-    """Train, write, score and time; everything `compare.json` holds."""
+    """Train, sample, score and time all methods; return the content of `compare.json`."""
     rows = {name: {"method": name, "title": method_class(name).title} for name in asked.methods}
     models: dict[str, Model] = {}
 
@@ -62,7 +62,7 @@ def compare(asked: Comparison, workshop: Workshop, scorer: Callable[[], Scorer],
             models[name] = _trained(asked, workshop, name, rows[name])
 
     workshop.take_turns([partial(train, name) for name in rows])
-    if not models:  # one cause, most likely: told before a scorer is fetched
+    if not models:  # most likely for one reason: raise it before a scorer is downloaded
         raise UsageError(f"No system could be trained: {next(iter(rows.values()))['error']}")
     evaluation = Evaluation(scorer(), request, workshop.parts, workshop.console)
     models = {name: models[name] for name in rows if name in models}  # another process may have changed the order
@@ -77,7 +77,7 @@ def compare(asked: Comparison, workshop: Workshop, scorer: Callable[[], Scorer],
 
 
 def _trained(asked: Comparison, workshop: Workshop, name: str, row: dict[str, Any]) -> Model:
-    """The trained model of a method; what is known of its training goes into `row`."""
+    """Train a method, add facts about the training to `row`, and return the model."""
     config = validate(override(for_method(asked.base, name), asked.overrides))
     config = workshop.budgeted(workshop.conditions(config), asked.budget)
     run = workshop.train(config)
@@ -93,7 +93,7 @@ def _trained(asked: Comparison, workshop: Workshop, name: str, row: dict[str, An
 
 
 def _timed(asked: Comparison, workshop: Workshop, models: Mapping[str, Model]) -> dict[str, Any]:
-    """All models in turns; AR twice, because speeds are relative to the one without KV cache."""
+    """Time all models in turns, AR both with KV cache and without it, which speeds are relative to."""
     subjects = []
     for name, model in models.items():
         samplers = {model.method.title: model.config.sampler}

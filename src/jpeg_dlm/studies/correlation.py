@@ -1,4 +1,4 @@
-"""Global structure (Figure 4b): how alike the latent positions of a text vary from text to text.
+"""Global structure (Figure 4b): correlation between latent positions across texts.
 
 Shapes: S sequences, N latents, D latent width, R resamples.
 """
@@ -28,13 +28,13 @@ from jpeg_dlm.studies.latents import about, check_sources, clean_latents, heldou
 from jpeg_dlm.studies.study import Asked, Outcome
 from jpeg_dlm.text.blocks import EpochOrder
 
-SEED = 20260919  # of the choice of sequences (paper)
+SEED = 20260919  # for the choice of sequences (paper)
 RESAMPLES = 200  # (assumed)
-PRODUCTS_AT_ONCE = 1 << 25  # of positions of single sequences, 134 MB
+PRODUCTS_AT_ONCE = 1 << 25  # numbers in a block of position products, 134 MB
 
 
 def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
-    """Correlations of every model, its own held-out text being the sequences."""
+    """Compute the correlations of every model on its own held-out text."""
     check_sources(sources, rows=2)
     rows = [about(source) | _correlations(source, asked) for source in sources]
     result = {"study": "correlation", "seed": SEED, "resamples": RESAMPLES, "rows": rows}
@@ -42,7 +42,7 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
 
 
 def _correlations(source: ModelSource, asked: Asked) -> dict[str, Any]:
-    """The Gram matrix and its mean off the diagonal."""
+    """Return the Gram matrix and its mean off the diagonal."""
 
     def make() -> dict[str, Any]:
         z_SND = clean_latents(source, distinct_rows(source, asked.n), asked.console)
@@ -61,7 +61,7 @@ def _correlations(source: ModelSource, asked: Asked) -> dict[str, Any]:
 
 
 def distinct_rows(source: ModelSource, n: int) -> list[int]:
-    """Numbers of n held-out rows in random order, none with the tokens of an earlier one."""
+    """Return the numbers of n held-out rows in random order, without duplicate texts."""
     heldout = heldout_of(source)
     order = EpochOrder(SEED, len(heldout)).order(0).tolist()
     first: dict[bytes, int] = {}
@@ -78,28 +78,28 @@ def distinct_rows(source: ModelSource, n: int) -> list[int]:
 
 
 def position_gram(z_SND: Tensor) -> Tensor:
-    """Gram matrix (N, N) of the positions' unit vectors over sequences and channels, the mean sequence subtracted."""
+    """Return the Gram matrix (N, N) of the positions' unit vectors over sequences and channels, after subtracting the mean."""
     x_NK = (z_SND.double() - z_SND.double().mean(0)).transpose(0, 1).flatten(1)
     x_NK = F.normalize(x_NK, dim=1)
     return x_NK @ x_NK.T
 
 
 def off_diagonal(gram_NN: Tensor) -> Tensor:
-    """The entries that are not on the diagonal, in a row."""
+    """Return the entries off the diagonal as a vector."""
     return gram_NN[~torch.eye(len(gram_NN), dtype=torch.bool, device=gram_NN.device)]
 
 
 def bootstrap_means(z_SND: Tensor, resamples: int, seed: int = 0) -> np.ndarray:
-    """Mean off-diagonal entry of `position_gram` for sequences drawn with replacement.
+    """Return the mean off-diagonal entry of `position_gram` for each bootstrap resample of the sequences.
 
-    A draw only weights sequences: with counts c, sum_s c_s z_s z_s' - S m m' is the Gram matrix before normalization, so
-    that products of positions are formed once, a block of positions at a time, and not once for each draw.
+    A resample only weights sequences: with counts c, sum_s c_s z_s z_s' - S m m' is the Gram matrix before normalization, so
+    products of positions are computed once, in blocks of positions, instead of once per resample.
     """
     total, latents, _ = z_SND.shape
     random = np.random.default_rng(derive_seed(seed, "bootstrap"))
     drawn_RS = random.multinomial(total, [1 / total] * total, size=resamples)
     counts_RS = torch.from_numpy(drawn_RS).to(z_SND)
-    z_SND = z_SND - z_SND.mean(0)  # of no effect but on rounding
+    z_SND = z_SND - z_SND.mean(0)  # reduces rounding errors only
     mean_RND = torch.einsum("rs,snd->rnd", counts_RS, z_SND) / total
     length_RN = (counts_RS @ z_SND.square().sum(2) - total * mean_RND.square().sum(2)).clamp_min(1e-12).sqrt()
     sum_R = torch.zeros(resamples, dtype=z_SND.dtype, device=z_SND.device)
@@ -108,14 +108,14 @@ def bootstrap_means(z_SND: Tensor, resamples: int, seed: int = 0) -> np.ndarray:
         gram_RAN = torch.einsum("rs,san->ran", counts_RS, products_SAN)
         gram_RAN -= total * torch.einsum("rad,rnd->ran", mean_RND[:, block], mean_RND)
         sum_R += (gram_RAN / length_RN[:, block, None] / length_RN[:, None, :]).sum((1, 2))
-    return ((sum_R - latents) / (latents * (latents - 1))).cpu().numpy()  # without the ones of the diagonal
+    return ((sum_R - latents) / (latents * (latents - 1))).cpu().numpy()  # subtracts the ones on the diagonal
 
 
-# ---------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------- table and picture
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """One row for each model."""
+    """Return a table with a row per model."""
     paper = paper_tables()["latent_correlation"]
     heading = (
         "model", "latents", "sequences", "mean correlation", "95% interval", "mean of absolute values",
@@ -137,7 +137,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:
-    """The entries off the diagonal of every model on one color scale."""
+    """Draw the off-diagonal entries of every model on one color scale."""
     grams = [np.array(row["gram"]) for row in result["rows"]]
     for gram in grams:
         np.fill_diagonal(gram, np.nan)

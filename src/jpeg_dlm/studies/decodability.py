@@ -1,6 +1,6 @@
-"""Where decoding breaks (beyond the paper): share of tokens that come back from clean latents mixed with noise.
+"""Decodability (beyond the paper): share of tokens recovered from clean latents mixed with noise.
 
-Noise is told by the time t of the linear path, t z + (1 - t) eps, for every model. Shapes: S rows, T times, R resamples.
+For every model, the noise level is the time t of the linear path, t z + (1 - t) eps. Shapes: S rows, T times, R resamples.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DIRECT, BRANCH, PREDICTED = "decoded directly", "through the decode branch", "af
 
 
 def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
-    """Every model in every way of decoding that it has."""
+    """Measure every model with each of its ways of decoding."""
     check_sources(sources, rows=1)
     rows = [about(source) | _decoded(source, asked) for source in sources]
     result = {
@@ -53,9 +53,9 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
 
 
 def ways_of(view: LatentView) -> dict[str, Callable[[Tensor, Tensor, float], Tensor]]:
-    """Tokens of latents z mixed with eps at time t, in each way; t > 0.
+    """Return each way of decoding as a function from latents z, noise eps and time t > 0 to tokens.
 
-    A prediction begins at the state of the model's own path with the same SNR, the others at the linear path's.
+    A prediction starts from the state of the model's own path with the same SNR, the others from that of the linear path.
     """
 
     def mixed(z: Tensor, eps: Tensor, t: float) -> Tensor:
@@ -73,7 +73,7 @@ def ways_of(view: LatentView) -> dict[str, Callable[[Tensor, Tensor, float], Ten
 
 @torch.no_grad()
 def count_right(source: ModelSource, asked: Asked) -> dict[str, Any]:
-    """Right tokens of each row at each time, for each way, over all seeds of noise; and how many tokens there were."""
+    """Count correct tokens of each row at each time for each way, over all noise seeds, and the real tokens of each row."""
     ways = ways_of(view := view_of(source.model.complete_method()))
     rows = range(min(asked.n, len(heldout_of(source))))
     right: dict[str, list[list[int]]] = {way: [[] for _ in TIMES] for way in ways}
@@ -99,9 +99,9 @@ def _decoded(source: ModelSource, asked: Asked) -> dict[str, Any]:
 
 
 def curve(right_TS: np.ndarray, real_S: np.ndarray, times: Sequence[float] = TIMES) -> dict[str, Any]:
-    """Shares of right tokens and the break point, with 95% bootstrap intervals over rows.
+    """Return shares of correct tokens and the break point, with 95% bootstrap intervals over rows.
 
-    The interval of the break point is over the resamples that break, and None when fewer than half of them do.
+    The interval of the break point is over the resamples that have one, and None if fewer than half of them do.
     """
     share_T = right_TS.sum(1) / real_S.sum()
     random = np.random.default_rng(derive_seed(0, "bootstrap"))
@@ -117,11 +117,11 @@ def curve(right_TS: np.ndarray, real_S: np.ndarray, times: Sequence[float] = TIM
     }  # fmt: skip
 
 
-# ---------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------- table and picture
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """A row for each model and way: where it breaks, then the share at each time."""
+    """Return a table with a row per model and way: the break point, then the share at each time."""
     heading = ("model", "way", "breaks at t", "95% interval", *(f"t = {t:g}" for t in result["times"]))
     rows = [
         [label(row), way, *_break_cells(found), *(f"{100 * share:.1f}%" for share in found["share"])]
@@ -142,7 +142,7 @@ def _break_cells(found: Mapping[str, Any]) -> list[str]:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:
-    """A panel for each way, and one of break points against the rate where models differ in it."""
+    """Draw a panel per way, and one of break points against the rate if the models differ in it."""
     rows = result["rows"]
     ways = [way for way in (DIRECT, BRANCH, PREDICTED) if any(way in row["ways"] for row in rows)]
     against_rate = len({row["rate"] for row in rows}) > 1
@@ -176,7 +176,7 @@ def _draw_breaks(axes: Axes, rows: Sequence[Mapping[str, Any]], ways: Sequence[s
             if found:
                 y, low, high = (np.array([f[key] for _, f in found]) for key in ("break", "break_low", "break_high"))
                 bars = np.maximum(0.0, [y - low, high - y])
-                name = f"{title}, {way.split()[-1]}"  # whole, it would not fit
+                name = f"{title}, {way.split()[-1]}"  # the full name would not fit
                 axes.errorbar([rate for rate, _ in found], y, bars, fmt=style, ms=4, lw=1.3, capsize=2, color=color, label=name)
     dress(axes, "where decoding breaks (lower is sturdier)", "t of the break", "rate r = N / L")
     axes.set_ylim(0, 1)

@@ -1,6 +1,6 @@
-"""Why models write as they do (beyond the paper): denoiser, codec and samples of each in one row, so that recipes compare.
+"""Diagnosis of trained models (beyond the paper): denoiser, codec and samples of each model in one row.
 
-The measures are those that a training run logs, on more text: `training.diagnosis` says what each is.
+The measures are those that a training run logs, on more text; `training.diagnosis` describes them.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.training.diagnosis import Diagnosis
 from jpeg_dlm.training.diagnosis_plot import diagnoses, draw_level, draw_over_steps, draw_over_times, readable_log
 
-FIT_ROWS = 8192  # of training text for the linear denoiser: within 0.5% of all rows for the bundled model (measured)
+FIT_ROWS = 8192  # training rows for the linear denoiser: within 0.5% of using all rows for the bundled model (measured)
 HELDOUT_ROWS = 512
 RATIOS = (0.2, 0.3, 0.5, 0.7)  # shown in the table; the others are in the picture
 OVER_STEPS = 0.3
 
 
 def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
-    """The diagnosis of every model, with the history of those that are runs."""
+    """Diagnose every model; for runs, include the history."""
     rows = [_diagnosed(source, asked) for source in sources]
     result = {"study": "diagnose", "n": asked.n, "seeds": list(asked.seeds), "rows": rows}
     return Outcome(result, table(result), lambda path: draw(result, path))
 
 
 def run_of(path: Path | None) -> Path | None:
-    """The run that a path names, itself or by one of its checkpoints."""
+    """Return the run that a path or one of its checkpoints names, or None."""
     run = path.parent.parent if path and path.parent.name == "checkpoints" else path
     return run if run and (run / "metrics.jsonl").is_file() else None
 
@@ -58,7 +58,7 @@ def _diagnosed(source: ModelSource, asked: Asked) -> dict[str, Any]:
 
 
 def measure(source: ModelSource, asked: Asked) -> dict[str, float | None]:
-    """What `Diagnosis` finds with more rows, over the texts of all seeds, and how much the codec keeps."""
+    """Apply `Diagnosis` with more rows to the texts of all seeds, and measure the reconstruction by the codec."""
     method, heldout = source.model.complete_method(), heldout_of(source)
     train = Blocks(heldout.folder, "train")
     stream = BatchStream(train, source.model.config.train, device_of(method))
@@ -73,18 +73,18 @@ def measure(source: ModelSource, asked: Asked) -> dict[str, float | None]:
 
 
 def way(found: Mapping[str, Any]) -> float | None:
-    """How far the samples are on the way from shuffled (0) to real text (1), in log perplexity of the trigram."""
+    """Return the position of the samples between shuffled (0) and real text (1), in log trigram perplexity."""
     own, real, shuffled = (found.get(name) for name in ("trigram", "trigram_real", "trigram_shuffled"))
     if own is None or real is None or shuffled is None or real == shuffled:
         return None
     return math.log(shuffled / own) / math.log(shuffled / real)
 
 
-# ---------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------- table and picture
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """A row for each model; what it does not have stays empty."""
+    """Return a table with a row per model; measures that a model lacks stay empty."""
     heading = (
         "model", "minutes", *(f"ratio at {t:g}" for t in RATIOS), "accuracy at 0.5", "reconstruction", "rank", "joint rank",
         "words that exist", "distinct-2", "trigram perplexity", "way to real", "copied",
@@ -117,7 +117,7 @@ def _cell(value: float | None, digits: int) -> str:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:
-    """Ratio and accuracy over t, and over training where runs logged it; each model is a line."""
+    """Draw ratio and accuracy over t, and measures over training if runs logged them; each model is a line."""
     histories = [{int(step): values for step, values in row["over_training"].items()} for row in result["rows"]]
     trained = any(histories)
     figure, panels = new_figure(4 if trained else 2, "one prediction of clean latents, and samples", columns=4)

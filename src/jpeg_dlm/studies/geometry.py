@@ -1,4 +1,4 @@
-"""How models fill their latent space: spectrum, effective rank, isotropy, distance from N(0, I), also over training."""
+"""Geometry of the latent space: spectrum, effective rank, isotropy, distance from N(0, I), also over training."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jpeg_dlm.studies.study import Asked, Outcome
 from jpeg_dlm.training.alarms import collapse
 from jpeg_dlm.training.metrics import read_metrics
 
-GROUPS = 8  # of texts, each left out once for the deviation of a measure (assumed)
+GROUPS = 8  # groups of texts for the jackknife (assumed)
 OVER_TRAINING = {"latent_rank": "effective rank / D", "latent_isotropy": "isotropy"}
 
 
 def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
-    """The geometry of every model on its own held-out text."""
+    """Measure the geometry of every model on its own held-out text."""
     check_sources(sources, rows=GROUPS)
     rows = [about(source) | _geometry(source, asked) | {"over_training": over_training(source.path)} for source in sources]
     result = {"study": "geometry", "groups": GROUPS, "rows": rows}
@@ -33,7 +33,7 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
 
 
 def _geometry(source: ModelSource, asked: Asked) -> dict[str, Any]:
-    """What `measure` finds, the deviations of two of its measures, and what looks wrong."""
+    """Return the result of `measure`, the deviations of two of its measures, and signs of collapse."""
 
     def make() -> dict[str, Any]:
         z_BND = clean_latents(source, asked)
@@ -49,7 +49,7 @@ def _geometry(source: ModelSource, asked: Asked) -> dict[str, Any]:
 
 @torch.no_grad()
 def clean_latents(source: ModelSource, asked: Asked) -> Tensor:
-    """Standardized clean latents (B, N, D) of the first `asked.n` held-out rows."""
+    """Return standardized clean latents (B, N, D) of the first `asked.n` held-out rows."""
     rows = range(min(asked.n, len(heldout_of(source))))
     view, parts = view_of(source.model.complete_method()), []
     with asked.console.progress(f"Encoding text with {source.name}", "rows") as progress:
@@ -60,7 +60,7 @@ def clean_latents(source: ModelSource, asked: Asked) -> Tensor:
 
 
 def deviations(z_BND: Tensor) -> dict[str, float]:
-    """Jackknife deviations over groups of texts: vectors of one text are no independent draws, texts are."""
+    """Return jackknife deviations over groups of texts; unlike texts, the vectors of a text are not independent."""
     groups = min(GROUPS, len(z_BND))
     member = torch.arange(len(z_BND)) % groups
     spectra = [spectrum(covariance(z_BND[(member != g).to(z_BND.device)].flatten(0, 1))) for g in range(groups)]
@@ -75,7 +75,7 @@ def deviations(z_BND: Tensor) -> dict[str, float]:
 
 
 def over_training(path: Path | None) -> dict[str, list[float]]:
-    """Steps and measures that the evaluations of a run logged; nothing for a model that is not a run or logged none."""
+    """Return the steps and measures that a run logged; an empty dict if the model is not a run or logged none."""
     run = path.parent.parent if path and path.parent.name == "checkpoints" else path
     if run is None or not (run / "metrics.jsonl").is_file():
         return {}
@@ -83,11 +83,11 @@ def over_training(path: Path | None) -> dict[str, list[float]]:
     return {name: [row[name] for row in rows] for name in ("step", *OVER_TRAINING)} if rows else {}
 
 
-# ---------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------- table and picture
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """One row for each model, and a sentence for each."""
+    """Return a table with a row per model, and a sentence about each."""
     heading = (
         "model", "vectors", "D", "effective rank", "share", "participation ratio", "isotropy", "channel std, least",
         "median", "variance due to text", "SIGReg distance",
@@ -109,19 +109,19 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def sentence(row: Mapping[str, Any]) -> str:
-    """Whether the space looks collapsed."""
+    """Return a sentence that says if the latent space looks collapsed."""
     wrong = "; ".join(row["collapsed"])
     return f"{label(dict(row))}: {f'looks collapsed: {wrong}' if wrong else 'does not look collapsed'}.\n"
 
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:
-    """Spectra on a common axis; beside them rank and isotropy over training, where a run logged them."""
+    """Draw spectra on a common axis, and rank and isotropy over training if a run logged them."""
     runs = any(row["over_training"] for row in result["rows"])
     figure, panels = new_figure(3 if runs else 1, "geometry of the latent space")
     for i, row in enumerate(result["rows"]):
         color, values = LINE_COLORS[i % len(LINE_COLORS)], np.array(row["eigenvalues"])
         place = np.arange(1, len(values) + 1) / len(values)
-        seen = values > 1e-9 * values.sum()  # what is below is rounding, and would stretch the axis
+        seen = values > 1e-9 * values.sum()  # smaller values are rounding errors and would stretch the axis
         panels[0].plot(place[seen], values[seen] / values.mean(), color=color, lw=1.6, label=label(row))
         history = row["over_training"]
         for axes, name in zip(panels[1:], OVER_TRAINING if history else (), strict=False):

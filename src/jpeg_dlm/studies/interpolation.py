@@ -1,7 +1,7 @@
-"""Reliable decoding (Figure 5): Gen-PPL of what lies between the latents of two texts, without noise and with it.
+"""Reliable decoding (Figure 5): Gen-PPL of texts decoded between the latents of two texts, without and with noise.
 
-Without noise the decoding module alone makes tokens of the mixed latents. With noise the generative model first predicts
-clean latents once. Neither goes through the decode branch of JPEG-DLM (paper, appendix).
+Without noise, the decoding module alone decodes the mixed latents. With noise, the generative model first predicts clean
+latents once. Neither uses the decode branch of JPEG-DLM (paper, appendix).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ TIMES = (0.0, 0.1, 0.2, 0.3)  # forward times of COSMOS with d = 5 (paper); 0 is
 PAIR_SEED = 20260920  # (paper)
 NOISE_SEED = 0  # (paper)
 RESAMPLES = 2000  # (paper)
-SHOWN = 2  # texts of each point kept in the results
+SHOWN = 2  # texts per point kept in the results
 
 
 def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
-    """Every model at every noise level and lambda."""
+    """Score every model at every noise level and lambda."""
     check_sources(sources, rows=2)
     scorer, protocol = asked.scorer(), protocol_of(sources)
     levels = [level(t) for t in TIMES]
@@ -65,13 +65,13 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
 
 
 def level(t: float) -> dict[str, float]:
-    """A noise level by COSMOS's time: sigma / alpha, and the time of the linear path with the same ratio."""
+    """Return the noise level at a time of COSMOS: sigma / alpha, and the time of the linear path with the same ratio."""
     ratio = tan_ratio(t, TanSchedule())
     return {"t": t, "ratio": ratio, "linear_t": linear_time(ratio)}
 
 
 def protocol_of(sources: Sequence[ModelSource]) -> Protocol:
-    """The protocol of the models' preset if they share one that has its own, so that all are scored alike."""
+    """Return one protocol for all models: that of their common preset if it has one, else the default."""
     presets = {source.model.config.preset for source in sources}
     return PROTOCOLS.get(presets.pop() if len(presets) == 1 else "", PROTOCOLS["default"])
 
@@ -80,30 +80,30 @@ def protocol_of(sources: Sequence[ModelSource]) -> Protocol:
 
 
 def draw_pairs(rows: int, n: int) -> np.ndarray:
-    """n pairs (n, 2) of different row numbers; each row is in one pair before any is in a second."""
+    """Draw n pairs (n, 2) of different row numbers; each row is in one pair before any is in a second."""
     order, per_epoch = EpochOrder(PAIR_SEED, rows), rows // 2
     epochs = [order.order(epoch)[: 2 * per_epoch].reshape(-1, 2) for epoch in range(-(-n // per_epoch))]
     return np.concatenate(epochs)[:n]
 
 
 def mixed(z_a: Tensor, z_b: Tensor, share: float) -> Tensor:
-    """z_lambda = (1 - lambda) z_a + lambda z_b."""
+    """Return z_lambda = (1 - lambda) z_a + lambda z_b."""
     return (1 - share) * z_a + share * z_b
 
 
 def seen_by_decoder(view: LatentView, z: Tensor, eps: Tensor, ratio: float) -> Tensor:
-    """The latents themselves, or with noise the one prediction of the generative model."""
+    """Return the latents themselves, or with noise a single prediction of the generative model."""
     return view.predict(view.noisy(z, eps, ratio), ratio) if ratio else z
 
 
 def shared_noise(pairs: Sequence[int], like: Tensor) -> Tensor:
-    """Noise of unit RMS for each pair: the same for every lambda, level, and model of this latent shape."""
+    """Return noise of unit RMS for each pair, the same for every lambda, level and model of this latent shape."""
     return unit_rms(RowNoise(NOISE_SEED, pairs, 0, like.device).normal("interpolation", *like.shape[1:]))
 
 
 @torch.no_grad()
 def path_texts(source: ModelSource, ratio: float, asked: Asked) -> list[list[str]]:
-    """For each lambda the texts of all pairs."""
+    """Return the texts of all pairs for each lambda."""
     pairs = draw_pairs(len(heldout_of(source)), asked.n)
     view = view_of(source.model.complete_method())
     texts: list[list[str]] = [[] for _ in LAMBDAS]
@@ -125,7 +125,7 @@ def path_texts(source: ModelSource, ratio: float, asked: Asked) -> list[list[str
 def _scored_path(
     source: ModelSource, at: Mapping[str, float], scorer: Scorer, protocol: Protocol, asked: Asked
 ) -> list[dict[str, Any]]:
-    """The points of one level, in the order of lambda."""
+    """Return the points of one noise level, in the order of lambda."""
     depends = identity(source) | {
         "kind": "interpolation-texts", "pairs": asked.n, "ratio": at["ratio"], "lambdas": LAMBDAS,
         "seeds": [PAIR_SEED, NOISE_SEED],
@@ -143,7 +143,7 @@ def _scored_path(
 
 
 def _scored(name: str, texts: list[str], scorer: Scorer, protocol: Protocol, parts: Parts) -> dict[str, Any]:
-    """Gen-PPL with its interval over pairs, and entropy; None where a decoder left nothing to score."""
+    """Return Gen-PPL with its interval over pairs, and entropy; None if the decoded texts are all blank."""
 
     def make() -> dict[str, Any]:
         scores = scorer.nll(texts, protocol.max_tokens, protocol.bos and scorer.bos_id is not None)
@@ -162,16 +162,16 @@ def _scored(name: str, texts: list[str], scorer: Scorer, protocol: Protocol, par
     return parts.get_or_make(f"scores-{name}", depends, make)
 
 
-# ---------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------- table and picture
 
 
 def level_name(at: Mapping[str, float]) -> str:
-    """A level as tables and pictures name it."""
+    """Return the name of a level in tables and pictures."""
     return f"t = {at['t']:g}, SNR {at['ratio'] ** -2:.2f}" if at["ratio"] else "no noise"
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """For each model lambda against noise level."""
+    """Return a table per model, lambda against noise level."""
     head = (
         f"Gen-PPL by {result['scorer']}, protocol {result['protocol']}, over {result['pairs']} pairs of held-out texts, with "
         "its 95% interval and behind it the entropy in nats; t is COSMOS's time, other models have the same SNR."
@@ -191,7 +191,7 @@ def _cell(point: Mapping[str, Any]) -> str:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:
-    """One panel for each noise level, all on one scale."""
+    """Draw a panel per noise level, all on one scale."""
     figure, panels = new_figure(len(result["levels"]), "Gen-PPL between two texts")
     for k, (axes, at) in enumerate(zip(panels, result["levels"], strict=True)):
         for i, row in enumerate(result["rows"]):
@@ -219,12 +219,12 @@ def _draw_path(axes: Axes, points: Sequence[Mapping[str, Any]], color: str, name
 
 
 def monotone_cubic(x: np.ndarray, y: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Cubic Hermite curve through the points that never leaves the range of two neighbors (Fritsch and Butland)."""
+    """Evaluate the monotone cubic Hermite interpolant, which never overshoots (Fritsch and Butland)."""
     if len(x) < 3:
         return np.interp(at, x, y)
     h, slope = np.diff(x), np.diff(y) / np.diff(x)
     inner = np.zeros(len(x) - 2)
-    same = slope[:-1] * slope[1:] > 0  # at a turn, and beside a flat piece, the curve is level
+    same = slope[:-1] * slope[1:] > 0  # at extrema and next to flat segments, the slope is 0
     left, right = (2 * h[1:] + h[:-1])[same], (h[1:] + 2 * h[:-1])[same]
     inner[same] = (left + right) / (left / slope[:-1][same] + right / slope[1:][same])
     d = np.concatenate([[_end_slope(h, slope)], inner, [_end_slope(h[::-1], slope[::-1])]])
@@ -236,7 +236,7 @@ def monotone_cubic(x: np.ndarray, y: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def _end_slope(h: np.ndarray, slope: np.ndarray) -> float:
-    """The parabola's slope at an end, held to what stays monotone."""
+    """Return the parabola's slope at an end, limited to keep the curve monotone."""
     d = ((2 * h[0] + h[1]) * slope[0] - h[0] * slope[1]) / (h[0] + h[1])
     if d * slope[0] <= 0:
         return 0.0

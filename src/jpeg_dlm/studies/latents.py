@@ -1,7 +1,7 @@
-"""Models with latents under one view, so that studies of the latent space treat systems alike.
+"""A common interface to models with latents, for studies of the latent space.
 
-Noise is told by the ratio of its factor to the signal's, sigma / alpha = SNR**-0.5, which is 0 for clean latents and the
-same number on every path; each system has its own time for it. Shapes: B batch, N latents, D latent width.
+The noise level is the ratio sigma / alpha = SNR**-0.5, which is 0 for clean latents and comparable across paths; each system
+has its own time for it. Shapes: B batch, N latents, D latent width.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from jpeg_dlm.training.console import Console
 W = 1.0  # self-conditioning scale of these diagnostics (paper)
 
 
-# ---------------------------------------------------------------- one noise, the time of each path
+# ---------------------------------------------------------------- noise levels and times
 
 
 def tan_ratio(t: float, schedule: TanSchedule) -> float:
-    """sigma / alpha at time t of a tan-d schedule."""
+    """Return sigma / alpha at time t of a tan-d schedule."""
     alpha, sigma = schedule.alpha_sigma(torch.tensor(t, dtype=torch.float64))
     return float(sigma / alpha)
 
 
 def linear_ratio(t: float) -> float:
-    """sigma / alpha = (1 - t) / t on the linear path."""
+    """Return sigma / alpha = (1 - t) / t of the linear path."""
     return (1 - t) / t
 
 
 def linear_time(ratio: float) -> float:
-    """The time of the linear path with this sigma / alpha."""
+    """Return the time of the linear path with this sigma / alpha."""
     return 1 / (1 + ratio)
 
 
 def unit_rms(x_BND: Tensor) -> Tensor:
-    """Each row scaled to a root mean square of 1."""
+    """Scale each row to a root mean square of 1."""
     return x_BND / x_BND.square().mean((1, 2), keepdim=True).sqrt()
 
 
 def per_sample(value: float, like: Tensor) -> Tensor:
-    """A value (B,) for each row."""
+    """Repeat a value for each row, (B,)."""
     return torch.full((len(like),), value, device=like.device)
 
 
@@ -64,33 +64,33 @@ def per_sample(value: float, like: Tensor) -> Tensor:
 
 
 class LatentView(ABC):
-    """What the studies ask of a model; latents are in the standardized coordinates that it generates in."""
+    """Operations on a model's latents, in the standardized coordinates in which it generates."""
 
-    decode_branch = False  # whether `refine` does anything
+    decode_branch = False  # True if `refine` has an effect
 
     @abstractmethod
     def encode(self, batch: Batch) -> Tensor:
-        """Clean latents (B, N, D)."""
+        """Return clean latents (B, N, D)."""
 
     @abstractmethod
     def noisy(self, z: Tensor, eps: Tensor, ratio: float) -> Tensor:
-        """The state of the model's own path with this noise."""
+        """Return the state of the model's own path at this noise level."""
 
     @abstractmethod
     def predict(self, z_t: Tensor, ratio: float) -> Tensor:
-        """One prediction of the clean latents behind such a state, without an earlier one to condition on."""
+        """Predict the clean latents of such a state once, without a previous prediction as self-conditioning."""
 
     @abstractmethod
     def decode(self, z: Tensor) -> Tensor:
-        """The decoding module alone: back to the original scale, then the most probable token at every position."""
+        """Apply the decoding module alone: restore the original scale, then take the most probable tokens."""
 
     def refine(self, z: Tensor) -> Tensor:
-        """What sampling does to its last state before decoding; not part of the paper's diagnostics."""
+        """Apply what sampling does to its last state before decoding; not part of the paper's diagnostics."""
         return z
 
 
 class JpegDlmView(LatentView):
-    """Clean latents are those of the target compressor."""
+    """JPEG-DLM; clean latents are those of the target compressor."""
 
     decode_branch = True
 
@@ -114,7 +114,7 @@ class JpegDlmView(LatentView):
 
 
 class CosmosView(LatentView):
-    """States are variance-preserving, and self-conditioning is zero (paper)."""
+    """COSMOS; states are variance-preserving, and self-conditioning is zero (paper)."""
 
     def __init__(self, method: Cosmos) -> None:
         self.method = method
@@ -133,7 +133,7 @@ class CosmosView(LatentView):
 
 
 class ElfView(LatentView):
-    """Latents are the encoder's features, one for each token; the network itself decodes (not in the paper)."""
+    """ELF; latents are the encoder's features, one per token, and the network itself decodes (not in the paper)."""
 
     def __init__(self, method: Elf) -> None:
         self.method = method
@@ -142,7 +142,7 @@ class ElfView(LatentView):
         return self.method.features(batch)
 
     def time(self, ratio: float) -> float:
-        """Its noise has a deviation of its own at t = 0."""
+        """Return ELF's time; its noise at t = 0 has the standard deviation `noise_scale`."""
         return linear_time(ratio / self.method.config.objective.noise_scale)
 
     def noisy(self, z: Tensor, eps: Tensor, ratio: float) -> Tensor:
@@ -156,21 +156,21 @@ class ElfView(LatentView):
 
 
 def view_of(method: Method) -> LatentView:
-    """The view of a method; its encoder must be in place."""
+    """Return the view of a method, which must have its encoder."""
     if isinstance(method, JpegDlm):
         return JpegDlmView(method)
     if isinstance(method, Cosmos):
         return CosmosView(method)
     if isinstance(method, Elf):
         return ElfView(method)
-    raise UsageError(f"{method.title} has no latents to look at: name checkpoints of jpeg-dlm, cosmos or elf.")
+    raise UsageError(f"{method.title} has no latents to study: name checkpoints of jpeg-dlm, cosmos or elf.")
 
 
 # ---------------------------------------------------------------- models and their text
 
 
 def check_sources(sources: Sequence[ModelSource], rows: int) -> None:
-    """Refuse models without latents or encoder and text that is too short, before anything is computed."""
+    """Raise an error early for models without latents or encoder, and for too little text."""
     for source in sources:
         view_of(source.model.complete_method())
         if len(heldout_of(source)) < rows:
@@ -184,7 +184,7 @@ def heldout_of(source: ModelSource) -> Blocks:
 
 
 def batches_of(source: ModelSource, rows: Sequence[int]) -> Iterator[tuple[range, Batch]]:
-    """(places in `rows`, the held-out rows there), a batch at a time, on the model's device."""
+    """Yield batches of (places in `rows`, the held-out rows there) on the model's device."""
     heldout, device = heldout_of(source), device_of(source.model.method)
     for start in range(0, len(rows), source.batch):
         places = range(start, min(start + source.batch, len(rows)))
@@ -194,7 +194,7 @@ def batches_of(source: ModelSource, rows: Sequence[int]) -> Iterator[tuple[range
 
 @torch.no_grad()
 def clean_latents(source: ModelSource, rows: Sequence[int], console: Console) -> Tensor:
-    """Standardized clean latents (B, N, D) of held-out rows."""
+    """Return standardized clean latents (B, N, D) of held-out rows."""
     view, parts = view_of(source.model.complete_method()), []
     with console.progress(f"Encoding text with {source.name}", "rows") as progress:
         for places, batch in batches_of(source, rows):
@@ -204,7 +204,7 @@ def clean_latents(source: ModelSource, rows: Sequence[int], console: Console) ->
 
 
 def identity(source: ModelSource) -> dict[str, Any]:
-    """Everything that the latents of a model's held-out text depend on."""
+    """Return everything that the latents of a model's held-out text depend on."""
     config = source.model.config
     return {
         "version": __version__,
@@ -217,7 +217,7 @@ def identity(source: ModelSource) -> dict[str, Any]:
 
 
 def about(source: ModelSource) -> dict[str, Any]:
-    """What a table says of a model; a method with one latent for each token has the rate 1."""
+    """Return the description of a model for tables; a method with one latent per token has rate 1."""
     rate = source.model.config.rate
     return {
         "name": source.name,
@@ -230,5 +230,5 @@ def about(source: ModelSource) -> dict[str, Any]:
 
 
 def label(row: dict[str, Any]) -> str:
-    """A model as tables and pictures name it."""
+    """Return the name of a model in tables and pictures."""
     return f"{row['name']} ({row['title']}, r = {row['rate']:g})"

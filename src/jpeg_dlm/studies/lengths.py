@@ -1,7 +1,7 @@
-"""Whether lengths alone tell generated from real text, before and after both are cut to one budget (paper, appendix).
+"""Distinguishing generated from real text by length alone, before and after cutting both to one budget (paper, appendix).
 
-MAUVE looks at the state after a text's last token, so texts of unlike lengths score low whatever they say. Cutting both sides
-to the same number of tokens takes the lengths out of the comparison; this study shows how much there was to take out.
+MAUVE uses the hidden state after a text's last token, so texts of different lengths score low whatever their content. Cutting
+both sides to the same number of tokens removes this effect; this study shows how large it was.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from jpeg_dlm.evaluation.summary import spread
 from jpeg_dlm.studies.steps import common_protocol
 from jpeg_dlm.studies.study import Asked, Outcome
 
-FORMAT = 1  # of the parts
-BARS = 40  # of a picture, at most; a bar is at least one token wide
+FORMAT = 1  # of the partial results
+BARS = 40  # most bars of a histogram; a bar is at least one token wide
 COLUMNS = (
     "text", "cut to", "overlap of lengths", "if they were alike", "told apart by length", "median, generated",
     "deviation", "median, real", "deviation", "MAUVE",
@@ -32,7 +32,7 @@ COLUMNS = (
 
 
 def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
-    """Every model beside its own held-out text."""
+    """Compare every model with its own held-out text."""
     rules = common_protocol(sources)
     request = Request(rules, asked.seeds, asked.n, mauve=asked.mauve)  # type: ignore[arg-type]
     evaluation = Evaluation(asked.scorer(), request, asked.parts, asked.console)
@@ -44,7 +44,7 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
 
 
 def compare_lengths(source: ModelSource, evaluation: Evaluation, asked: Asked) -> dict[str, Any]:
-    """Lengths whole and cut, of every seed, in tokens of the scorer."""
+    """Compare whole and cut lengths of every seed, in tokens of the scorer."""
     first = evaluation.texts(source, asked.seeds[0], {})
     real = source.real(len(first.texts))
     budget = evaluation.frame(source, first, real).budget
@@ -75,7 +75,7 @@ def compare_lengths(source: ModelSource, evaluation: Evaluation, asked: Asked) -
 
 
 def figures_of(generated: Sequence[int], real: Sequence[int], limit: int | None) -> dict[str, Any]:
-    """What lengths say of two sets of texts, of which at most `limit` tokens are looked at."""
+    """Compare the lengths of two sets of texts, cut to `limit` tokens if it is given."""
     a, b = ([n if limit is None else min(n, limit) for n in lengths] for lengths in (generated, real))
     found = length_overlap(a, b)
     return {
@@ -90,7 +90,7 @@ def figures_of(generated: Sequence[int], real: Sequence[int], limit: int | None)
 
 
 def over_seeds(system: Mapping[str, Any], kind: str, *keys: str) -> dict[str, Any] | None:
-    """Mean and deviation of a figure; None where a run lacks it."""
+    """Return mean and deviation of a figure over seeds, or None if a run lacks it."""
     values: list[Any] = [run[kind] for run in system["runs"]]
     for key in keys:
         values = [value.get(key) for value in values if value is not None]
@@ -144,7 +144,7 @@ def _sentences(systems: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:
-    """Lengths of the first seed of each model, and the overlaps before and after cutting."""
+    """Draw the lengths of each model's first seed, and the overlaps before and after cutting."""
     systems = result["systems"]
     figure, panels = new_figure(len(systems) + 1, "what the length of a text gives away")
     for axes, system in zip(panels, systems, strict=False):

@@ -1,4 +1,4 @@
-"""The studies by name: what each takes and what it answers. Known without loading torch, so that help is quick."""
+"""The studies by name, with their input and summary; importing this module does not import torch, so help is fast."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class StudyInfo:
-    """`takes`: 'training' trains variants of a preset; 'models' looks at trained models; 'sizes' needs neither."""
+    """`takes`: 'training' trains variants of a preset; 'models' analyzes trained models; 'sizes' needs neither."""
 
     takes: Literal["training", "models", "sizes"]
     summary: str
 
 
 STUDIES: dict[str, StudyInfo] = {
-    "ablations": StudyInfo("training", "what each part of the objective is worth (paper, Table 2)"),
+    "ablations": StudyInfo("training", "effect of each part of the objective (paper, Table 2)"),
     "regularizers": StudyInfo("training", "SIGReg, variance and covariance terms, alone and together (paper, appendix)"),
     "rates": StudyInfo("training", "quality against the compression rate r (paper, Figure 3)"),
     "widths": StudyInfo("training", "quality against the width of a latent (paper, Figure 3)"),
     "joint-vs-two-stage": StudyInfo("training", "JPEG-DLM against COSMOS at each rate, ELF as reference (paper, Figure 4a)"),
     "encoder-layers": StudyInfo("training", "COSMOS on features of the last three encoder layers (paper, appendix)"),
-    "correlation": StudyInfo("models", "how alike latent positions vary across texts (paper, Figure 4b)"),
-    "interpolation": StudyInfo("models", "what lies between two texts, with and without noise (paper, Figure 5)"),
+    "correlation": StudyInfo("models", "correlation between latent positions across texts (paper, Figure 4b)"),
+    "interpolation": StudyInfo("models", "decoding between the latents of two texts, with and without noise (paper, Figure 5)"),
     "steps": StudyInfo("models", "quality against solver steps (paper, appendix)"),
-    "lengths": StudyInfo("models", "lengths of generated and real text, which MAUVE could tell apart (paper, appendix)"),
-    "decodability": StudyInfo("models", "where decoding breaks: token accuracy against noise, for each model"),
+    "lengths": StudyInfo("models", "lengths of generated and real text, and their effect on MAUVE (paper, appendix)"),
+    "decodability": StudyInfo("models", "token accuracy of noisy latents, and the noise at which decoding breaks"),
     "geometry": StudyInfo("models", "spectrum, effective rank and isotropy of the latents, at the end and over training"),
-    "diagnose": StudyInfo("models", "denoiser against the best linear one, codec and samples: why models write as they do"),
+    "diagnose": StudyInfo("models", "denoiser against the best linear one, codec and samples, to explain text quality"),
     "cost": StudyInfo("sizes", "parameters, operations, memory and time as r falls and texts grow"),
 }

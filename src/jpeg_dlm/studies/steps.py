@@ -1,4 +1,4 @@
-"""Quality against solver steps: how few evaluations of the network a text needs (paper, appendix)."""
+"""Quality against solver steps (paper, appendix)."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from jpeg_dlm.studies.study import Asked, Outcome
 
 PAPER_PRESET = "lm1b"  # of the paper's sweep
 DEFAULT_STEPS = (4, 8, 16, 32, 64, 128)  # for other models (assumed)
-CLOSE = 0.05  # a Gen-PPL this close to the sweep's best is taken for as good (assumed)
+CLOSE = 0.05  # a Gen-PPL this close to the sweep's best counts as equally good (assumed)
 COLUMNS = ("text", "steps", "evaluations", "Gen-PPL", "entropy (nats)", "MAUVE", "texts/s", "")
 
 
 def sweep_of(preset: str, own: int) -> tuple[int, ...]:
-    """The paper's steps for its own set-up, else powers of two; a model's own number is always among them."""
+    """Return the paper's steps for its own setup, else powers of two, and always the model's own number."""
     paper = tuple(row["steps"] for row in paper_tables()["lm1b_steps"]["rows"])
     return tuple(sorted({*(paper if preset == PAPER_PRESET else DEFAULT_STEPS), own}))
 
 
 def common_protocol(sources: Sequence[ModelSource]) -> Protocol:
-    """The paper's protocol where all models are of one of its set-ups, else the default."""
+    """Return the paper's protocol if all models share one of its setups, else the default."""
     presets = {source.model.config.preset for source in sources}
     name = presets.pop() if len(presets) == 1 else ""
     return protocol(name if name in PROTOCOLS else "default")
 
 
 def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
-    """Every model at every number of steps; a model without steps, such as AR, is one point."""
+    """Evaluate every model at every number of steps; a model without steps, such as AR, is one point."""
     scorer, rules = asked.scorer(), common_protocol(sources)
     entries: list[dict[str, Any]] = []
     for source in sources:
@@ -54,14 +54,14 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
 
 
 def enough_steps(entries: Sequence[Mapping[str, Any]]) -> int | None:
-    """The fewest steps whose Gen-PPL is within `CLOSE` of the sweep's best; None for a model without a sweep."""
+    """Return the fewest steps whose Gen-PPL is within `CLOSE` of the sweep's best; None for a model without a sweep."""
     swept = [(e["sampler"]["steps"], e["measures"]["gen_ppl"]["mean"]) for e in entries if "steps" in e["sampler"]]
     best = min((ppl for _, ppl in swept), default=0.0)
     return min((steps for steps, ppl in swept if ppl <= (1 + CLOSE) * best), default=None)
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Ours, real text, and the paper's rows, which are of another scorer, text and size unless the first line says so."""
+    """Return a table with our rows, real text, and the paper's rows, whose conditions the first line states."""
     entries: Sequence[dict[str, Any]] = result["entries"]
     rows = [_own_row(entry) for entry in entries]
     for real in {entry["figures"]["real"]["gen_ppl"]: entry["figures"]["real"] for entry in entries}.values():

@@ -1,4 +1,4 @@
-"""What a study is made of: configurations or models, an evaluation, and an outcome that is a table and a picture."""
+"""Building blocks of studies: variants or models, an evaluation, and an outcome with a table and a picture."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from jpeg_dlm.training.console import Console
 
 @dataclass(frozen=True)
 class Variant:
-    """A configuration to train and what the paper found for it (OWT-128, gpt2-large)."""
+    """A configuration to train and the paper's figures for it (OWT-128, gpt2-large)."""
 
-    label: str  # as the table names it
+    label: str  # in tables
     config: Config
-    paper: Mapping[str, Any] = field(default_factory=dict)  # gen_ppl, entropy, mauve, as far as the paper gives them
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what the picture is ordered by, such as rate or width
+    paper: Mapping[str, Any] = field(default_factory=dict)  # gen_ppl, entropy, mauve, if the paper states them
+    facts: Mapping[str, Any] = field(default_factory=dict)  # for the axes of the picture, such as rate or width
 
 
 @dataclass(frozen=True)
 class Variants:
-    """What a study trains, and a sentence for each of the paper's rows that the preset has no room for."""
+    """The variants of a study, and a sentence for each row of the paper that the preset cannot reproduce."""
 
     variants: list[Variant]
     left_out: list[str] = field(default_factory=list)
@@ -37,22 +37,22 @@ class Variants:
 
 @dataclass(frozen=True)
 class TrainingStudy:
-    """Variants of a preset, trained with an equal budget; `draw(result, path)` makes the picture."""
+    """Variants of a preset, trained with an equal budget; `draw(result, path)` draws the picture."""
 
     title: str
     variants: Callable[[Config], Variants]
     draw: Callable[[Mapping[str, Any], Path], Path | None]
-    sets: tuple[str, ...] = ()  # options whose values are the study's own, whatever the preset says
+    sets: tuple[str, ...] = ()  # options that the study sets itself
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of a study of trained models."""
+    """Settings for a study of trained models."""
 
     n: int  # texts
     seeds: tuple[int, ...]
     batch: int
-    scorer: Callable[[], Scorer]  # loaded when it is first needed
+    scorer: Callable[[], Scorer]  # loaded when first needed
     parts: Parts
     console: Console
     mauve: str = "auto"
@@ -60,14 +60,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`result` is plain JSON and holds everything that the table and the picture show."""
+    """`result` is plain JSON with everything that the table and the picture show."""
 
     result: dict[str, Any]
     table: str
     draw: Callable[[Path], Path | None]
 
     def write(self, folder: Path, name: str) -> list[Path]:
-        """`study-NAME.json`, `.md` and `.png` in a folder."""
+        """Write `study-NAME.json`, `.md` and `.png` in a folder; return their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         stem = folder / f"study-{name}"
         data, table, picture = (stem.with_suffix(end) for end in (".json", ".md", ".png"))
@@ -80,9 +80,9 @@ EVERY_METHOD = ("data.", "encoder.", "train.")  # groups of options that all met
 
 
 def read_base(name: str, source: str | None, options: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
-    """A preset of JPEG-DLM with options, from which others derive, and those options that every derived config gets again.
+    """Return a preset of JPEG-DLM with options, and those options to apply again to every config derived from it.
 
-    Other methods and the paper's recipes replace some of `data`, `encoder` and `train`; what a person asks for holds for all.
+    Other methods and the paper's recipes replace some of `data`, `encoder` and `train`; the user's options take precedence.
     """
     options = dict(options) | ({"data.source": source} if source else {})
     return override(preset(name), options), {key: value for key, value in options.items() if key.startswith(EVERY_METHOD)}

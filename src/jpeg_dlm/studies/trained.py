@@ -1,7 +1,7 @@
-"""The runner of every study that trains: plan the variants, train each configuration once, evaluate.
+"""Runs a study that trains: plan the variants, train each configuration once, evaluate.
 
-The three are apart because several processes may share the second: what they plan is the same, so that each finds what the
-others have done. A variant that fails is a row that says so.
+The phases are separate because several processes may share the training: they make the same plan, so that each finds the
+results of the others. If a variant fails, its row holds the error.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from jpeg_dlm.studies.variants import TRAINING
 from jpeg_dlm.studies.workshop import Workshop, parameter_count, training_seconds
 
 MEASURES = ("gen_ppl", "entropy", "mauve")
-SHOWN = 4  # texts of each run kept in the result
+SHOWN = 4  # texts per run kept in the result
 
 
 @dataclass(frozen=True)
 class Question:
-    """Which study, from which preset, at what cost."""
+    """A study with its base config and training budget."""
 
     study: str
     base: Config  # of JPEG-DLM; every variant derives from it
-    shared: Mapping[str, Any] = field(default_factory=dict)  # options that every variant gets
+    shared: Mapping[str, Any] = field(default_factory=dict)  # options applied to every variant
     budget: Budget | None = None
     train_seeds: int = 1
 
@@ -46,7 +46,7 @@ class Question:
 def ask(
     study: str, preset: str, source: str | None, options: Mapping[str, Any], budget: Budget | None = None, train_seeds: int = 1
 ) -> Question:
-    """A question as a person asks it; what a study sets itself cannot be given as well."""
+    """Build a question from command line values; reject options that the study sets itself."""
     for option in options:
         if option.replace("-", "_") in TRAINING[study].sets:
             raise UsageError(f"The study '{study}' sets {option} itself: leave --{option} out.")
@@ -58,10 +58,10 @@ def ask(
 
 @dataclass
 class Row:
-    """A variant on its way: a configuration for each training seed, the runs as they finish, and what the result says."""
+    """A variant in progress: a configuration per training seed, the finished runs, and its record in the result."""
 
     variant: Variant
-    title: str  # as messages name it
+    title: str  # in messages
     configs: list[Config] = field(default_factory=list)
     runs: dict[int, Path] = field(default_factory=dict)  # by training seed
     record: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a question asks to be trained."""
+    """All training that a question requires."""
 
     question: Question
     rows: list[Row]
@@ -77,7 +77,7 @@ class Plan:
 
 
 def plan(question: Question, workshop: Workshop) -> Plan:
-    """Every configuration of a study, on prepared text and with the steps that the budget buys."""
+    """Return every configuration of a study, on prepared text and with the steps that the budget allows."""
     derived = TRAINING[question.study].variants(question.base)
     rows = [Row(variant, f"{question.study}: {variant.label}") for variant in derived.variants]
     for row in rows:
@@ -85,7 +85,7 @@ def plan(question: Question, workshop: Workshop) -> Plan:
         with workshop.recorded(row.record, row.title):
             config = validate(override(row.variant.config, question.shared))
             config = workshop.budgeted(workshop.conditions(config), question.budget)
-            # The seed comes last: text, encoder and steps are conditions, the same for every training of a variant.
+            # Set the seed last: text, encoder and steps are the same for all seeds of a variant.
             seeds = range(config.train.seed, config.train.seed + question.train_seeds)
             row.configs = [replace(config, train=replace(config.train, seed=seed)) for seed in seeds]
     return Plan(question, rows, derived.left_out)
@@ -95,13 +95,13 @@ def plan(question: Question, workshop: Workshop) -> Plan:
 
 
 def train(planned: Plan, workshop: Workshop, wait: bool = True) -> None:
-    """Train what is planned; without `wait`, leave to other processes what they are at."""
+    """Train all planned configurations; without `wait`, skip those that other processes are training."""
 
     def one(row: Row, config: Config) -> None:
         with workshop.recorded(row.record, row.title):
             row.runs[config.train.seed] = workshop.train(config)
 
-    # Every variant with its first seed before any with its second: unequal work then ends at about the same time.
+    # Train all variants with the first seed before the second, so that all processes finish at about the same time.
     rows = [row for row in planned.rows if row.configs]
     pairs = [(row, row.configs[i]) for i in range(planned.question.train_seeds) for row in rows]
     workshop.take_turns([partial(one, row, config) for row, config in pairs], wait)
@@ -111,11 +111,11 @@ def train(planned: Plan, workshop: Workshop, wait: bool = True) -> None:
 
 
 def evaluate(planned: Plan, workshop: Workshop, scorer: Callable[[], Scorer], request: Request, batch: int = 64) -> Outcome:
-    """Score every trained run and put the rows together."""
+    """Score every trained run and assemble the result."""
     question, study, rows = planned.question, TRAINING[planned.question.study], planned.rows
-    if not any(row.runs for row in rows):  # one cause, most likely: told before a scorer is fetched
+    if not any(row.runs for row in rows):  # most likely for one reason: raise it before a scorer is downloaded
         raise UsageError(f"No variant could be trained: {rows[0].record['error']}")
-    with workshop.alone(f"study-{question.study}"):  # another machine with the same command then finds it done
+    with workshop.alone(f"study-{question.study}"):  # other machines with the same command then reuse the results
         evaluation = Evaluation(scorer(), request, workshop.parts, workshop.console)
         beside: dict[str, Any] = {}
         for row in rows:
@@ -135,7 +135,7 @@ def evaluate(planned: Plan, workshop: Workshop, scorer: Callable[[], Scorer], re
 def _scored(
     row: Row, config: Config, workshop: Workshop, evaluation: Evaluation, batch: int, beside: dict[str, Any]
 ) -> dict[str, Any]:
-    """What one trained run scores; the figures of real and shuffled text go into `beside`."""
+    """Score one trained run; add the figures of real and shuffled text to `beside`."""
     run = row.runs[config.train.seed]
     model = load(run, str(workshop.ranks.device))
     heldout = workshop.blocks(Path(config.data.source), "heldout")
@@ -151,7 +151,7 @@ def _scored(
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A row of its trainings: several are spread by their means over sampling seeds, one by its sampling seeds."""
+    """Summarize the runs of a row: deviations are over training seeds if there are several, else over sampling seeds."""
     measures = runs[0]["measures"]
     if len(runs) > 1:
         names = [name for name in measures if all(name in run["measures"] for run in runs)]

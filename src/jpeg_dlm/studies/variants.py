@@ -1,7 +1,7 @@
 """The paper's studies that train variants of JPEG-DLM: Table 2, Figures 3 and 4a, and two tables of the appendix.
 
-The paper ran them on OWT-128 at r = 0.5 and d = 512. From another preset the variants differ in the same ways: by the same
-switches and values of sigma, at the same rates, and at widths in the same proportion to the preset's.
+The paper ran them on OWT-128 at r = 0.5 and d = 512. With another preset, the variants use the same switches, values of sigma
+and rates, and widths in the same proportion to the preset's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jpeg_dlm.studies.variant_pictures import draw_joint, draw_rates, draw_rows,
 
 RATES = (1.0, 0.5, 0.25, 0.125)  # (paper)
 WIDTHS = (256, 512, 768, 1024)  # (paper)
-PAPER_WIDTH = 512  # (paper) of every other study
+PAPER_WIDTH = 512  # (paper) in all other studies
 CE_TIME_MIN = {"t=1": 1.0, "t in [0.5,1]": 0.5}  # (paper, Table 2)
 
 
@@ -27,7 +27,7 @@ def _paper(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _paper_base() -> dict[str, Any]:
-    """The paper's figures of r = 0.5 and d = 512; of other rates and widths it has pictures only."""
+    """Return the paper's figures for r = 0.5 and d = 512; for other rates and widths it has only pictures."""
     return _paper(paper_tables()["ablation"]["rows"][0])
 
 
@@ -49,7 +49,7 @@ def ablations(base: Config) -> Variants:
 
 
 def regularizers(base: Config) -> Variants:
-    """SIGReg, and the variance and covariance terms of VICReg, each with and without the other."""
+    """Appendix: SIGReg, and the variance and covariance terms of VICReg, each with and without the other."""
     found = []
     for row in paper_tables()["regularizers"]["rows"]:
         off: dict[str, float] = {} if row["sigreg"] else {"sigreg_weight": 0.0}
@@ -64,7 +64,7 @@ def regularizers(base: Config) -> Variants:
 
 
 def _latent_lens(base: Config) -> tuple[dict[float, int], list[str]]:
-    """Latents at each of the paper's rates, and a sentence for each rate that leaves none."""
+    """Return the number of latents at each of the paper's rates, and a sentence for each rate that leaves none."""
     tokens = base.data.token_len
     found = {rate: round(rate * tokens) for rate in RATES if rate * tokens >= 1}
     left_out = [f"r = {rate:g} is left out: {tokens} tokens leave less than one latent." for rate in RATES if rate not in found]
@@ -80,13 +80,13 @@ def _rate_facts(config: Config) -> dict[str, Any]:
 
 
 def _rate_label(latent_len: int, token_len: int) -> str:
-    """The rate that N of L latents really are: not every length divides."""
+    """Return the exact rate N / L, which differs from the nominal one if it does not divide L."""
     rate = latent_len / token_len
     return f"r = {rate:g}" if rate in RATES else f"r = {latent_len}/{token_len}"
 
 
 def rates(base: Config) -> Variants:
-    """Figure 3a: from one latent per token to one for eight."""
+    """Figure 3a: from one latent per token to one per eight tokens."""
     lens, left_out = _latent_lens(base)
     found = []
     for rate, latent_len in lens.items():
@@ -97,7 +97,7 @@ def rates(base: Config) -> Variants:
 
 
 def widths(base: Config) -> Variants:
-    """Figure 3b: narrower and wider latents, at widths that the heads of the codec divide into pairs."""
+    """Figure 3b: narrower and wider latents, with an even width per head of the codec."""
     unit = 2 * base.model.codec_heads
     found: dict[int, Variant] = {}
     for paper_width in WIDTHS:
@@ -137,14 +137,14 @@ def joint_vs_two_stage(base: Config) -> Variants:
 
 
 def _layers(base: Config) -> Iterator[tuple[Mapping[str, Any], bool]]:
-    """The paper's rows, and whether the encoder has that layer; those of pretrained encoders all do (6 layers or more)."""
+    """Yield the paper's rows, each with True if the encoder has that layer; pretrained encoders have 6 layers or more."""
     e = base.encoder
     for row in paper_tables()["cosmos_layers"]["rows"]:
         yield row, e.kind not in ("small", "random") or e.depth + 1 + row["layer"] >= 0
 
 
 def encoder_layers(base: Config) -> Variants:
-    """COSMOS with one latent per token, on features of the last layers of the text encoder."""
+    """Appendix: COSMOS with one latent per token, on features of the last layers of the text encoder."""
     cosmos = for_method(_with_latents(base, base.data.token_len), "cosmos")
     found, left_out = [], []
     for row, exists in _layers(base):

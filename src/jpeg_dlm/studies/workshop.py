@@ -1,12 +1,12 @@
-"""A folder in which configurations are trained, each once: what is done is found again, what was stopped goes on.
+"""A folder in which each configuration is trained once: finished runs are reused, stopped ones continue.
 
-WORKSHOP/data-*/     text, prepared once for each way of preparing it
-WORKSHOP/encoder-*/  the text encoder, pretrained once and shared by every method that uses one
+WORKSHOP/data-*/     text, prepared once for each set of options
+WORKSHOP/encoder-*/  the text encoder, pretrained once and shared by all methods that use one
 WORKSHOP/runs/*/     a run per configuration, named by its method and a hash of all its options
 WORKSHOP/parts/      finished measurements
-WORKSHOP/locks/      what one process does while others wait
+WORKSHOP/locks/      locks of work in progress
 
-Any number of processes, on one machine or several, may work in one folder: each takes what no other is at.
+Any number of processes, on one machine or several, may share a folder: each takes work that no other process holds.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from jpeg_dlm.training.lock import Locked, run_lock
 from jpeg_dlm.training.metrics import read_metrics
 from jpeg_dlm.training.run import encoder_config, fit_to_data, train_run
 
-POLL_S = 1.0  # between looks at what another process holds (assumed: short beside any training)
+POLL_S = 1.0  # between attempts to take a lock (assumed: short compared to any training)
 
 
 class Stopped(JpegDlmError):
     """A signal asked to stop; everything is saved."""
 
     def __init__(self, signal: str) -> None:
-        super().__init__(f"Stopped by {signal} and saved: the same command goes on from here.")
+        super().__init__(f"Stopped by {signal} and saved: repeat the command to continue.")
         self.exit_code = 143 if signal == "SIGTERM" else 130
 
 
@@ -63,9 +63,9 @@ class Workshop:
     # ------------------------------------------------------------ among other processes
 
     def take_turns(self, tasks: Sequence[Callable[[], object]], wait: bool = True) -> None:
-        """Do every task; one that another process holds comes later, and is taken over should that process die.
+        """Do every task; retry later if another process holds one, and take it over if that process dies.
 
-        Without `wait`, those that others hold are left to them.
+        Without `wait`, skip tasks that others hold.
         """
         left = list(tasks)
         while left:
@@ -90,19 +90,19 @@ class Workshop:
 
     @contextlib.contextmanager
     def alone(self, name: str) -> Iterator[None]:
-        """The block runs in one process at a time; the others wait for it."""
+        """Run the block in one process at a time; the others wait."""
         with contextlib.ExitStack() as stack:
             self.take_turns([lambda: stack.enter_context(run_lock(self.folder / "locks" / name))])
             yield
 
     @contextlib.contextmanager
     def recorded(self, row: dict[str, Any], title: str) -> Iterator[None]:
-        """An error within becomes the row's `error`, with its traceback in a file; being asked to stop passes through."""
+        """Record an error within the block as the row's `error`, with its traceback in a file; let `Stopped` pass."""
         try:
             yield
         except (Stopped, Locked):
             raise
-        except Exception as error:  # whatever one does wrong must not cost the others
+        except Exception as error:  # no error of one row may end the others
             sentence = str(error) if isinstance(error, JpegDlmError) else f"{type(error).__name__}: {error}"
             row["error"] = sentence
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -113,8 +113,8 @@ class Workshop:
     # ------------------------------------------------------------ shared conditions
 
     def prepared(self, config: Config) -> Path:
-        """The prepared text of a config."""
-        source = Path(os.path.expanduser(config.data.source))  # Path's own refuses a user that does not exist
+        """Prepare the text of a config, unless that is done, and return its folder."""
+        source = Path(os.path.expanduser(config.data.source))  # Path.expanduser raises an error for unknown users
         if (source / "index.json").is_file():
             return source
         folder = self.folder / f"data-{key_of(to_dict(config.data))[:8]}"
@@ -125,7 +125,7 @@ class Workshop:
         return folder
 
     def conditions(self, config: Config) -> Config:
-        """`config` on text prepared once and, where its method needs one, an encoder trained once for all methods."""
+        """Return `config` with the shared prepared text and, if its method needs one, the shared pretrained encoder."""
         folder = self.prepared(config)
         blocks = self.blocks(folder, "train")
         config = replace(config, data=replace(config.data, source=str(folder), vocab_size=blocks.vocab_size))
@@ -135,20 +135,20 @@ class Workshop:
         if not method_class(config.method).uses_encoder or e.kind != "small" or e.name:
             return config
         pretraining = encoder_config(config)
-        groups = ("data.", "encoder.", "train.")  # all that it depends on
+        groups = ("data.", "encoder.", "train.")  # options that it depends on
         key = {name: value for name, value in self.options(pretraining).items() if name.startswith(groups)}
         run = self.folder / f"encoder-{key_of(key)[:8]}"
         self.take_turns([lambda: self.train_in(run, pretraining)])
         return replace(config, encoder=replace(e, name=str(run / "encoder")))
 
     def encoder(self, config: Config) -> FrozenEncoder | None:
-        """The frozen encoder of a config from `conditions`."""
+        """Build the frozen encoder of a config from `conditions`."""
         if not method_class(config.method).uses_encoder:
             return None
         return build_encoder(config.encoder, config.data.vocab_size, config.train.seed, None).to(self.ranks.device)
 
     def options(self, config: Config) -> dict[str, Any]:
-        """What tells a config apart; what lies in the workshop goes by its name there, by whatever path that is reached."""
+        """Return the options that identify a config; paths in the workshop are relative to it."""
         values = changed(config)
         for name in ("data.source", "encoder.name"):
             path = Path(values.get(name, ""))
@@ -159,34 +159,34 @@ class Workshop:
     # ------------------------------------------------------------ training
 
     def budgeted(self, config: Config, budget: Budget | None) -> Config:
-        """A config from `conditions` with the steps that a budget buys it; speeds are measured once and kept."""
+        """Set the steps that a budget allows for a config from `conditions`; speeds are measured once and stored."""
 
         def seconds(of: Config) -> float:
-            # The kind of device: processes on several GPUs must buy the same steps.
+            # The type of device, not its index: processes on several GPUs must get the same steps.
             depends = {"kind": "step", "config": self.options(of), "device": self.ranks.device.type}
 
             def make() -> dict[str, float]:
                 self.console.say(f"Timing a step of {of.method} ...")
                 return {"seconds": measure_step(of, self.blocks(Path(of.data.source), "train"), self.encoder(of), self.ranks)}
 
-            with self.alone("timing"):  # a second measurement would buy other steps, and so be another configuration
+            with self.alone("timing"):  # a second measurement would give other steps, and so another configuration
                 return self.parts.get_or_make(f"step-{of.method}", depends, make)["seconds"]
 
         return spend(config, budget, seconds)
 
     def run_of(self, config: Config) -> Path:
-        """The run directory of a config, the same for whoever asks."""
+        """Return the run directory of a config, the same in every process."""
         return self.folder / "runs" / f"{config.method}-{key_of(self.options(config))[:8]}"
 
     def train(self, config: Config) -> Path:
-        """The run directory of a config once it is trained; trains what is missing of it."""
+        """Train a config, unless that is done, and return its run directory."""
         run = self.run_of(config)
         self.train_in(run, config)
         return run
 
     def train_in(self, run: Path, config: Config) -> None:
-        """Train a config in a folder, unless that is done; `Locked` where another process is at it."""
-        with run_lock(self.folder / "locks" / run.name):  # the run's own lock would leave a gap after the look at what is done
+        """Train a config in a folder, unless that is done; raise `Locked` if another process is training it."""
+        with run_lock(self.folder / "locks" / run.name):  # `train_run` takes its own lock only after the check below
             if self._finished(run, config):
                 self.console.say(f"{run.name}: already trained.")
                 return
@@ -196,16 +196,16 @@ class Workshop:
 
     def _finished(self, run: Path, config: Config) -> bool:
         if config.method == "encoder" and not (run / "encoder" / CONFIG_FILE).is_file():
-            return False  # the last checkpoint is written before what others read
+            return False  # the encoder folder is written after the last checkpoint
         checkpoint = latest_checkpoint(run, self.console.warn) if (run / "checkpoints").is_dir() else None
         return checkpoint is not None and checkpoint.step >= config.train.steps
 
 
-# ---------------------------------------------------------------- what is known of a trained run
+# ---------------------------------------------------------------- facts about a trained run
 
 
 def training_seconds(run: Path) -> float:
-    """Time spent in optimizer steps by a run and the stages before it, from their logs."""
+    """Return the time that a run and its earlier stages spent in optimizer steps, from their logs."""
     total = 0.0
     for log in [run / "metrics.jsonl", *run.glob("*-training/metrics.jsonl")]:
         if not log.is_file() or log.parent.name == "encoder-training":
@@ -220,6 +220,6 @@ def training_seconds(run: Path) -> float:
 
 
 def parameter_count(model: Model) -> int:
-    """Numbers that sampling needs and training has found; the frozen text encoder and target networks are not among them."""
+    """Count the trained parameters that sampling needs, without the frozen text encoder and target networks."""
     parameters = {p.data_ptr() for p in model.method.parameters()}
     return sum(t.numel() for t in model.method.export_state().values() if t.data_ptr() in parameters)  # names may differ

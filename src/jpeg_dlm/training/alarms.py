@@ -1,7 +1,7 @@
-"""Alarms of a run: a loss that jumps, latents that collapse. They warn and write `RUN/alarms.jsonl`; they change nothing.
+"""Alarms for loss spikes and latent collapse. They warn and write `RUN/alarms.jsonl`; they never change the run.
 
-What sounds depends on the metrics alone: a run that resumes hears its own `metrics.jsonl` again, silently, and goes on as
-if it had never stopped. An alarm sounds when its condition begins, and again only after a line without it.
+Alarms depend on the metrics alone: a resumed run silently replays its own `metrics.jsonl` and continues as if it had never
+stopped. An alarm fires when its condition starts to hold, and again only after a line on which it did not hold.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from jpeg_dlm.methods.geometry import POINT_DISTANCE
 from jpeg_dlm.training.metrics import MetricsLog, read_metrics
 
 FILE = "alarms.jsonl"
-WINDOW = 64  # logged losses that are recent (assumed)
-FEWEST = 16  # losses before which there is nothing to compare with (assumed)
-MAD_TO_STD = 1.4826  # the deviation of a normal distribution in units of its median absolute deviation
-GRACE = 0.25  # of a run: until it has unfolded once, a young space depends on the position alone (assumed)
-# Steps that this takes whatever the length of the run, twice what was measured: with `smoke`, the text moved the latents by a
-# variance above 0.05 between steps 100 and 150, on sotu-modern as on made-up texts of 5, 21 and 31 kB.
+WINDOW = 64  # number of recent logged losses to compare with (assumed)
+FEWEST = 16  # losses needed before the first comparison (assumed)
+MAD_TO_STD = 1.4826  # standard deviation of a normal distribution divided by its median absolute deviation
+GRACE = 0.25  # share of a run without collapse alarms: early latents depend on the position alone (assumed)
+# Least length of that phase in steps, twice the measured one: with `smoke`, the variance due to text rose above 0.05
+# between steps 100 and 150, on sotu-modern and on synthetic texts of 5, 21 and 31 kB.
 UNFOLDING = 300
-LEAST_SPREAD = 0.01  # of the median: a loss that hardly moves is not watched under a microscope (assumed)
+LEAST_SPREAD = 0.01  # share of the median: keeps a nearly constant loss from raising alarms (assumed)
 
 _WATCH = "watch 'latent geometry' in metrics.png, and if it does not recover,"
 ADVICE = {  # by kind of alarm
@@ -38,7 +38,7 @@ ADVICE = {  # by kind of alarm
 
 @dataclass(frozen=True)
 class Alarm:
-    """`value` crossed `limit`; `text` says so to a person, and `ADVICE` what to do."""
+    """`value` crossed `limit`; `text` describes this to the user, and `ADVICE` says what to do."""
 
     kind: str
     value: float
@@ -47,7 +47,7 @@ class Alarm:
 
 
 class SpikeWatch:
-    """Compares a loss with the median of those before it, in units of their spread; a few outliers move neither."""
+    """Compares a loss with the median of the previous ones in units of their median absolute deviation."""
 
     def __init__(self, times: float) -> None:
         self.times = times
@@ -55,14 +55,14 @@ class SpikeWatch:
 
     def __call__(self, values: Mapping[str, float]) -> list[Alarm]:
         loss, limit = values["loss"], self.limit()
-        if not math.isfinite(loss):  # the training loop has its own policy for these
+        if not math.isfinite(loss):  # `train.nonfinite` decides about these
             return []
         self.recent.append(loss)
         text = f"the loss is {loss:.4g}, where up to {limit:.4g} would be usual"
         return [Alarm("loss spike", loss, limit, text)] if loss > limit else []
 
     def limit(self) -> float:
-        """The largest loss that is not alarming."""
+        """Return the largest loss that raises no alarm."""
         if not self.times or len(self.recent) < FEWEST:
             return math.inf
         median = statistics.median(self.recent)
@@ -71,9 +71,9 @@ class SpikeWatch:
 
 
 def collapse(values: Mapping[str, float], share: float) -> list[Alarm]:
-    """What is wrong with latents that use too few directions, hardly vary, or are as far from N(0, I) as a single point.
+    """Return an alarm for each sign of collapse: low effective rank, low variance due to text, large distance from N(0, I).
 
-    `share` of what would be best is the least that each of the three may have; 0 finds nothing wrong.
+    `share` is the least acceptable fraction of the ideal value of each measure; 0 disables the alarms.
     """
     if not share:
         return []
@@ -88,7 +88,7 @@ def collapse(values: Mapping[str, float], share: float) -> list[Alarm]:
 
 
 class CollapseWatch:
-    """`collapse` of a space that has been fine before, or that has had its time to become so."""
+    """Applies `collapse` once the latents have been healthy, or once the grace period is over."""
 
     def __init__(self, share: float, steps: int) -> None:
         self.share, self.grace, self.unfolded = share, max(GRACE * steps, UNFOLDING), False
@@ -100,30 +100,30 @@ class CollapseWatch:
 
 
 class Alarms:
-    """The alarms of a run that starts, or of one that resumes at step `resume`; the metrics must be rewound already."""
+    """The alarms of a run. `resume` is the step it resumes at; the metrics must already be rewound to that step."""
 
     def __init__(self, run: Path, train: TrainConfig, warn: Callable[[str], None], resume: int | None) -> None:
         self.path, self.warn = run / FILE, warn
-        # By the measure without which a line says nothing about the alarm.
+        # Keyed by the measure that a line must have to be checked.
         self.judges: dict[str, Callable[[Mapping[str, float]], list[Alarm]]] = {
             "loss": SpikeWatch(train.spike_alarm),
             "latent_rank": CollapseWatch(train.collapse_alarm, train.steps),
         }
         self.sounding: dict[str, set[str]] = {measure: set() for measure in self.judges}
         if self.path.exists():
-            MetricsLog(self.path, resume).close()  # steps that run again alarm again
+            MetricsLog(self.path, resume).close()  # drops the alarms of steps that run again
         for row in read_metrics(run / "metrics.jsonl") if resume is not None else []:
             self.begun(row)
 
     def watch(self, step: int, values: Mapping[str, float]) -> None:
-        """Hear one line of metrics; warn of each alarm that begins, and write it down."""
+        """Check one line of metrics; report and record each alarm that starts."""
         for alarm in self.begun({"step": step, **values}):
             self.warn(f"ALARM at step {step:,}: {alarm.text}; {ADVICE[alarm.kind]}.")
             with MetricsLog(self.path, step) as log:
                 log.log(step, {"kind": alarm.kind, "value": alarm.value, "limit": alarm.limit})
 
     def begun(self, values: Mapping[str, float]) -> list[Alarm]:
-        """The alarms of this line that did not sound in the one before."""
+        """Return the alarms of this line that were not active on the line before."""
         new = []
         for measure, judge in self.judges.items():
             if measure in values:

@@ -1,7 +1,7 @@
-"""Checkpoints: one directory per step, `RUN/checkpoints/step-00001234/`, whole or absent.
+"""Checkpoints: one directory per step, `RUN/checkpoints/step-00001234/`, written atomically.
 
-It holds safetensors files, `state.json` and the manifest that proves them. Saving never touches an older checkpoint until
-the new one is durable; loading proves every byte and falls back to the step before, loudly.
+A checkpoint holds safetensors files, `state.json` and a manifest with their hashes. Saving never touches an older checkpoint
+before the new one is durable; loading verifies every byte and falls back to the previous checkpoint with a warning.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STEP_NAME = re.compile(r"step-(\d{8,15})(" + re.escape(OLD_SUFFIX) + r")?")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose every file was verified."""
+    """A checkpoint whose files have all been verified."""
 
     path: Path
     step: int
@@ -53,11 +53,11 @@ class Checkpoint:
     manifest: dict[str, Any]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """One of its groups of tensors: 'model', 'ema', 'optimizer', or whatever was saved."""
+        """Load one group of tensors: 'model', 'ema', 'optimizer', or any other that was saved."""
         return load_tensors(self.path / f"{name}.safetensors")
 
     def foreign(self) -> str | None:
-        """A sentence if it was written with another torch or thread count, whose last bits differ; else None."""
+        """Return a warning if the torch version or thread count has changed, because last bits then differ; else None."""
         then, now = ({"threads": w["threads"], "torch": w["versions"]["torch"]} for w in (self.manifest, writer()))
         changes = [f"{name} {then[name]}, not {now[name]}" for name in now if then[name] != now[name]]
         if not changes:
@@ -67,7 +67,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What verification found: `error` is None for a whole checkpoint."""
+    """Result of verifying one checkpoint; `error` is None if it is whole."""
 
     path: Path
     step: int
@@ -88,9 +88,9 @@ def save_checkpoint(
     attempts: int = 3,
     wait_s: float = 20.0,
 ) -> Path:
-    """Save `step`, then delete the oldest checkpoints beyond `keep`; a full disk is tried again before it is an error."""
+    """Save `step`, then delete all but the newest `keep` checkpoints. On a full disk, try up to `attempts` times."""
     if step < 0 or keep < 1:
-        raise CheckpointError(f"Cannot save step {step} keeping {keep}: the step must not be negative and keep at least 1.")
+        raise CheckpointError(f"Cannot save step {step} with keep {keep}: use a step of at least 0 and keep at least 1.")
     folder = run / "checkpoints"
     path = folder / f"step-{step:08d}"
     text = dump_json(state)
@@ -98,7 +98,7 @@ def save_checkpoint(
     for left in reversed(range(attempts)):
         try:
             make_directory(folder)
-            sweep_temps(folder)  # before measuring: a killed save may hold just the space that is missing
+            sweep_temps(folder)  # first, because a killed save may occupy the space that is needed
             if free_bytes(folder) >= needed:
                 _write_checkpoint(path, step, tensors, text)
                 break
@@ -127,7 +127,7 @@ def _write_checkpoint(path: Path, step: int, tensors: Mapping[str, Mapping[str, 
 
 
 def _retire(folder: Path, step: int, keep: int) -> None:
-    """Keep the newest `keep` up to `step`. Later ones belong to a future that was left by falling back: not ours to judge."""
+    """Keep the newest `keep` checkpoints up to `step`. Later ones were passed over by a fallback and stay as they are."""
     past = sorted((s, path) for s, path in _found(folder) if s <= step)
     for s in sorted({s for s, _ in past})[:-keep]:
         for other, path in past:
@@ -143,7 +143,7 @@ def _megabytes(size: int) -> str:
 
 
 def latest_checkpoint(run: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest whole checkpoint, None if there never was one; every damaged one passed over is told to `warn`."""
+    """Return the newest whole checkpoint, or None if there is none at all; call `warn` for every damaged one skipped."""
     errors = []
     for step, path in reversed(sorted(_found(run / "checkpoints"), key=_preference)):
         try:
@@ -160,12 +160,12 @@ def latest_checkpoint(run: Path, warn: Callable[[str], None]) -> Checkpoint | No
 
 
 def newest_step(run: Path) -> int | None:
-    """The step of the newest checkpoint by its name alone, None if there is none."""
+    """Return the step of the newest checkpoint by name, without verifying it, or None if there is none."""
     return max((step for step, _ in _found(run / "checkpoints")), default=None)
 
 
 def load_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
-    """The checkpoint in a directory, verified; with `step`, it must also be of that step."""
+    """Verify and load the checkpoint in a directory; if `step` is given, it must be of that step."""
     manifest = verify_manifest(path)
     extra = manifest.get("extra")
     saved = extra.get("step") if isinstance(extra, dict) else None
@@ -177,7 +177,7 @@ def load_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
 
 
 def verify_run(run: Path) -> list[CheckpointReport]:
-    """A report on every checkpoint of a run, oldest first."""
+    """Verify every checkpoint of a run, oldest first."""
     reports = []
     for step, path in sorted(_found(run / "checkpoints"), key=_preference):
         size = sum(entry.lstat().st_size for entry in path.iterdir())
@@ -190,25 +190,25 @@ def verify_run(run: Path) -> list[CheckpointReport]:
 
 
 def _found(folder: Path) -> list[tuple[int, Path]]:
-    """Directories named like a checkpoint, including one set aside by a replacement that a kill interrupted."""
+    """List directories named like a checkpoint, including one set aside by an interrupted replacement."""
     matches = [(STEP_NAME.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir()]
     return [(int(match[1]), path) for match, path in matches if match]
 
 
 def _preference(found: tuple[int, Path]) -> tuple[int, bool]:
-    """Later steps are better; of one step, the one that was set aside is the worse."""
+    """Sort key: later steps are better, and of one step the directory that was set aside is worse."""
     return found[0], not found[1].name.endswith(OLD_SUFFIX)
 
 
 # ---------------------------------------------------------------- optimizer state by parameter name
 
-UNTOUCHED = "untouched"  # marks a parameter that never had a gradient, to tell it from one whose state was lost
+UNTOUCHED = "untouched"  # marks a parameter that never had a gradient, as opposed to one whose state is missing
 
 
 def optimizer_tensors(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The optimizer's state as flat tensors 'slot/parameter name', exact in every bit.
+    """Return the optimizer's state as flat tensors named 'slot/parameter name', bit for bit.
 
-    `parameters` is `dict(model.named_parameters())`. Learning rates and the like are not state: they come from the config.
+    `parameters` is `dict(model.named_parameters())`. Hyperparameters such as learning rates come from the config instead.
     """
     flat: dict[str, Tensor] = {}
     for name, parameter in _optimized(optimizer, parameters).items():
@@ -223,7 +223,7 @@ def optimizer_tensors(optimizer: Optimizer, parameters: Mapping[str, Tensor]) ->
 
 
 def load_optimizer_tensors(optimizer: Optimizer, parameters: Mapping[str, Tensor], flat: Mapping[str, Tensor]) -> None:
-    """The inverse of `optimizer_tensors`; everything is checked before anything is changed."""
+    """Restore what `optimizer_tensors` returned; check all of it before changing anything."""
     expected = _optimized(optimizer, parameters)
     found: dict[str, dict[str, Tensor]] = {}
     for key, value in flat.items():
@@ -258,7 +258,7 @@ def load_optimizer_tensors(optimizer: Optimizer, parameters: Mapping[str, Tensor
 
 
 def _optimized(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters the optimizer trains, by name."""
+    """Return the parameters that the optimizer trains, by name."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(id(parameter) not in names for parameter in trained):
@@ -267,7 +267,7 @@ def _optimized(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[s
 
 
 def _slots(optimizer: Optimizer, parameter: Tensor, present: set[str]) -> set[str]:
-    """What the parameter must have once it was touched; for optimizers not known here, whatever any parameter has."""
+    """Return the slots of a parameter after its first update; for unknown optimizers, the slots of any parameter."""
     if isinstance(optimizer, Muon):
         return set(optimizer.slots(parameter))
     if not isinstance(optimizer, (Adam, AdamW)):

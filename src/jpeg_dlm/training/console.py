@@ -1,4 +1,4 @@
-"""What a person sees while a long command works: progress with an estimate, on a terminal, in a notebook or in a log file."""
+"""Progress with an estimate of the time left, for terminals, notebooks and log files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from jpeg_dlm.config import Config
 from jpeg_dlm.training.metrics import DIAGNOSIS, HELDOUT
 from jpeg_dlm.training.progress import GAP, Progress, flow, measured
 
-OF_DIAGNOSIS = (f"{DIAGNOSIS}ratio_0.3", f"{DIAGNOSIS}trigram")  # the two of some fifty that a line shows
-PLAIN_EVERY_S = 20.0  # in a log file a line now and then is enough
-NOTEBOOK_EVERY_S = 0.25  # every picture of the progress travels to the browser
+OF_DIAGNOSIS = (f"{DIAGNOSIS}ratio_0.3", f"{DIAGNOSIS}trigram")  # a line shows these two of about fifty
+PLAIN_EVERY_S = 20.0  # between lines in a log file
+NOTEBOOK_EVERY_S = 0.25  # every update is sent to the browser
 
 
 class ErrorStream:
-    """Standard error for messages that no work should end for: a full disk or a reader that left only silences them."""
+    """Standard error that ignores write errors: a full disk or a closed pipe must not end a run."""
 
     @property
     def target(self) -> Any:
-        """The stream itself, of which a live display puts a proxy into `sys.stderr` that would lead back here."""
+        """The real stream: a live display replaces `sys.stderr` by a proxy that would call back here."""
         return getattr(sys.stderr, "rich_proxied_file", sys.stderr)
 
     def write(self, text: str) -> int:
@@ -46,7 +46,7 @@ class ErrorStream:
 
     @property
     def encoding(self) -> str:
-        """rich asks for it to draw bars with characters that there are."""
+        """Encoding of the stream; rich uses it to choose the characters of bars."""
         return getattr(self.target, "encoding", None) or "ascii"
 
 
@@ -61,7 +61,7 @@ class Console:
         self.rich.print(text, markup=False)
 
     def warn(self, text: str) -> None:
-        """A warning is shown even when quiet; where there is progress it stands above it."""
+        """Show a warning, even if quiet, above the progress if there is any."""
         if self.live:
             self.rich.print(f"warning: {text}", markup=False, soft_wrap=False)
         else:
@@ -69,13 +69,13 @@ class Console:
 
     @property
     def live(self) -> bool:
-        """Whether what was written can be drawn over: on a terminal that can, and in a notebook."""
+        """True if output can be redrawn in place: on a capable terminal and in a notebook."""
         drawable = self.rich.is_terminal and not self.rich.is_dumb_terminal
         return (drawable or self.rich.is_jupyter) and not self.quiet
 
     @contextmanager
     def progress(self, title: str, unit: str) -> Iterator[Callable[[int, int | None], None]]:
-        """Yields `report(done, total)` for work whose amount may be unknown."""
+        """Yield `report(done, total)`; `total` is None if unknown."""
         state = Progress(title, unit)
         if not self.live:
             self.say(f"{title} ...")
@@ -89,7 +89,7 @@ class Console:
 
     @contextmanager
     def training(self, config: Config, start: int, rows_per_step: int) -> Iterator[Callable[[int, dict[str, float]], None]]:
-        """Yields `tell(step, values)`; shows step, share, time left, rows per second and losses."""
+        """Yield `tell(step, values)`, which shows step, share, time left, rows per second and losses."""
         total, title = config.train.steps, f"Training {config.method}"
         self.say(f"{title}: {total:,} steps of {rows_per_step:,} rows, starting at step {start:,}.")
         state = Progress(title, "steps", total, start)
@@ -107,12 +107,12 @@ class Console:
             yield tell
 
     def _say_words(self, words: Sequence[str]) -> None:
-        """Words on as many lines as it takes, on one where a program may read them."""
+        """Print words on as many lines as needed; on a single line if the output is not live."""
         self.say("\n".join(flow(words, self.rich.width)) if self.live else GAP.join(words))
 
     @contextmanager
     def _shown(self, state: Progress) -> Iterator[Show]:
-        """Keeps the progress in sight; yields what shows it anew, soon or `now`."""
+        """Display the progress; yield a function that updates it, at once with `now`."""
         if not self.live:
             yield _sometimes(PLAIN_EVERY_S, lambda: self.say(state.line()))
         elif self.rich.is_jupyter:
@@ -126,7 +126,7 @@ class Console:
                 show(now=True)
         else:
             with Live(state, console=self.rich):
-                yield lambda now=False: None  # it draws itself
+                yield lambda now=False: None  # `Live` refreshes by itself
 
 
 def _is_shown(name: str) -> bool:
@@ -138,7 +138,7 @@ class Show(Protocol):
 
 
 def _sometimes(every_s: float, act: Callable[[], None]) -> Show:
-    """`act`, but unless it must be now not sooner than `every_s` seconds after it last did."""
+    """Return a version of `act` that runs at most once in `every_s` seconds unless called with `now`."""
     before = time.monotonic()
 
     def show(now: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Batches addressed by (seed, step): which rows, in which order, with which noise, on any number of processes."""
+"""Batches addressed by (seed, step): rows, order and noise are the same on any number of processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BatchStream:
         return self.train.batch * self.train.accumulation * self.world
 
     def row_numbers(self, step: int, micro: int) -> tuple[range, list[int]]:
-        """(places in the step's global batch, rows of the corpus) of this process's micro-batch.
+        """Return (places in the step's global batch, rows of the corpus) of this process's micro-batch.
 
         Consecutive places go to consecutive ranks' micro-batches, so a step sees the same rows however they are split.
         """
@@ -44,7 +44,7 @@ class BatchStream:
         return places, rows.tolist()
 
     def micro_batches(self, step: int) -> Iterator[tuple[Batch, RowNoise]]:
-        """The batches of one optimizer step with the noise that belongs to them."""
+        """Yield the batches of one optimizer step, each with its noise."""
         for micro in range(self.train.accumulation):
             places, rows = self.row_numbers(step, micro)
             yield self.batch(rows), RowNoise(self.train.seed, places, step, self.device, self.rows_per_step)

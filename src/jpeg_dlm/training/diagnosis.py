@@ -1,7 +1,7 @@
-"""Why a model writes as it does, seen on held-out text at every evaluation.
+"""Diagnostic measures of latents and samples, computed at every evaluation of a run.
 
-Latents, where the method denoises them: one prediction against the best linear denoiser, tokens of the decoded
-prediction, effective ranks. Text, for every method: words that exist, trigram perplexity, pairs of words, copies.
+For methods that denoise latents: the error of one prediction relative to the best linear denoiser, the tokens of the decoded
+prediction, and effective ranks. For every method: known words, trigram perplexity, distinct word pairs and copied text.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from jpeg_dlm.text.tokenizer import TextTokenizer
 from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.training.metrics import DIAGNOSIS
 
-TEXTS = 64  # written for the measures of text
-FIT_ROWS = 2048  # of training text to which the linear denoiser is fitted (assumed: twice its coordinates or more)
-FIT_NUMBERS = 1 << 27  # of their latents at most: half a gigabyte
-HELDOUT_ROWS = 64  # on which predictions are compared, always the same (assumed: enough to follow a run; the study takes more)
+TEXTS = 64  # samples for the measures of text
+FIT_ROWS = 2048  # training rows that the linear denoiser is fitted to (assumed: at least twice its coordinates)
+FIT_NUMBERS = 1 << 27  # most numbers in the latents of those rows: half a gigabyte
+HELDOUT_ROWS = 64  # fixed rows on which predictions are compared (assumed: enough to follow a run; the study takes more)
 ROWS_AT_ONCE = 32
 
 
 class Diagnosis:
-    """The measures of a run; what is fitted to its text is made when first needed, and then kept."""
+    """Computes the diagnostic measures of a run; statistics of its text are computed once, when first needed."""
 
     def __init__(
         self, stream: BatchStream, heldout: Blocks, tokenizer: TextTokenizer, fit_rows: int = FIT_ROWS,
@@ -44,7 +44,7 @@ class Diagnosis:
         return KnownText(self.stream.blocks, self.heldout, self.tokenizer)
 
     def __call__(self, method: Method, rows_BL: Tensor) -> dict[str, float]:
-        """All measures of a method and of rows that it wrote, by their names in `metrics.jsonl`."""
+        """Return all measures of a method and its samples, by their names in `metrics.jsonl`."""
         was_training = method.training
         method.eval()
         found = self.latents(method) | self.texts(rows_BL.cpu().numpy())
@@ -53,7 +53,7 @@ class Diagnosis:
 
     @torch.no_grad()
     def latents(self, method: Method) -> dict[str, float]:
-        """What is known of latents and their denoiser; nothing for methods without one."""
+        """Measure the latents and their denoiser; return an empty dict for methods without one."""
         first = method.latent_space(self.stream.batch([0]))
         if first is None or first.predict is None or not self.heldout_rows:
             return {}
@@ -64,7 +64,7 @@ class Diagnosis:
         return compare_denoisers(self.heldout_parts(method), linear) | ranks(z_SND, linear)
 
     def heldout_parts(self, method: Method) -> Iterator[tuple[Latents, Batch, RowNoise]]:
-        """The first held-out rows with noise that never changes."""
+        """Yield the first held-out rows with fixed noise."""
         device = self.stream.device
         for start in range(0, self.heldout_rows, ROWS_AT_ONCE):
             rows = range(start, min(start + ROWS_AT_ONCE, self.heldout_rows))
@@ -79,7 +79,7 @@ class Diagnosis:
         return found
 
     def texts(self, rows_BL: np.ndarray) -> dict[str, float]:
-        """What training text says of written rows, of real ones, and of real ones in no order."""
+        """Measure samples, real rows and shuffled real rows against the training text."""
         known = self.known
         found = vars(known.measure(known.cut(rows_BL)))
         if known.real is None or known.shuffled is None:

@@ -1,4 +1,4 @@
-"""`RUN/diagnosis.png`: what the evaluations of a run found out about its denoiser and its samples."""
+"""Draws `RUN/diagnosis.png`: the measures of the denoiser and the samples over the evaluations of a run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jpeg_dlm.training.plots import collected
 from jpeg_dlm.training.record import write_recorded
 
 Values = Mapping[str, float]
-DECISIVE = (0.2, 0.3, 0.4, 0.5)  # times at which text is decided
+DECISIVE = (0.2, 0.3, 0.4, 0.5)  # times at which the text is determined
 AGES = ("#a0aec0", "#4299e1", "#1a365d")  # first, middle and last evaluation
 
 
 def diagnoses(path: Path) -> dict[int, dict[str, float]]:
-    """The measures of each evaluation in a `metrics.jsonl`, by step and without their common prefix."""
+    """Read the measures of each evaluation from a `metrics.jsonl`, by step and without their common prefix."""
     rows = {row["step"]: row for row in read_metrics(path) if f"{DIAGNOSIS}trigram" in row}
     return {
         step: {name.removeprefix(DIAGNOSIS): value for name, value in row.items() if name.startswith(DIAGNOSIS)}
@@ -30,7 +30,7 @@ def diagnoses(path: Path) -> dict[int, dict[str, float]]:
 
 
 def plot_diagnosis(run: Path) -> Path | None:
-    """Draw the picture of a run; None if it has no diagnosis."""
+    """Draw the picture of a run and return its path, or None if the run has no diagnosis."""
     found = diagnoses(run / "metrics.jsonl")
     if not found:
         return None
@@ -81,7 +81,7 @@ def _of_latents(panels: Sequence[Axes], found: Mapping[int, Values]) -> None:
 
 
 def draw_over_times(axes: Axes, values: Values, name: str, color: str, label: str) -> None:
-    """One measure against t."""
+    """Plot one measure against t."""
     points = sorted((float(key.rpartition("_")[2]), y) for key, y in values.items() if key.startswith(f"{name}_0"))
     axes.plot([t for t, _ in points], [y for _, y in points], "o-", color=color, ms=3.5, lw=1.5, label=label)
 
@@ -89,7 +89,7 @@ def draw_over_times(axes: Axes, values: Values, name: str, color: str, label: st
 def draw_over_steps(
     axes: Axes, found: Mapping[int, Values], names: Mapping[str, str], colors: Sequence[str] = LINE_COLORS
 ) -> None:
-    """Measures against the steps at which they were taken."""
+    """Plot measures against the optimizer step."""
     for (name, label), color in zip(names.items(), colors, strict=False):
         points = [(step, values[name]) for step, values in sorted(found.items()) if name in values]
         if points:
@@ -99,13 +99,13 @@ def draw_over_steps(
 
 
 def draw_level(axes: Axes, level: Any, style: str, label: str) -> None:
-    """What curves are held against, where it is known."""
+    """Draw a horizontal reference line, if its level is known."""
     if level is not None:
         axes.axhline(level, color=INK, ls=style, lw=1.0, label=label)
 
 
 def readable_log(axes: Axes) -> None:
-    """A logarithmic axis with plain numbers, of which there are several however little it spans."""
+    """Set a logarithmic axis with several plain tick labels, even over a short range."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if high > 20 * low else (0.5, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3)))

@@ -1,4 +1,4 @@
-"""Which of several training processes this one is, as torchrun tells it through the environment."""
+"""Rank, world size and device of this process, read from the environment that torchrun sets."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.distributed.distributed_c10d import _set_pg_timeout  # documented, if
 
 from jpeg_dlm.errors import UsageError
 
-# While a run is set up the main process may prepare text or cache features for hours, and the others just wait (assumed).
+# During setup the main process may prepare text or cache features for hours while the others wait (assumed).
 SETUP_TIMEOUT_S = 48 * 3600.0
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """One process among `world`; `local_rank` counts within its machine, and `device` is the one it owns."""
+    """One of `world` processes; `local_rank` counts within its machine, and `device` belongs to it alone."""
 
     rank: int = 0
     world: int = 1
@@ -30,12 +30,12 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and speaks."""
+        """True for the one process that writes files and messages."""
         return self.rank == 0
 
 
 def read_ranks(device: str | None, env: Mapping[str, str]) -> Ranks:
-    """The ranks an environment describes, checked; starts nothing."""
+    """Read and check the ranks of an environment without starting anything."""
     world = _number(env, "WORLD_SIZE", 1)
     rank, local_rank = _number(env, "RANK", 0), _number(env, "LOCAL_RANK", 0)
     if world > 1 and "RANK" not in env:
@@ -46,7 +46,7 @@ def read_ranks(device: str | None, env: Mapping[str, str]) -> Ranks:
 
 
 def setup(device: str | None, timeout_s: float = SETUP_TIMEOUT_S) -> Ranks:
-    """This process's ranks; joins the others when there are any. `device` None takes a GPU if there is one."""
+    """Join the other processes, if any, and return this one's ranks. `device` None takes a GPU if there is one."""
     ranks = read_ranks(device, os.environ)
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
@@ -64,23 +64,23 @@ def setup(device: str | None, timeout_s: float = SETUP_TIMEOUT_S) -> Ranks:
 
 @contextlib.contextmanager
 def step_timeout(timeout_s: float) -> Iterator[None]:
-    """Within the block a collective waits at most so long; behind it, as long as setting up may take."""
+    """Limit collectives to `timeout_s` within the block; restore the timeout of the setup after it."""
     if not torch_dist.is_initialized():
         yield
         return
     _set_pg_timeout(timedelta(seconds=timeout_s))
     yield
-    _set_pg_timeout(timedelta(seconds=SETUP_TIMEOUT_S))  # not after an error, when nothing is waited for anymore
+    _set_pg_timeout(timedelta(seconds=SETUP_TIMEOUT_S))  # not needed after an error, which ends the process
 
 
 def teardown() -> None:
-    """Leave the process group, if this process joined one; call it at the end of a run that went well.
+    """Leave the process group, if this process joined one. Call it at the end of a successful run.
 
-    Let go of the DistributedDataParallel model first. It keeps the group's threads alive, and gloo threads that outlive
-    the interpreter abort a process that has finished its work, now and then (measured). After an error just exit:
-    leaving in order can wait forever for a rank that is gone.
+    Delete the DistributedDataParallel model first: it keeps the group's threads alive, and gloo threads that outlive the
+    interpreter sometimes abort a process that has finished its work (measured). After an error just exit: destroying the
+    group can wait forever for a rank that is gone.
     """
-    gc.collect()  # a model in a reference cycle would be such a survivor
+    gc.collect()  # deletes models in reference cycles
     if torch_dist.is_available() and torch_dist.is_initialized():
         torch_dist.destroy_process_group()
 

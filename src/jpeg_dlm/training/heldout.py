@@ -1,4 +1,4 @@
-"""What a run knows of itself on text it does not train on."""
+"""Losses, accuracy and latent geometry on held-out text during training."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jpeg_dlm.training.dist import Ranks
 def heldout_losses(
     method: Method, blocks: Blocks, ranks: Ranks, max_rows: int = 512, batch: int = 128, seed: int = 0
 ) -> dict[str, float]:
-    """Mean losses over the first held-out rows with fixed noise, and token accuracy where the method reconstructs.
+    """Return mean losses over the first held-out rows with fixed noise, and token accuracy if the method reconstructs text.
 
-    Where the method has latents, also how they fill their space and what noise costs, on the first batch alone: enough
-    vectors for a spectrum at a fraction of the time.
+    For methods with latents, also measure their geometry and their decoding under noise, on the first batch alone: it has
+    enough vectors for a spectrum and takes a fraction of the time.
 
-    Every process takes an equal share of each batch, so up to `world - 1` rows at the end are left out.
+    Every process takes an equal share of each batch, so up to `world - 1` rows at the end are skipped.
     """
     totals: dict[str, float] = {}
     device, world = ranks.device, ranks.world
@@ -40,7 +40,7 @@ def heldout_losses(
             values["accuracy"] = float(accuracy)
         for name, value in values.items():
             totals[f"heldout_{name}"] = totals.get(f"heldout_{name}", 0.0) + value * len(rows) * world / n
-        if start == 0 and len(rows) * world > 1 and (latents := method.latent_space(b)):  # one text does not vary
+        if start == 0 and len(rows) * world > 1 and (latents := method.latent_space(b)):  # one text has no variance
             totals |= latent_measures(latents, b, noise)
     method.train(was_training)
     if world == 1 or not totals:

@@ -1,8 +1,8 @@
-"""What can be proved of the files of a run: each belongs to a part that is whole, damaged, or not recorded.
+"""Verifies the files of a run: each belongs to a part that is whole, damaged, or not recorded.
 
-Encoder, prepared text, cached features and checkpoints have manifests, what the run itself wrote is in `RUN/files.jsonl`, and
-logs, which grow, have to be readable. Runs of earlier versions lack most of this: there the fingerprints in the newest
-checkpoint speak for tokenizer and encoder, and the rest is told to be unproved.
+Encoder, prepared text, cached features and checkpoints have manifests; other files of the run are recorded in
+`RUN/files.jsonl`; logs, which grow, only have to be readable. Runs of earlier versions lack most of this: their tokenizer
+and encoder are compared with the fingerprints in the newest checkpoint, and the rest is reported as unproved.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from jpeg_dlm.training.metrics import read_metrics
 from jpeg_dlm.training.record import FILES, INVOCATIONS, read_rows, recorded
 
 UNRECORDED = "not recorded, so there is no hash to compare it with"
-FOLDERS = ("checkpoints", "data", "encoder", "features")  # with manifests of their own
+FOLDERS = ("checkpoints", "data", "encoder", "features")  # have their own manifests
 STAGES = "*-training"
 LOGS = ("metrics.jsonl", "alarms.jsonl", "nonfinite-rank*.jsonl")
-TOLD = 5  # names of unrecorded files that a line shows
+TOLD = 5  # most names of unrecorded files in a line
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some files of a run; `said` is what was found."""
+    """A group of files of a run; `said` describes its state."""
 
     name: str
     size: int
@@ -40,7 +40,7 @@ class Part:
 
 
 def run_parts(run: Path) -> Iterator[Part]:
-    """Every file of a run: what it starts from, its stages, then itself; nothing of a folder that is no run."""
+    """Yield the parts of a run: first its inputs, then its stages, then its own files. Yield nothing if it is not a run."""
     stages = sorted(run.glob(STAGES))
     if not stages and not any((run / name).exists() for name in (FILES, "checkpoints", "data/index.json")):
         return
@@ -53,7 +53,7 @@ def run_parts(run: Path) -> Iterator[Part]:
 
 
 def verify_blocks(folder: Path) -> None:
-    """Every file of prepared text against its hash."""
+    """Compare every file of prepared text with its hash."""
     for split in ("train", "heldout"):
         Blocks(folder, split).verify()
     Blocks(folder).tokenizer()
@@ -99,14 +99,14 @@ def _folder_parts(run: Path) -> Iterator[Part]:
 
 
 def _model(run: Path) -> ModelParts | None:
-    """The model of a run, whose newest checkpoint has fingerprints of its tokenizer and encoder."""
+    """Read the model of a run for the fingerprints of its tokenizer and encoder."""
     try:
         return read_model(run, warn=lambda sentence: None)
     except JpegDlmError:
-        return None  # no whole checkpoint, of which its own line tells
+        return None  # no whole checkpoint, which is reported separately
 
 
-# ---------------------------------------------------------------- what the run itself wrote
+# ---------------------------------------------------------------- files that the run itself wrote
 
 
 def _own_files(run: Path, prefix: str) -> Iterator[Part]:
@@ -135,7 +135,7 @@ def _own_files(run: Path, prefix: str) -> Iterator[Part]:
 
 
 def _plain_files(run: Path) -> Iterator[Path]:
-    """Files of a run outside of the folders that have manifests and of its stages, which are runs themselves."""
+    """Yield the files of a run outside of its stages and of folders with manifests."""
     for path in sorted(run.iterdir()):
         if path.name in FOLDERS or path.name.startswith(TEMP_PREFIX) or path.match(STAGES):
             continue

@@ -1,8 +1,8 @@
-"""If one process of a run ends, the others end too, soon and whatever they wait for.
+"""Ends all processes of a run soon after one of them ends, even if they wait in a collective.
 
-Each process holds a connection to the main one. The kernel closes it when a process ends, however that happened, and probes it
-in case a whole machine is gone. A process that is only slow, or busy saving, keeps its connection: this is about ends, not
-delays, for which collectives have their timeout.
+Each process holds a connection to the main one. The kernel closes it however a process ends, and keepalive probes detect a
+machine that is gone. A process that is only slow, or busy saving, keeps its connection; the timeout of collectives covers
+delays.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import torch.distributed as torch_dist
 from jpeg_dlm.errors import JpegDlmError
 from jpeg_dlm.training.dist import Ranks
 
-CONNECT_S = 30.0  # assumed: all processes come here together
-GRACE_S = 4.0  # for an error of this process's own to be told first; main to other processes makes it twice that (assumed)
+CONNECT_S = 30.0  # assumed: all processes connect at the same time
+GRACE_S = 4.0  # lets a process report its own error first; through the main process it takes twice that (assumed)
 POLL_S = 0.2
-KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}  # a machine without power is missed after 14 s (assumed)
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}  # detects a dead machine after 14 s (assumed)
 HELLO = struct.Struct("!q")
 GOODBYE = b"."
-LOST = "Another process of this run has ended, so this one ends too: earlier checkpoints are intact, go on with --resume."
+LOST = "Another process of this run has ended, so this one ends too: earlier checkpoints are intact, continue with --resume."
 
 
 class Lifeline:
-    """Within the block, the end of any process is the end of all. With one process it does nothing."""
+    """Within the block, all processes end as soon as any does. With one process it does nothing."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -47,7 +47,7 @@ class Lifeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # A collective that failed because of another process's end is told as what it is.
+        # Report the true cause if a collective failed because another process ended.
         bereft = isinstance(error, RuntimeError) and bool(self._peers) and self._lost.wait(2 * POLL_S)
         self._left.set()
         for peer in self._peers:
@@ -72,14 +72,14 @@ class Lifeline:
     def _bereft(self) -> None:
         self._lost.set()
         if not self._left.wait(GRACE_S):
-            # The main thread waits in a collective that nothing but the end of this process can break.
+            # The main thread waits in a collective, which cannot be interrupted other than by exiting.
             sys.stderr.write(f"error: {LOST}\n")
             sys.stderr.flush()
             os._exit(JpegDlmError.exit_code)
 
 
 def _accept(ranks: Ranks) -> list[socket.socket]:
-    """The connections of all others, who learn by broadcast where and with which word to knock."""
+    """Accept the connections of all other processes, which receive port and secret by broadcast."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     with socket.create_server(("", 0), family=family, backlog=ranks.world, dualstack_ipv6=dual) as server:
@@ -91,7 +91,7 @@ def _accept(ranks: Ranks) -> list[socket.socket]:
             try:
                 peer = server.accept()[0]
             except TimeoutError:
-                sys.stderr.write("warning: Not every process could be reached, so the end of one may go unnoticed for long.\n")
+                sys.stderr.write("warning: Not every process connected, so the end of one may be noticed only by a timeout.\n")
                 break
             peer.settimeout(CONNECT_S)
             if _received(peer, HELLO.size) == HELLO.pack(word):
@@ -102,7 +102,7 @@ def _accept(ranks: Ranks) -> list[socket.socket]:
 
 
 def _connect(ranks: Ranks) -> list[socket.socket]:
-    """The connection to the main process; none if a firewall forbids it, and then only timeouts tell of its end."""
+    """Connect to the main process. If a firewall prevents that, return no connection and rely on timeouts."""
     address = torch.zeros(2, dtype=torch.int64, device=ranks.device)
     torch_dist.broadcast(address, 0)
     port, word = address.tolist()
@@ -124,6 +124,6 @@ def _kept_alive(peer: socket.socket) -> socket.socket:
     peer.settimeout(None)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):  # not every system lets a program choose
+        if hasattr(socket, name):  # not every system has these options
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return peer

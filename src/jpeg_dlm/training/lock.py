@@ -1,7 +1,7 @@
-"""One process at a time in a folder: one trainer per run, one writer of prepared text or of results.
+"""Locks a folder for one process: one trainer per run, one writer of prepared text or of results.
 
-The lock is the kernel's, not the file's: it ends with the process that holds it, however that process ended, so there is
-no stale lock to clean up. The file only tells a second trainer whom it met.
+The kernel holds the lock (`flock`) and releases it however the process ends, so there are no stale locks. The file only
+names the holder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOCK = "lock"
 
 
 class Locked(UsageError):
-    """Another process is at work in the directory."""
+    """Another process is using the folder."""
 
     def __init__(self, run: Path, holder: str) -> None:
         super().__init__(f"'{run}' is in use by {holder}: wait for it, stop it, or name another folder.")
@@ -30,7 +30,7 @@ class Locked(UsageError):
 
 @contextlib.contextmanager
 def run_lock(run: Path) -> Iterator[None]:
-    """Hold the folder for the duration of the block; creates it if needed and clears up after killed holders."""
+    """Lock the folder within the block; create it if needed and remove temporary files of killed processes."""
     path = run / LOCK
     try:
         make_directory(run)
@@ -41,11 +41,11 @@ def run_lock(run: Path) -> Iterator[None]:
         _take(fd, run)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
-        for folder in (run, *run.glob("*/"), *run.glob("*/*/")):  # as deep as a run has files that are replaced
+        for folder in (run, *run.glob("*/"), *run.glob("*/*/")):  # deeper files of a run are never replaced
             sweep_temps(folder)
         yield
     finally:
-        # Closing releases it. The file stays: deleting it would let two processes lock two files of one name.
+        # Closing releases the lock. The file stays: deleting it would let two processes lock two files of one name.
         os.close(fd)
 
 

@@ -1,4 +1,4 @@
-"""The training loop: it knows the contract of `methods.base` and nothing of the system it trains."""
+"""The training loop: it depends on the interface in `methods.base` only, not on any particular method."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ from jpeg_dlm.training.signals import StopSignal
 
 
 def method_state(method: Method) -> dict[str, Tensor]:
-    """Everything of a method that training changes, by name."""
+    """Return all tensors of a method that training changes, by name."""
     return {name: t for name, t in method.state_dict().items() if not name.startswith(FROZEN)}
 
 
 @dataclass
 class Trainer:
-    """One run of one method. `step` counts finished optimizer steps."""
+    """Trains one method. `step` counts finished optimizer steps."""
 
     config: Config
     method: Method
@@ -64,7 +64,7 @@ class Trainer:
     ranks: Ranks
     provenance: dict[str, Any] = field(default_factory=dict)
     step: int = 0
-    stop_at: int | None = None  # a step after which to save and leave, as a signal would ask
+    stop_at: int | None = None  # the step after which to save and stop, as on a signal
 
     def __post_init__(self) -> None:
         self.config = with_precision(self.config, self.ranks.device.type)
@@ -78,13 +78,13 @@ class Trainer:
         self.ema = WeightEma(self.parameters, train.ema, train.ema_warmup)
         self.wrapped: nn.Module = self.method
         if self.ranks.world > 1 and not is_sharded(self.method):
-            # Buffers are kept equal by global statistics, so broadcasting them each step would be waste.
-            # A term without weight may leave parameters without gradient; looking for them costs a pass over the graph.
+            # Buffers are computed from global statistics and stay equal, so they need no broadcast at each step.
+            # A loss term of weight 0 may leave parameters without gradient; finding them costs a pass over the graph.
             unused = not all(self.method.loss_weights.values())
             self.wrapped = DistributedDataParallel(self.method, broadcast_buffers=False, find_unused_parameters=unused)
 
     def _prepare_layers(self) -> None:
-        """Layer by layer: equal layers share their code, and it does not matter how a method calls its networks."""
+        """Checkpoint and compile layer by layer: equal layers share compiled code, however a method calls its networks."""
         for layer in repeated_layers(self.method):
             if self.config.train.checkpoint_layers:
                 recompute_in_backward(layer)
@@ -94,7 +94,7 @@ class Trainer:
     # ------------------------------------------------------------ one step
 
     def train_step(self) -> dict[str, float]:
-        """One optimizer step, top to bottom."""
+        """Take one optimizer step and return its losses, gradient norm and learning rates."""
         train = self.config.train
         rates = set_learning_rates(self.optimizer, schedule_factor(self.step, train))
         self.method.train()
@@ -115,11 +115,11 @@ class Trainer:
         return stats | rates
 
     def _accumulate(self) -> dict[str, Tensor]:
-        """Gradients of all micro-batches of a step; returns the means of their loss terms."""
+        """Accumulate the gradients of all micro-batches of a step; return the means of their loss terms."""
         train, totals = self.config.train, {}
         for micro, (batch, noise) in enumerate(self.stream.micro_batches(self.step)):
             last = micro == train.accumulation - 1
-            # Dropout draws from the global generator: seeded by its address, a resumed run drops the same.
+            # Dropout draws from the global generator: seeding it per micro-batch makes resumed runs exact.
             torch.manual_seed(derive_seed(train.seed, "dropout", self.step, micro, self.ranks.rank))
             with self._sync_only_on(last), self.autocast():
                 losses = self.wrapped(batch, noise)
@@ -130,11 +130,11 @@ class Trainer:
         return totals
 
     def autocast(self) -> torch.autocast:
-        """bf16 where the config asks for it; networks mark what must stay fp32."""
+        """Return an autocast context, enabled for bf16; networks mark operations that must stay fp32."""
         return torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
 
     def _sync_only_on(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Gradients travel between processes once per step, with the last micro-batch; sharded ones must at once."""
+        """Reduce gradients across processes with the last micro-batch only; sharded gradients must be reduced every time."""
         if last or not isinstance(self.wrapped, DistributedDataParallel):
             return contextlib.nullcontext()
         return self.wrapped.no_sync()
@@ -144,28 +144,28 @@ class Trainer:
         return dict(zip(names, all_mean(torch.stack([totals[n].float() for n in names])).tolist(), strict=True))
 
     def _refuse_update(self, stats: dict[str, float]) -> None:
-        """A loss or gradient is not a number: name the batch, and skip or stop. Every rank decides the same."""
+        """Handle a loss or gradient that is not finite: record the batch, then skip it or stop. All ranks decide alike."""
         rows = [r for micro in range(self.config.train.accumulation) for r in self.stream.row_numbers(self.step, micro)[1]]
         bad = sorted(name for name, value in stats.items() if not math.isfinite(value))
         path = self.run / f"nonfinite-rank{self.ranks.rank}.jsonl"
-        with MetricsLog(path, self.step - 1) as log:  # a step that is taken again after a kill is named once
+        with MetricsLog(path, self.step - 1) as log:  # drops earlier records of a step that runs again after a kill
             log.log(self.step, {"bad": bad, "rows": rows})
         if self.config.train.nonfinite == "stop":
             raise NonFiniteError(
-                f"{', '.join(bad)} stopped being a number at step {self.step}; nothing was updated and the rows are named in "
-                f"'{path}': lower the learning rate or continue with --train.nonfinite skip."
+                f"{', '.join(bad)} became NaN or infinite at step {self.step}, which was not applied (rows in '{path}'): "
+                "lower the learning rate or continue with --train.nonfinite skip."
             )
 
     # ------------------------------------------------------------ checkpoints
 
     def save(self) -> None:
-        """A checkpoint of the current step, by the main process; the others wait for it."""
+        """Save a checkpoint of the current step from the main process; the others wait for it."""
         tensors = {
             "model": method_state(self.method),
             "ema": self.ema.shadow,
             "optimizer": optimizer_tensors(self.optimizer, self.parameters),
         }
-        if is_sharded(self.method):  # the file does not tell how many processes there were
+        if is_sharded(self.method):  # checkpoints do not depend on the number of processes
             tensors = {name: gathered(group, keep=self.ranks.is_main) for name, group in tensors.items()}
         if self.ranks.is_main:
             state = {
@@ -179,7 +179,7 @@ class Trainer:
         barrier()
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on exactly where the checkpoint was made."""
+        """Restore the state of a checkpoint exactly."""
         for name, value in checkpoint.state.get("provenance", {}).items():
             if name in self.provenance and self.provenance[name] != value:
                 raise CheckpointError(
@@ -196,13 +196,13 @@ class Trainer:
         self.step = checkpoint.step
 
     def _check_rows(self, checkpoint: Checkpoint) -> None:
-        """Another number of processes is fine as long as a step has the same rows: batches are addressed by step."""
+        """Check that a step has as many rows as before, on any number of processes: batches are addressed by step."""
         before, now, train = checkpoint.state.get("rows_per_step"), self.stream.rows_per_step, self.config.train
         if before in (None, now):
             return
         each, left = divmod(before, self.ranks.world * train.accumulation)
         remedy = (
-            f"go on with --train.batch {each}" if not left
+            f"continue with --train.batch {each}" if not left
             else f"choose --train.batch and --train.accumulation that, times {self.ranks.world} processes, make {before}"
         )  # fmt: skip
         raise CheckpointError(
@@ -212,7 +212,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within the block the method has its averaged weights, whole on every process."""
+        """Use the averaged weights, unsharded on every process, within the block."""
         self.ema.swap()
         try:
             with unsharded(self.method):
@@ -221,7 +221,7 @@ class Trainer:
             self.ema.swap()
 
     def finished_method(self) -> Method:
-        """The method with its averaged weights, as one that was never trained by several; the trainer is done with it."""
+        """Return the method with its averaged weights, unsharded; the trainer must not be used afterwards."""
         self.ema.swap()
         if not is_sharded(self.method):
             return self.method
@@ -233,11 +233,11 @@ class Trainer:
 
     def fit(self, log: MetricsLog | None, stop: StopSignal, tell: Callable[[int, dict[str, float]], None],
             evaluate: Callable[[int], dict[str, float]] | None = None) -> str | None:  # fmt: skip
-        """Train to the end or until asked to stop; returns the name of the signal that stopped it."""
+        """Train to the end or until asked to stop; return the name of the signal that stopped it."""
         with step_timeout(self.config.train.timeout_s), Lifeline(self.ranks):
             self._train(log, stop, tell, evaluate)
-        self.wrapped = self.method  # the distributed model would keep the process group's threads alive
-        # Another process may be the one that was asked, and then this one stops with it.
+        self.wrapped = self.method  # DistributedDataParallel would keep the process group's threads alive
+        # The signal may have reached another process.
         return stop.requested or ("SIGTERM" if self.step < self.config.train.steps else None)
 
     def _train(self, log: MetricsLog | None, stop: StopSignal, tell: Callable[[int, dict[str, float]], None],
@@ -271,7 +271,7 @@ class Trainer:
         self.save()
 
     def _stop_requested(self, stop: StopSignal) -> bool:
-        """Whether any process was asked to stop; all leave after the same step."""
+        """Return True if any process was asked to stop; all stop after the same step."""
         if self.stop_at is not None and self.step >= self.stop_at:
             return True
         if self.ranks.world == 1:

@@ -1,8 +1,8 @@
-"""What a run measured, one JSON object per line of `metrics.jsonl`.
+"""The metrics of a run, one JSON object per line of `metrics.jsonl`.
 
-Every line has a "step"; training terms and held-out terms of a step are separate lines. JSON has no word for numbers that
-are not finite, so they are written as the strings "NaN", "Infinity" and "-Infinity", and `read_metrics` makes them floats
-again. A run that resumes at step S first drops every line of a later step: those steps run again and are logged again.
+Every line has a "step"; training terms and held-out terms of a step are separate lines. JSON cannot represent numbers that
+are not finite, so they are written as the strings "NaN", "Infinity" and "-Infinity", and `read_metrics` converts them back.
+A run that resumes at step S first drops every line of a later step: those steps run again and are logged again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 from jpeg_dlm.errors import DataError
 from jpeg_dlm.files import write_atomic
 
-DIAGNOSIS = "diag_"  # how the measures of `training.diagnosis` begin
-HELDOUT = "heldout_"  # what the names of measures on text that is not trained on begin with
+DIAGNOSIS = "diag_"  # prefix of the measures of `training.diagnosis`
+HELDOUT = "heldout_"  # prefix of the measures on held-out text
 NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsLog:
-    """An open metrics file. `resume` is the step of the loaded checkpoint, or None for a run that starts from nothing."""
+    """An open metrics file. `resume` is the step of the loaded checkpoint, or None for a new run."""
 
     def __init__(self, path: Path, resume: int | None) -> None:
         self.path = path
@@ -32,12 +32,12 @@ class MetricsLog:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append one line; a number may also be a tensor or array of one element."""
+        """Append one line; values may be tensors or arrays of one element."""
         row = {"step": int(step)} | {name: _plain(value) for name, value in values.items()}
         data = (json.dumps(row, allow_nan=False) + "\n").encode()
         whole = os.fstat(self._fd).st_size
         try:
-            # One system call per line: a kill leaves the line whole or absent, save for a power cut or a full disk.
+            # One system call per line: after a kill the line is whole or absent, except on a power cut or a full disk.
             if os.write(self._fd, data) == len(data):
                 return
             reason = "the disk is full"
@@ -47,7 +47,7 @@ class MetricsLog:
         raise DataError(f"Cannot write '{self.path}' ({reason}): free some space and resume the run.")
 
     def sync(self) -> None:
-        """Make all lines durable; done before a checkpoint, whose resumption relies on the lines up to its step."""
+        """Make all lines durable; called before saving a checkpoint, which needs the lines up to its step."""
         os.fsync(self._fd)
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows in order. A torn last line, as a power cut leaves it, is ignored; damage elsewhere is an error."""
+    """Read all rows in order. Ignore a torn last line, as a power cut leaves it; raise an error for damage elsewhere."""
     rows = []
     lines = _lines(path)
     for number, line in enumerate(lines, 1):
@@ -77,7 +77,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _rewind(path: Path, resume: int | None) -> None:
-    """Drop the lines of steps after `resume`, atomically; damage is dropped too where only such lines follow it."""
+    """Drop the lines of steps after `resume` atomically, and damaged lines if only such lines follow."""
     lines = _lines(path) if path.exists() else []
     rows = [_parse(line) for line in lines]
     keep = [resume is not None and row is not None and row["step"] <= resume for row in rows]
@@ -97,7 +97,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """A row, or None for a line that is not whole."""
+    """Parse a row; return None if the line is not whole."""
     if not line.endswith(b"\n"):
         return None
     try:

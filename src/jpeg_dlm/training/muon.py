@@ -1,11 +1,12 @@
-"""Muon for matrices and Nesterov-Adam for everything else, as ELF trains.
+"""Muon for matrices and Nesterov-Adam for all other parameters, as in ELF.
 
-Momentum of a matrix is replaced by the nearest semi-orthogonal matrix, so every direction of it moves equally fast
-(Newton-Schulz iteration, Jordan et al. 2024). Both rules look ahead (Nesterov) with bias correction: after gradient g of
+The momentum of a matrix is replaced by the nearest semi-orthogonal matrix, so all its directions move equally fast
+(Newton-Schulz iteration, Jordan et al. 2024). Both rules use Nesterov momentum with bias correction: after gradient g of
 step n, with m <- b m + (1 - b) g, the direction is b m / (1 - b**(n + 1)) + (1 - b) g / (1 - b**n).
 
-Sharded parameters are updated in their parts. Only the iteration needs whole matrices: every process gathers them, computes the
-same, and takes its part. Kept instead of `torch.optim.Muon`, which has neither this bias correction nor a rule for vectors.
+Each process updates its part of a sharded parameter. Only the iteration needs whole matrices: every process gathers them,
+computes the same result, and takes its part. Kept instead of `torch.optim.Muon`, which has neither this bias correction nor a
+rule for vectors.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class Muon(Optimizer):
         self.betas = betas
         super().__init__(param_groups, {"lr": 1e-3, "weight_decay": 0.0, "matrix": False})
         if any(p.ndim != 2 for group in self.param_groups if group["matrix"] for p in group["params"]):
-            raise ValueError("Muon moves matrices: a group with matrix=True has a parameter that is none")
+            raise ValueError("Muon updates matrices only: set matrix=False for groups with other parameters")
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if not parameters:
@@ -53,12 +54,12 @@ class Muon(Optimizer):
             torch._foreach_add_(weights, update(parameters, gradients, steps), alpha=-group["lr"])
 
     def slots(self, parameter: Tensor) -> frozenset[str]:
-        """Names of the state that a parameter has once it was updated."""
+        """Return the names of the state of a parameter after its first update."""
         matrix = any(p is parameter for group in self.param_groups if group["matrix"] for p in group["params"])
         return MATRIX_SLOTS if matrix else ADAM_SLOTS
 
     def _advance(self, parameter: Tensor, matrix: bool) -> int:
-        """The number of this parameter's update, counted from 1. The counter is on the CPU, so reading it never waits."""
+        """Count an update of a parameter and return its number from 1. The counter is on the CPU, so reading it never waits."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -93,7 +94,7 @@ class Muon(Optimizer):
 
 
 def nesterov(momenta: list[Tensor], gradients: list[Tensor], beta: float, steps: list[int]) -> list[Tensor]:
-    """Take the gradients of updates number `steps` into the momenta, and look one update ahead with bias correction."""
+    """Update the momenta in place with gradients of updates number `steps`; return the bias-corrected Nesterov direction."""
     torch._foreach_lerp_(momenta, gradients, 1 - beta)
     ahead = list(torch._foreach_mul(momenta, [beta / (1 - beta ** (n + 1)) for n in steps]))
     torch._foreach_add_(ahead, torch._foreach_mul(gradients, [(1 - beta) / (1 - beta**n) for n in steps]))
@@ -101,16 +102,16 @@ def nesterov(momenta: list[Tensor], gradients: list[Tensor], beta: float, steps:
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """Matrices (..., out, in) near their polar factor U V^T, times sqrt(max(1, out / in)).
+    """Return approximate polar factors U V^T of matrices (..., out, in), times sqrt(max(1, out / in)).
 
-    The factor gives outputs of a wide layer the same size of change as those of a square one (ELF).
+    The factor makes the outputs of a wide layer change as much as those of a square one (ELF).
     """
     rows, columns = x.shape[-2:]
     return newton_schulz(x) * max(1.0, rows / columns) ** 0.5
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """Each step maps every singular value s to a s + b s**3 + c s**5, in fp32 (ELF)."""
+    """Iterate in fp32; each step maps every singular value s to a s + b s**3 + c s**5 (ELF)."""
     a, b, c = NS_COEFFICIENTS
     x = x.float()
     tall = x.shape[-2] > x.shape[-1]

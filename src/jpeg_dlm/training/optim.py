@@ -1,4 +1,4 @@
-"""AdamW or Muon with one learning rate per group, decay only where it helps, and the shared schedule."""
+"""AdamW or Muon with one learning rate per group, selective weight decay, a shared schedule, and weight averaging."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jpeg_dlm.methods.base import ParameterGroup, rounded_up_share
 from jpeg_dlm.training.muon import Muon
 from jpeg_dlm.training.parts import is_divided, local
 
-# Learned tokens, queries and position tables are inputs, not maps: they are not pulled to zero (practice of JiT and ELF).
+# Learned tokens, queries and position tables are inputs, not maps, and get no weight decay (as in JiT and ELF).
 NOT_DECAYED = ("latents", "base_query", "tokens", "pos_emb.weight", "pos_latent.weight", "embedding.weight")
 
 
@@ -22,12 +22,12 @@ def is_decayed(name: str, parameter: Tensor) -> bool:
 
 
 def learning_rate(group: str, train: TrainConfig) -> float:
-    """The peak rate the config gives a group."""
+    """Return the peak learning rate of a group."""
     return train.codec_lr if group == "codec" else train.lr
 
 
 def build_optimizer(groups: list[ParameterGroup], train: TrainConfig) -> Optimizer:
-    """The optimizer the config names; what shares group, decay and update rule shares an entry of its `param_groups`."""
+    """Build the optimizer of the config; parameters of equal group, decay and update rule share an entry of `param_groups`."""
     muon = train.optimizer == "muon"
     param_groups = []
     for group in groups:
@@ -44,7 +44,7 @@ def build_optimizer(groups: list[ParameterGroup], train: TrainConfig) -> Optimiz
 
 
 def schedule_factor(step: int, train: TrainConfig) -> float:
-    """The share of the peak rate at optimizer step `step`: linear warm-up, then the schedule."""
+    """Return the fraction of the peak rate at optimizer step `step`: linear warm-up, then the schedule."""
     warmup = train.warmup or rounded_up_share(train.steps, 0.05, most=2500)
     if step < warmup:
         return (step + 1) / warmup
@@ -54,7 +54,7 @@ def schedule_factor(step: int, train: TrainConfig) -> float:
 
 
 def set_learning_rates(optimizer: Optimizer, factor: float) -> dict[str, float]:
-    """Scale every group by the same factor; returns the rates for the log."""
+    """Scale the peak rate of every group by the same factor; return the rates for the log."""
     rates = {}
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * factor
@@ -63,9 +63,9 @@ def set_learning_rates(optimizer: Optimizer, factor: float) -> dict[str, float]:
 
 
 class WeightEma:
-    """A moving average of trainable weights; what is sampled from and exported (paper).
+    """Exponential moving average of the trainable weights, used for sampling and export (paper).
 
-    With `warmup` update n decays by at most (1 + n) / (10 + n) (MDLM, SEDD, Duo, FLM).
+    With `warmup`, the decay of update n is at most (1 + n) / (10 + n) (MDLM, SEDD, Duo, FLM).
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], decay: float, warmup: bool = False) -> None:
@@ -74,7 +74,7 @@ class WeightEma:
 
     @torch.no_grad()
     def update(self, n: int) -> None:
-        """Take in the weights after optimizer step n, counted from 1."""
+        """Average in the weights after optimizer step n, counted from 1."""
         decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
         torch._foreach_lerp_(list(map(local, self.shadow.values())), list(map(local, self.parameters.values())), 1 - decay)
 

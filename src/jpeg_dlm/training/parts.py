@@ -1,4 +1,4 @@
-"""Tensors of which each process holds a part (`DTensor`), next to ordinary ones, for which all of this is the identity.
+"""Functions on sharded tensors (`DTensor`), of which each process holds a part; ordinary tensors pass unchanged.
 
 `DTensor` is imported only where one exists: its package takes 0.7 s to load (measured), and sampling never needs it.
 """
@@ -12,25 +12,25 @@ from torch import Tensor
 
 
 def is_divided(tensor: Any) -> TypeGuard[Any]:
-    """Whether a tensor is a `DTensor`."""
+    """Return True for a `DTensor`."""
     return hasattr(tensor, "to_local")
 
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """This process's part, which shares its memory with the tensor."""
+    """Return this process's part, which shares memory with the tensor."""
     return tensor.to_local() if is_divided(tensor) else tensor
 
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every process; they must call this together."""
+    """Gather the full tensor on every process; a collective call."""
     return tensor.full_tensor() if is_divided(tensor) else tensor
 
 
 @torch.no_grad()
 def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor, the same on every process, divided as `like` is."""
+    """Shard a tensor that is equal on every process the way `like` is sharded."""
     if not is_divided(like):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -40,7 +40,7 @@ def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whole_from(part: Tensor, like: Tensor) -> Tensor:
-    """All of what every process has a part of, divided as `like` is; they must call this together."""
+    """Gather the full tensor from parts that are sharded like `like`; a collective call."""
     if not is_divided(like):
         return part
     from torch.distributed.tensor import DTensor

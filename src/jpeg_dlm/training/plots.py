@@ -1,4 +1,4 @@
-"""One picture of a run, drawn from its `metrics.jsonl`: a small panel for each thing that was measured."""
+"""Draws `RUN/metrics.png` from `metrics.jsonl`: a small panel for each measure."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from jpeg_dlm.training.record import write_recorded
 LR = "lr_"
 TRAIN_COLOR, HELDOUT_COLOR, BAD_COLOR, INK = "#2b6cb0", "#dd6b20", "#c53030", "#2d3748"
 LINE_COLORS = (TRAIN_COLOR, "#2f855a", "#805ad5", "#b7791f", "#97266d")
-PANEL_SIZE = (4.1, 2.7)  # inches; four fit the width of a wide screen at 110 dots per inch
-LOG_RANGE = 30.0  # a curve that spans more than this factor is read better on a logarithmic axis
-# What is not a loss, and how its axis is named; any other measure is taken for a loss term and needs no entry.
+PANEL_SIZE = (4.1, 2.7)  # inches; four fit a wide screen at 110 dots per inch
+LOG_RANGE = 30.0  # a panel whose values span more than this factor gets a logarithmic axis
+# Titles and units of measures that are not losses; any measure without an entry is a loss term.
 SPEED = {"grad_norm": ("gradient norm", "L2 norm"), "rows_per_s": ("speed", "rows per second")}
 SHARE = "accuracy"  # between 0 and 1, so always on a linear axis
 LATENT = {
@@ -54,9 +54,9 @@ def plot_metrics(run: Path) -> Path:
 
 @contextlib.contextmanager
 def collected() -> Iterator[None]:
-    """Frees what is made within: figures are full of cycles, and a training loop makes too few objects to trigger that.
+    """Free the objects made within the block: figures have reference cycles, and training rarely triggers a collection.
 
-    What is made while collection is off stays in the youngest generation, so that collecting it costs next to nothing.
+    Objects made while collection is off stay in the youngest generation, so collecting them costs almost nothing.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -84,7 +84,7 @@ def _draw_run(run: Path) -> Path:
         axes = figure.add_subplot(rows, columns, i + 1)
         _draw_panel(axes, {name: series[name] for name in names})
         _dress(axes, title, unit, (min(steps), max(steps)))
-        if i + columns >= len(panels):  # nothing below: the step axis of this column is named here
+        if i + columns >= len(panels):  # the lowest panel of its column
             axes.set_xlabel("optimizer step", fontsize=9, color=INK)
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=110)
@@ -93,7 +93,7 @@ def _draw_run(run: Path) -> Path:
 
 
 def _set_margins(figure: Figure, rows: int, columns: int) -> None:
-    """Fixed room for titles and labels, in inches: a layout engine would draw everything twice (measured: half the time)."""
+    """Set fixed margins in inches: a layout engine would draw everything twice (measured: half the time)."""
     width, height = figure.get_size_inches()
     left, bottom, between_x, between_y = 0.75, 0.55, 0.95, 0.75
     figure.subplots_adjust(
@@ -104,7 +104,7 @@ def _set_margins(figure: Figure, rows: int, columns: int) -> None:
 
 
 def _collect(rows: Sequence[dict[str, Any]]) -> dict[str, _Series]:
-    """Each measure as its own series, in order of first appearance; text and nulls are no measures."""
+    """Collect each numeric measure as a series, in order of first appearance."""
     series: dict[str, _Series] = {}
     for row in rows:
         for name, value in row.items():
@@ -121,7 +121,7 @@ def _collect(rows: Sequence[dict[str, Any]]) -> dict[str, _Series]:
 
 
 def _panels(names: Sequence[str]) -> list[tuple[str, str, list[str]]]:
-    """(title, unit, measures) of each panel: the total, its terms with their held-out twins, then how training went."""
+    """Return (title, unit, measures) of each panel: total loss, loss terms (train and held out), then the rest."""
     rates = [name for name in names if name.startswith(LR)]
     latent, decode = [name for name in LATENT if name in names], [name for name in names if name.startswith(DECODE)]
     terms: dict[str, list[str]] = {}
@@ -140,7 +140,7 @@ def _panels(names: Sequence[str]) -> list[tuple[str, str, list[str]]]:
 
 
 def _label(name: str) -> str | None:
-    """What a line of a panel of several measures is called; None for measures with a panel of their own."""
+    """Return the legend label of a measure in a shared panel, or None if it has its own panel."""
     if name.startswith(DECODE):
         return f"t = {name.removeprefix(DECODE)}"
     return name.removeprefix(LR) if name.startswith(LR) else LATENT.get(name)
@@ -173,7 +173,7 @@ def _draw_panel(axes: Axes, series: dict[str, _Series]) -> None:
 
 
 def _draw_train(axes: Axes, x: np.ndarray, y: np.ndarray) -> None:
-    """The measured values faintly, their moving average over a fiftieth of the run clearly."""
+    """Draw the values faintly and their moving average over a fiftieth of the run clearly."""
     reach = len(y) // 100
     if reach == 0:
         axes.plot(x, y, ".-", color=TRAIN_COLOR, lw=1.4, ms=3.5, label="train")
@@ -183,13 +183,13 @@ def _draw_train(axes: Axes, x: np.ndarray, y: np.ndarray) -> None:
 
 
 def _smooth(values: np.ndarray, reach: int) -> np.ndarray:
-    """The mean of the finite values up to `reach` places to either side: centered, so that a falling curve does not lag."""
+    """Return the mean of the finite values up to `reach` places to either side; being centered, it does not lag."""
     finite = np.isfinite(values)
     total = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     count = np.concatenate([[0], np.cumsum(finite)])
     place = np.arange(len(values))
-    # Near an end both sides shrink alike, or the mean would lean toward the middle of the run; the last few, which would
-    # be hardly smoothed, are left out.
+    # Near an end both sides shrink equally, or the mean would be biased toward the middle of the run; the last few points,
+    # which would hardly be smoothed, are left out.
     half = np.minimum(np.minimum(place, len(values) - 1 - place), reach)
     low, high = place - half, place + half + 1
     number = count[high] - count[low]

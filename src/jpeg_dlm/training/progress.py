@@ -1,4 +1,4 @@
-"""Progress as whole words: a bar, how far the work is, and what was measured, laid out for the width of the screen."""
+"""Progress display: a bar, the share done, the time left and the measures, laid out for the width of the screen."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.jupyter import JupyterMixin
 from rich.text import Text
 
 GAP = "  "
-LEAST_BAR, MOST_BAR = 8, 40  # characters; a shorter bar tells less than the share beside it (assumed)
+LEAST_BAR, MOST_BAR = 8, 40  # characters; a shorter bar is useless (assumed)
 
 
 def flow(words: Sequence[str], width: int) -> list[str]:
-    """Words, which may hold spaces, in lines of at most `width` characters; only a word that is longer itself exceeds it."""
+    """Join words, which may contain spaces, into lines of at most `width` characters; a longer word gets its own line."""
     lines: list[str] = []
     for word in words:
         if lines and len(lines[-1]) + len(GAP) + len(word) <= width:
@@ -26,20 +26,20 @@ def flow(words: Sequence[str], width: int) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that a person would use."""
+    """Format seconds in a suitable unit."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.0f} min"
 
 
 def measured(values: Mapping[str, float]) -> list[str]:
-    """A word for each value, learning rates left out."""
+    """Format each value as a word, except learning rates."""
     return [f"{name} {value:.4g}" for name, value in values.items() if not name.startswith("lr_")]
 
 
 @dataclass
 class Progress(JupyterMixin):
-    """Work of `total` parts that began at part `start`; without a total, only what is done is told."""
+    """Work of `total` parts that began at part `start`; without a total, it shows only the amount done."""
 
     title: str
     unit: str
@@ -53,19 +53,19 @@ class Progress(JupyterMixin):
         self.done = self.start
 
     def words(self) -> list[str]:
-        """How far the work is."""
+        """Return words for the amount done and the time left."""
         if not self.total:
             return [f"{self.done:,} {self.unit}", duration(time.monotonic() - self.began)]
         return [f"{self.done:,}/{self.total:,}", f"{self.done / self.total:.0%}", self.left()]
 
     def left(self) -> str:
-        """The time left, if the rest goes as fast as all since the start; evaluations and checkpoints are in it."""
+        """Estimate the time left from the mean speed since the start, evaluations and checkpoints included."""
         if not self.total or self.done <= self.start:
             return "? left"
         return f"{duration((time.monotonic() - self.began) / (self.done - self.start) * (self.total - self.done))} left"
 
     def measures(self) -> tuple[list[str], list[str]]:
-        """Words that are always shown, speed and total loss, and those for which there may be no room."""
+        """Return the words that are always shown (speed and total loss) and those shown if there is room."""
         values = dict(self.values)
         speed, loss = values.pop("rows_per_s", None), values.pop("loss", None)
         always = [f"{speed:,.0f} rows/s" if speed >= 10 else f"{speed:.2g} rows/s"] if speed is not None else []
@@ -73,7 +73,7 @@ class Progress(JupyterMixin):
         return always, measured(values)
 
     def line(self) -> str:
-        """Everything on one line, for a file."""
+        """Return everything on one line, for a log file."""
         always, terms = self.measures()
         return GAP.join([self.title, *self.words(), *always, *terms])
 
@@ -84,18 +84,18 @@ class Progress(JupyterMixin):
             return
         yield from self._with_bar(self.words(), options)
         lines = flow(always, width)
-        if lines:  # terms fill up the last line, as many as there is room for
+        if lines:  # fill the last line with as many terms as fit
             lines[-1] = flow([lines[-1], *terms], width)[0]
         yield from map(Text, lines)
 
     def _with_bar(self, words: Sequence[str], options: ConsoleOptions) -> RenderResult:
-        """Title, bar and words on one line; where they do not fit, on several and without the bar."""
+        """Yield title, bar and words on one line, or without the bar on several lines if they do not fit."""
         room = options.max_width - len(GAP.join([self.title, "", *words]))
         if not self.total or room < LEAST_BAR:
             yield from map(Text, flow([self.title, *words], options.max_width))
             return
         whole = min(MOST_BAR, room)
         full = int(whole * min(1.0, self.done / self.total))
-        done, rest = ("=", "-") if options.ascii_only else ("━", "─")  # told apart without colors too
+        done, rest = ("=", "-") if options.ascii_only else ("━", "─")  # distinct without colors too
         bar = ((done * full, "bar.complete"), (rest * (whole - full), "bar.back"))
         yield Text.assemble(self.title, GAP, *bar, GAP, GAP.join(words))

@@ -1,9 +1,9 @@
-"""What a run wrote and how it was called: two files that only grow, one JSON object with a digest of itself per line.
+"""Records of the files and invocations of a run: two append-only files, each line a JSON object with its own digest.
 
-    RUN/files.jsonl         every version of a file that the run wrote, with size and SHA-256; `verify` compares
-    RUN/invocations.jsonl   every `train` that worked in the run: the step at which it began, its options and its machine
+    RUN/files.jsonl         every version of each file that the run wrote, with size and SHA-256, checked by `verify`
+    RUN/invocations.jsonl   every `train` in the run: first step, options and machine
 
-Checkpoints, prepared text, encoder and cached features have manifests of their own, because they are used elsewhere too.
+Checkpoints, prepared text, encoder and cached features have their own manifests, because they are also used elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILES, INVOCATIONS = "files.jsonl", "invocations.jsonl"
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a durable line with a digest of itself; what a power cut left of an unfinished one goes first."""
+    """Append a durable line with its own digest; first remove a torn last line, as a power cut leaves it."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         with open(fd, "r+b", closefd=False) as handle:
@@ -44,7 +44,7 @@ def _sealed(row: Mapping[str, Any]) -> bytes:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All lines but a torn last one, each proved by its digest; none where there is no such file."""
+    """Read all lines except a torn last one, each verified by its digest; an absent file has none."""
     try:
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     except OSError as error:
@@ -65,10 +65,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def write_recorded(run: Path, name: str, content: bytes | str) -> None:
-    """Write a file of a run, and its size and hash into the record.
+    """Write a file of a run and record its size and hash.
 
-    A kill in between must not look like damage: a new file comes before its record, because what is recorded has to be
-    there, and a new version of a file after it, because any recorded version is whole.
+    A kill in between must not look like damage. A new file is written before its record, because recorded files must exist;
+    a new version of a file is written after its record, because any recorded version is valid.
     """
     raw = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
     row = {"file": name, "sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)}
@@ -82,7 +82,7 @@ def write_recorded(run: Path, name: str, content: bytes | str) -> None:
 
 
 def recorded(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """Every version of each file that a run recorded; nothing for a run of an earlier version."""
+    """Return every recorded version of each file; runs of earlier versions have none."""
     files: dict[str, list[dict[str, Any]]] = {}
     for row in read_rows(run / FILES):
         files.setdefault(str(row.get("file")), []).append(row)
@@ -90,7 +90,7 @@ def recorded(run: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def check_recorded(run: Path, name: str, remedy: str = RESTORE) -> bool:
-    """Refuse a file that is no version that the run wrote; False where nothing is recorded of it."""
+    """Raise an error if a file is not a version that the run wrote; return False if the file is not recorded."""
     versions = recorded(run).get(name)
     if versions:
         compare_file(run, name, versions, remedy)
@@ -101,14 +101,14 @@ def check_recorded(run: Path, name: str, remedy: str = RESTORE) -> bool:
 
 
 class Invocation:
-    """One `train`, recorded once it is known at which step of which stage it begins."""
+    """One call of `train`, recorded once its first stage and step are known."""
 
     def __init__(self, run: Path, config: Config, processes: int) -> None:
         self.run, self.begun = run, False
         self.row = {"processes": processes, **writer(), "config": to_dict(config)}
 
     def begin(self, stage: str, step: int) -> None:
-        """Record it; stages that follow in the same `train` are not its beginning."""
+        """Record the invocation; do nothing for later stages of the same `train`."""
         if not self.begun:
             append_row(self.run / INVOCATIONS, {"stage": stage, "step": step, **self.row})
             self.begun = True

@@ -1,12 +1,12 @@
-"""A run from text to trained model: prepare, train stage after stage, and write what a person wants to see.
+"""A run from text to trained model: prepare the text, train stage by stage, write metrics, plots and samples.
 
 RUN/config.json  tokenizer.json  metrics.jsonl  metrics.png  diagnosis.png  alarms.jsonl (if any)  samples/  checkpoints/
-RUN/tensorboard/  event files, if asked for
-RUN/files.jsonl  invocations.jsonl  the hashes of what was written, and how the run was called
-RUN/data/        prepared blocks, unless a prepared folder was named
+RUN/tensorboard/  event files, with --train.log tensorboard
+RUN/files.jsonl  invocations.jsonl  hashes of the files that the run wrote, and its calls of `train`
+RUN/data/        prepared blocks, unless a prepared folder was given
 RUN/encoder/     the trained 'small' encoder
-RUN/features/    cached features, if asked for
-RUN/STAGE-training/  the run of a stage that comes first: 'encoder', or the first stage of a method that has two
+RUN/features/    cached features, with --data.cache-features
+RUN/STAGE-training/  the run of an earlier stage: 'encoder', or the first stage of a two-stage method
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ SAMPLE_TEXTS = 8
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: at which step, by what if it did not finish, and of which method if that is a stage before."""
+    """The last step of a run, what stopped it (None if it finished), and the stage that was training then."""
 
     step: int
     stopped_by: str | None
@@ -72,12 +72,12 @@ class Outcome:
 
     @property
     def saved(self) -> bool:
-        """Whether there is a checkpoint to go on from; of a run that took no step there is nothing to save."""
+        """True if there is a checkpoint to resume from, that is, after the first step."""
         return self.step > 0
 
 
 class Stopped(Exception):
-    """A stage was asked to stop, so those after it must not begin."""
+    """A stage was asked to stop, so later stages must not start."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(f"stopped by {outcome.stopped_by} at step {outcome.step}")
@@ -86,7 +86,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Bench:
-    """What every stage of a run shares."""
+    """Objects that all stages of a run share."""
 
     blocks: Blocks
     heldout: Blocks
@@ -99,7 +99,7 @@ class Bench:
 
 
 def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume: bool, stop_at: int | None = None) -> Outcome:
-    """Everything `jpeg-dlm train` does; after step `stop_at` it saves and leaves."""
+    """Do everything that `jpeg-dlm train` does; after step `stop_at`, save and stop."""
     config = validate(config)
     check_tracker(config.train.log)
     echo_s, farewell = 2.0 if ranks.world > 1 else 0.0, partial(last_words, run) if ranks.is_main else None
@@ -107,12 +107,12 @@ def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume:
         _check_fresh(run, resume)
         config = with_settled_precision(config, run, ranks, console)
         invocation = Invocation(run, config, ranks.world) if ranks.is_main else None
-        if ranks.is_main:  # as it was asked for: what --resume starts from
+        if ranks.is_main:  # the config as requested, which --resume reads
             write_recorded(run, "config.json", json.dumps(to_dict(config), indent=1) + "\n")
         try:
             folder = prepared_folder(config, run, ranks, console, stop)
             bench = Bench(Blocks(folder, "train"), Blocks(folder, "heldout"), ranks, console, stop, invocation)
-            # The index says what the text was, not what the disk holds now, unless it was prepared just now.
+            # The text may have changed on disk unless it was prepared just now.
             if ranks.is_main and (resume or folder != run / "data"):
                 bench.blocks.verify()
                 bench.heldout.verify()
@@ -128,19 +128,19 @@ def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume:
 
 
 def last_words(run: Path) -> str:
-    """What is left of a run that is left at once."""
+    """Return the message for a run that stops without saving."""
     kept = [f"step {step:,} of {folder.name}" for folder in [run, *run.glob("*-training")] if (step := newest_step(folder))]
     said = f"the checkpoint of {kept[0]} is kept" if kept else "no checkpoint was saved yet"
-    return f"Left at once, without saving: {said}; go on with --resume."
+    return f"Stopped without saving: {said}; continue with --resume."
 
 
 def _check_fresh(run: Path, resume: bool) -> None:
     if not resume and ((run / "checkpoints").is_dir() or any(run.glob("*-training/checkpoints"))):
-        raise UsageError(f"'{run}' already holds a run: go on with --resume, or name another folder with --out.")
+        raise UsageError(f"'{run}' already holds a run: continue with --resume, or name another folder with --out.")
 
 
 def with_settled_precision(config: Config, run: Path, ranks: Ranks, console: Console) -> Config:
-    """The config with the type that the run began with, or that its first process chooses: it holds on every machine."""
+    """Settle precision 'auto': as the run began, or as the main process chooses; it is the same on every machine."""
     stored = run / "config.json"
     if config.train.precision == "auto" and stored.is_file():
         begun = from_dict(read_json_file(stored)).train.precision
@@ -148,7 +148,7 @@ def with_settled_precision(config: Config, run: Path, ranks: Ranks, console: Con
     asked, device = config.train.precision, ranks.device.type
     config = with_precision(config, device)
     mine = float(ranks.is_main and config.train.precision == "bf16")
-    bf16 = all_sum(torch.tensor([mine], device=ranks.device)).item() > 0  # machines may differ: the main process decides
+    bf16 = all_sum(torch.tensor([mine], device=ranks.device)).item() > 0  # machines may differ; the main process decides
     if asked == "bf16" and device == "cpu" and (cost := cost_of("bf16")):
         console.say(f"{cost} --train.precision auto takes the faster type.")
     return replace(config, train=replace(config.train, precision="bf16" if bf16 else "fp32"))
@@ -158,8 +158,8 @@ def with_settled_precision(config: Config, run: Path, ranks: Ranks, console: Con
 
 
 def prepared_folder(config: Config, run: Path, ranks: Ranks, console: Console, stop: StopSignal) -> Path:
-    """The named folder if it is prepared already, else RUN/data, prepared now by the main process."""
-    source = Path(os.path.expanduser(config.data.source))  # Path's own refuses a user that does not exist
+    """Return the given folder if it is already prepared; else let the main process prepare RUN/data."""
+    source = Path(os.path.expanduser(config.data.source))  # Path.expanduser raises an error for unknown users
     if config.data.source and (source / "index.json").is_file():
         return source
     if ranks.is_main:
@@ -168,7 +168,7 @@ def prepared_folder(config: Config, run: Path, ranks: Ranks, console: Console, s
         with console.progress("Preparing text", "bytes") as progress:
 
             def check() -> None:
-                if stop.requested and ranks.world == 1:  # others would wait for this process at the barrier
+                if stop.requested and ranks.world == 1:  # other processes would wait at the barrier
                     raise Stopped(Outcome(0, stop.requested))
 
             done = prepare(config.data, run / "data", progress, check=check)
@@ -179,7 +179,7 @@ def prepared_folder(config: Config, run: Path, ranks: Ranks, console: Console, s
 
 
 def fit_to_data(config: Config, blocks: Blocks, world: int) -> Config:
-    """The config with the sizes the data has, and with steps counted out of epochs."""
+    """Return the config with the sizes of the data, and with epochs converted to steps."""
     if config.data.token_len != blocks.token_len:
         raise UsageError(
             f"The prepared blocks have {blocks.token_len} tokens but data.token_len is {config.data.token_len}: "
@@ -189,7 +189,7 @@ def fit_to_data(config: Config, blocks: Blocks, world: int) -> Config:
     if train.steps == 0:
         rows = train.batch * train.accumulation * world
         train = replace(train, steps=math.ceil(train.epochs * len(blocks) / rows))
-    # A prepared folder knows what it was made from; the config of the run says the same.
+    # The config of the run records the data settings of the prepared folder.
     data = from_dict(blocks.index["data"], DataConfig)
     data = replace(data, vocab_size=blocks.vocab_size, cache_features=config.data.cache_features)
     return validate(replace(config, data=data, train=train))
@@ -199,13 +199,13 @@ def fit_to_data(config: Config, blocks: Blocks, world: int) -> Config:
 
 
 def with_encoder(config: Config, run: Path, bench: Bench) -> Bench:
-    """`bench` with the frozen encoder, and with its features of every row if they are to be cached."""
+    """Add the frozen encoder to `bench`, and the cache of its features if the config asks for it."""
     bench = replace(bench, encoder=prepare_encoder(config, run, bench))
     return replace(bench, cache=feature_cache(run, bench)) if config.data.cache_features else bench
 
 
 def prepare_encoder(config: Config, run: Path, bench: Bench) -> FrozenEncoder:
-    """The frozen encoder with its statistics, pretrained first when the preset says so."""
+    """Return the frozen encoder with its feature statistics; pretrain it first if the preset has its own encoder."""
     folder = run / "encoder"
     e, blocks = config.encoder, bench.blocks
     if e.kind == "small" and not e.name and not (folder / CONFIG_FILE).is_file():
@@ -228,7 +228,7 @@ def prepare_encoder(config: Config, run: Path, bench: Bench) -> FrozenEncoder:
 
 
 def _check_tokenizer(folder: Path, blocks: Blocks) -> None:
-    """An encoder reads token ids: it must have learned them from the tokenizer that made the blocks."""
+    """Check that the encoder was trained with the tokenizer of the blocks."""
     known = read_small_encoder_info(folder).tokenizer_fingerprint
     if known and known != blocks.index["tokenizer"]:
         raise UsageError(
@@ -238,7 +238,7 @@ def _check_tokenizer(folder: Path, blocks: Blocks) -> None:
 
 
 def encoder_config(config: Config) -> Config:
-    """The config of the encoder's own pretraining within a larger run: the same whatever method it is for."""
+    """Return the config of the encoder's pretraining within a run, the same for every method."""
     t = config.train
     train = replace(
         t, steps=t.encoder_steps, lr=t.encoder_lr, schedule="cosine", warmup=0, lr_floor=0.0, compile=False,
@@ -248,7 +248,7 @@ def encoder_config(config: Config) -> Config:
 
 
 def statistics_rows(blocks: Blocks) -> Iterator[list[int]]:
-    """Numbers of the rows that statistics are measured over, batch by batch."""
+    """Yield the numbers of the rows used for feature statistics, batch by batch."""
     rows = range(min(STATISTICS_ROWS, len(blocks)))
     return (list(rows[start : start + 256]) for start in range(0, len(rows), 256))
 
@@ -260,7 +260,7 @@ def statistics_batches(blocks: Blocks) -> Iterator[tuple[torch.Tensor, torch.Ten
 
 
 def finish_encoder(method: EncoderPretraining, config: Config, bench: Bench, folder: Path) -> None:
-    """Measure the trained encoder's feature statistics and store it where runs look for it."""
+    """Measure the trained encoder's feature statistics and save it in `folder`."""
     if bench.ranks.is_main:
         model, blocks = method.model.cpu(), bench.blocks
         scale = replace(config.encoder, scale="per_channel", kind="small")
@@ -271,7 +271,7 @@ def finish_encoder(method: EncoderPretraining, config: Config, bench: Bench, fol
 
 
 def feature_cache(run: Path, bench: Bench) -> FeatureCache:
-    """The features of every training row on disk, computed once."""
+    """Compute the features of all training rows once and open them from disk."""
     blocks, encoder, ranks = bench.blocks, bench.encoder, bench.ranks
     assert encoder is not None
 
@@ -293,12 +293,12 @@ def feature_cache(run: Path, bench: Bench) -> FeatureCache:
 
 
 def stage_folder(run: Path, stage: str) -> Path:
-    """Where a stage of a larger run has its own run."""
+    """Return the folder of a stage within a larger run."""
     return run / f"{stage}-training"
 
 
 def train_method(config: Config, run: Path, bench: Bench, stop_at: int | None = None) -> Method:
-    """The method of a config, trained from its last checkpoint or its first stage to the end, with its averaged weights."""
+    """Train the method of a config, from its last checkpoint if there is one, and return it with averaged weights."""
     run.mkdir(parents=True, exist_ok=True)
     ranks, console, tokenizer = bench.ranks, bench.console, bench.blocks.tokenizer()
     stream = BatchStream(bench.blocks, config.train, ranks.device, ranks.rank, ranks.world, bench.cache)
@@ -314,7 +314,7 @@ def train_method(config: Config, run: Path, bench: Bench, stop_at: int | None = 
         bench.invocation.begin(config.method, trainer.step)
         write_recorded(run, "tokenizer.json", tokenizer.to_json())
     resume = trainer.step if checkpoint else None
-    follower = Follower(Start(run, config, resume), console.warn) if ranks.is_main else None  # reads what the log drops
+    follower = Follower(Start(run, config, resume), console.warn) if ranks.is_main else None  # before the log drops lines
     log = MetricsLog(run / "metrics.jsonl", resume) if ranks.is_main else None
     alarms = Alarms(run, config.train, console.warn, resume) if ranks.is_main else None
     with console.training(config, trainer.step, stream.rows_per_step) as show:
@@ -337,7 +337,7 @@ def train_method(config: Config, run: Path, bench: Bench, stop_at: int | None = 
 
 
 def new_method(config: Config, run: Path, bench: Bench, stream: BatchStream) -> Method:
-    """The method before its first step; one that has a first stage starts from what that stage learned."""
+    """Build the untrained method; train its first stage, if it has one, and start from its weights."""
     before, trained = method_class(config.method).first_stage(config), method_class(config.method).trained_stage(config)
     stage = train_method(before, stage_folder(run, before.method), bench) if before else None
     stage = read_model(trained).method if trained else stage
@@ -348,13 +348,13 @@ def new_method(config: Config, run: Path, bench: Bench, stream: BatchStream) -> 
 
 
 def provenance(bench: Bench) -> dict[str, str]:
-    """What a checkpoint must find unchanged when it is resumed."""
+    """Return fingerprints of everything that must be unchanged when a checkpoint is resumed."""
     known = {"data": bench.blocks.fingerprint, "tokenizer": bench.blocks.index["tokenizer"]}
     return known | ({"encoder": bench.encoder.fingerprint} if bench.encoder else {})
 
 
 def evaluation(trainer: Trainer, heldout: Blocks, tokenizer: TextTokenizer) -> Callable[[int], dict[str, float]]:
-    """What happens every `eval_every` steps, with the averaged weights: held-out losses, sample texts, a new plot."""
+    """Return the evaluation run every `eval_every` steps with averaged weights: held-out losses, samples and plots."""
     writes = trainer.ranks.is_main and trainer.config.method not in STAGES
     diagnosis = Diagnosis(trainer.stream, heldout, tokenizer) if writes and trainer.config.train.diagnose else None
 
@@ -374,7 +374,7 @@ def evaluation(trainer: Trainer, heldout: Blocks, tokenizer: TextTokenizer) -> C
 
 
 def plot_if_measured(run: Path) -> None:
-    """New pictures of metrics and diagnosis, unless the run was stopped before its first line."""
+    """Draw metrics and diagnosis again, unless the run stopped before its first line."""
     path = run / "metrics.jsonl"
     if path.is_file() and path.stat().st_size:
         plot_metrics(run)
@@ -382,7 +382,7 @@ def plot_if_measured(run: Path) -> None:
 
 
 def sample_rows(method: Method, config: Config, tokenizer: TextTokenizer, device: torch.device, n: int) -> torch.Tensor:
-    """Token ids of the first n samples of seed 0, padded behind their end for models of rows that end."""
+    """Return token ids of the first n samples of seed 0; if rows end, padded after the end token."""
     was_training = method.training
     method.eval()
     rows_BL = method.sample(config.sampler, RowNoise(0, range(n), 0, device))
@@ -391,7 +391,7 @@ def sample_rows(method: Method, config: Config, tokenizer: TextTokenizer, device
 
 
 def write_samples(rows_BL: torch.Tensor, tokenizer: TextTokenizer, run: Path, step: int) -> None:
-    """The first samples at this step, as a text file: not chosen, only counted."""
+    """Write the first samples at this step, unselected, to a text file."""
     texts = [tokenizer.decode(row) for row in rows_BL.tolist()]
     (run / "samples").mkdir(exist_ok=True)
     content = "\n".join(f"[{i}] {text}" for i, text in enumerate(texts)) + "\n"

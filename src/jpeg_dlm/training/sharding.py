@@ -1,11 +1,11 @@
 """FSDP2: every process keeps an equal part of the weights, their averages, gradients and optimizer state.
 
-Weights are gathered when a step begins and let go when it ends, not layer by layer: a network runs up to three times in a step
-(self-conditioning), and less often on a process none of whose rows is chosen for it, so gathering as layers need it would
-cost more and could wait for a process that does not take part. What is divided is all that lives between steps: of 20 bytes
-a parameter (weight, average, gradient and two of Adam) each process keeps its part, and 4 more within a step.
+Weights are gathered at the beginning of a step and released at its end, not layer by layer: with self-conditioning a network
+runs up to three times in a step, and less often on a process none of whose rows is selected, so gathering per layer would
+cost more and could wait for a process that takes no part. Of the 20 bytes per parameter that live between steps (weight,
+average, gradient and two Adam moments) each process keeps its part; a step needs 4 more.
 
-Not sharded: the frozen encoder, which belongs to no checkpoint, and parameters that are single numbers, which FSDP2 refuses.
+Not sharded: the frozen encoder, which is in no checkpoint, and scalar parameters, which FSDP2 does not support.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from jpeg_dlm.training.parts import divided_like, is_divided, local, whole
 
 
 def repeated_layers(method: Method) -> list[nn.Module]:
-    """The layers that networks are stacks of; those of the frozen encoder do not count."""
+    """Return the repeated layers of all networks except the frozen encoder."""
     lists = [m for name, m in method.named_modules() if isinstance(m, nn.ModuleList) and not name.startswith(FROZEN)]
     return [layer for layers in lists for layer in layers if any(layer.children())]
 
 
 def shard(method: Method, ranks: Ranks) -> None:
-    """Spread a method over the processes, in place; all start from the weights of the main one."""
+    """Shard a method over the processes in place; all start from the weights of the main process."""
     for tensor in method.state_dict().values():
         torch_dist.broadcast(tensor, 0)
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
@@ -47,7 +47,7 @@ def is_sharded(method: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def unsharded(method: nn.Module) -> Iterator[None]:
-    """Within the block every process has whole weights, so that one can use them without the others."""
+    """Gather the weights on every process within the block, so that each can run the method on its own."""
     parts = [m for m in method.modules() if isinstance(m, FSDPModule)]
     for part in parts:
         part.unshard()
@@ -62,9 +62,9 @@ def unsharded(method: nn.Module) -> Iterator[None]:
 
 
 def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Whole tensors in main memory, one after the other; processes that do not keep them only take part."""
+    """Gather full tensors into CPU memory one by one; a collective call whose result only processes with `keep` hold."""
     kept = {}
-    for name in sorted(tensors):  # in one order on all processes, which that of a dictionary filled from a set is not
+    for name in sorted(tensors):  # in the same order on all processes
         full = whole(tensors[name])
         if keep:
             kept[name] = full.detach().cpu()
@@ -72,7 +72,7 @@ def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
 
 
 def divided(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors divided as those of the same name are; names that are unknown stay for others to refuse."""
+    """Shard full tensors like those of the same name in `own`; leave unknown names for the caller to reject."""
     return {name: divided_like(tensor, own[name]) if name in own else tensor for name, tensor in tensors.items()}
 
 
@@ -81,7 +81,7 @@ def divided(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[st
 
 @torch.no_grad()
 def average_unsharded(parameters: Iterable[Tensor]) -> None:
-    """Mean over processes of the gradients that FSDP2 does not reduce."""
+    """Average over processes the gradients that FSDP2 does not reduce."""
     for p in parameters:
         if p.grad is not None and not is_divided(p.grad):
             p.grad.copy_(all_mean(p.grad))
@@ -89,7 +89,7 @@ def average_unsharded(parameters: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def clip_grad_norm(parameters: Collection[Tensor], limit: float) -> Tensor:
-    """`clip_grad_norm_` of torch over whole and sharded parameters together; returns the norm of all."""
+    """Clip like torch's `clip_grad_norm_`, over sharded and unsharded parameters together; return the total norm."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not any(is_divided(g) for g in gradients):
         return nn.utils.clip_grad_norm_(parameters, limit)

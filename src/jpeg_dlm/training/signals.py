@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C ask a run to finish its step, save and leave; a second one makes it leave at once."""
+"""SIGTERM and Ctrl-C make a run finish its step, save and exit; a second one makes it exit at once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignal:
-    """Within the `with` block, `requested` turns from None into the name of the first signal that arrived.
+    """Within the `with` block, sets `requested` to the name of the first signal that arrives.
 
-    The second signal restores the previous handlers, so that a third cannot be swallowed, writes the sentence that
-    `farewell` gives, and exits with 128 plus its number (130 for Ctrl-C, 143 for SIGTERM). `echo_s` is a time after the
-    first signal in which further ones are taken for its echo: under torchrun a single Ctrl-C reaches a worker twice, from
-    the terminal and from the launcher.
-    Outside the main thread Python allows no handlers, and the object just never requests a stop.
+    The second signal restores the previous handlers, so that a third takes effect, writes the message that `farewell`
+    returns, and exits with 128 plus its number (130 for Ctrl-C, 143 for SIGTERM). Signals within `echo_s` seconds of the
+    first are ignored: under torchrun a single Ctrl-C reaches a worker twice, from the terminal and from the launcher.
+    Outside the main thread Python allows no handlers, and `requested` stays None.
     """
 
     def __init__(self, echo_s: float = 0.0, farewell: Callable[[], str] | None = None) -> None:
@@ -46,12 +45,12 @@ class StopSignal:
         elif time.monotonic() - self._since >= self._echo_s:
             self._restore()
             with contextlib.suppress(OSError):
-                # Not through `sys.stderr`, in the middle of whose work the signal may have come.
+                # Not through `sys.stderr`: the signal may have interrupted a write to it.
                 os.write(2, f"\n{self._farewell()}\n".encode() if self._farewell else b"")
             raise SystemExit(128 + number)
 
     def _restore(self) -> None:
         while self._previous:
             number, handler = self._previous.popitem()
-            # None means a handler that was not set from Python, which Python cannot set again.
+            # None means a handler that was not set from Python, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

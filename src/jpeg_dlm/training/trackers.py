@@ -1,8 +1,8 @@
-"""Metrics in a dashboard as well: TensorBoard, Weights & Biases or Trackio, by `--train.log`.
+"""Sends metrics to a dashboard: TensorBoard, Weights & Biases or Trackio, chosen by `--train.log`.
 
-`metrics.jsonl` stays the record of a run, and every tracker gets the lines that are written there. A run that resumes
-tells no step twice: TensorBoard is told from where on what it has is void, and the others, which keep what they have, are
-not told again what they heard before the run stopped. A tracker that fails is left behind, and training goes on.
+`metrics.jsonl` stays the record of a run, and a tracker receives the same lines. A resumed run logs no step twice:
+TensorBoard purges the steps that run again, and the others, which cannot, skip steps that they already have. If a tracker
+fails, training goes on without it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jpeg_dlm.errors import MissingPackageError, reason_of
 from jpeg_dlm.files import write_atomic
 from jpeg_dlm.training.metrics import HELDOUT, read_metrics
 
-PROJECT = "jpeg-dlm"  # under which Weights & Biases and Trackio list the runs
-GROUPS = (HELDOUT, "latent_", "decode_", "lr_")  # beginnings of names that are one group of charts
+PROJECT = "jpeg-dlm"  # project name in Weights & Biases and Trackio
+GROUPS = (HELDOUT, "latent_", "decode_", "lr_")  # name prefixes that form a group of charts
 
 
 class Tracker(Protocol):
-    """Something that follows a run."""
+    """Interface of a dashboard."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -34,7 +34,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class Start:
-    """What a tracker is opened with: `resume` is the step of the loaded checkpoint, None for a run that starts from nothing."""
+    """Arguments for opening a tracker; `resume` is the step of the loaded checkpoint, or None for a new run."""
 
     run: Path
     config: Config
@@ -42,7 +42,7 @@ class Start:
 
     @property
     def name(self) -> str:
-        """The folder; for a stage of a run also the folder of the run."""
+        """Name of the run's folder; for a stage, preceded by the name of its run."""
         path = self.run.resolve()
         return f"{path.parent.name}-{path.name}" if path.name.endswith("-training") else path.name
 
@@ -66,7 +66,7 @@ class TensorBoard:
 
 
 class Hosted:
-    """A run of Weights & Biases or of Trackio, which know the same calls; steps up to `heard` are known there."""
+    """A run of Weights & Biases or Trackio, which share an interface; steps up to `heard` are already logged there."""
 
     def __init__(self, hosted: Any, heard: int) -> None:
         self.hosted, self.heard = hosted, heard
@@ -80,7 +80,7 @@ class Hosted:
 
 
 def open_wandb(start: Start) -> Hosted:
-    """A run of Weights & Biases, with its files in RUN/wandb."""
+    """Open a run of Weights & Biases, with its files in RUN/wandb."""
     import wandb  # pyright: ignore[reportMissingImports] - an extra
 
     identity, heard = identify(start, "wandb")
@@ -90,7 +90,7 @@ def open_wandb(start: Start) -> Hosted:
 
 
 def open_trackio(start: Start) -> Hosted:
-    """A run of Trackio, which knows it by its name alone."""
+    """Open a run of Trackio, which identifies runs by name."""
     import trackio  # pyright: ignore[reportMissingImports] - an extra
 
     identity, heard = identify(start, "trackio")
@@ -99,7 +99,7 @@ def open_trackio(start: Start) -> Hosted:
 
 
 def identify(start: Start, service: str) -> tuple[str, int]:
-    """Return what a service calls the run, kept in RUN/SERVICE.id so that a resumed run is the same, and what it has heard."""
+    """Return the run's id at a service, kept in RUN/SERVICE.id for resuming, and the last step logged there."""
     path = start.run / f"{service}.id"
     if path.is_file() and start.resume is not None:
         return path.read_text("ascii").strip(), last_logged(start.run)
@@ -110,7 +110,7 @@ def identify(start: Start, service: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class Kind:
-    """How to open a tracker, which package it needs and which extra brings that."""
+    """A kind of tracker: its package, the extra that installs it, and the function that opens it."""
 
     package: str
     extra: str
@@ -125,27 +125,27 @@ TRACKERS = {
 
 
 def chart(name: str) -> str:
-    """The name of a measure with the group that dashboards show it in."""
+    """Return the name of a measure preceded by its group of charts."""
     group = next((group for group in GROUPS if name.startswith(group)), "")
     return f"{group.removesuffix('_') or 'train'}/{name.removeprefix(group)}"
 
 
 def check_tracker(name: str) -> None:
-    """Refuse a tracker whose package is absent, before anything long."""
+    """Raise an error early if the package of a tracker is not installed."""
     kind = TRACKERS.get(name)
     if kind and importlib.util.find_spec(kind.package) is None:
         raise MissingPackageError(kind.package, kind.extra, f"--train.log {name}")
 
 
 def last_logged(run: Path) -> int:
-    """The last step in the metrics of a run; after a kill it is later than that of the checkpoint."""
+    """Return the last step in the metrics of a run; after a kill it is later than the step of the checkpoint."""
     return max((row["step"] for row in read_metrics(run / "metrics.jsonl")), default=0)
 
 
 class Follower:
-    """The tracker of a run, or none; warns once when it fails and does without it.
+    """The tracker of a run, if any; if it fails, warns once and goes on without it.
 
-    It has to be made before the metrics are rewound, which say what a tracker has heard.
+    Create it before the metrics are rewound: they tell which steps the tracker already has.
     """
 
     def __init__(self, start: Start, warn: Callable[[str], None]) -> None:
@@ -167,6 +167,6 @@ class Follower:
     def _attempt(self, act: Callable[[], None]) -> None:
         try:
             act()
-        except Exception as error:  # of any kind, it is not ours: a dashboard is not worth a training
+        except Exception as error:  # no error of a dashboard may end a training run
             self.tracker = None
             self.warn(f"{self.name} no longer follows the run ({reason_of(error)}): metrics.jsonl has everything.")
