@@ -218,7 +218,7 @@ class TrainConfig:
     schedule: Literal["constant", "cosine", "linear"] = opt("constant", "learning rate after warm-up (assumed)")
     lr_floor: float = opt(0.0, "final rate of the cosine and linear schedules, as a share of the peak rate (COSMOS: 0.5)")
     ema: float = opt(0.999, "moving average of the weights that are sampled from (paper)")
-    ema_warmup: bool = opt(False, "limit the decay at step n to (1 + n) / (10 + n), so that initial weights are forgotten quickly")
+    ema_warmup: bool = opt(False, "limit the decay at step n to (1 + n) / (10 + n), so that early weights are forgotten soon")
     precision: Literal["auto", "fp32", "bf16"] = opt(
         "auto", "autocast type; 'auto' is bf16 on CUDA (paper) and the faster type on a CPU; sensitive parts stay fp32"
     )
@@ -227,7 +227,7 @@ class TrainConfig:
     sharding: Literal["none", "fsdp"] = opt(
         "none", "'fsdp' shards weights, gradients, averages and optimizer state over the processes (FSDP2)"
     )
-    timeout_s: float = opt(600.0, "longest wait in seconds for another process in training; preparing text may take more (assumed)")
+    timeout_s: float = opt(600.0, "longest wait in seconds for another process in training, not in text preparation (assumed)")
     seed: int = opt(42, "seed of everything random (paper)")
     nonfinite: Literal["stop", "skip"] = opt("stop", "what to do when a loss or gradient is not finite")
     log: Literal["none", "tensorboard", "wandb", "trackio"] = opt(
