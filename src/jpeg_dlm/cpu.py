@@ -102,7 +102,7 @@ def _findings(path: Path) -> dict[str, Any]:
     return {}
 
 
-# ---------------------------------------------------------------- what is safe
+# ---------------------------------------------------------------- safe instructions
 
 
 def run_child(runtime: Runtime, limit: str) -> int:
@@ -188,7 +188,7 @@ def effective_isa() -> str:
     return ""
 
 
-# ---------------------------------------------------------------- what is fast
+# ---------------------------------------------------------------- speed
 
 
 def speeds() -> dict[str, float]:

@@ -131,7 +131,7 @@ class Absorbing(Method):
         data = replace(base.data, tokenizer=tokenizer, vocab_size=vocab)
         return replace(base, data=data, model=replace(base.model, **sizes, mask_id=mask_id))
 
-    # ------------------------------------------------------------ what differs
+    # ------------------------------------------------------------ defined by subclasses
 
     @abstractmethod
     def weights(self, h_NH: Tensor) -> Tensor:
