@@ -153,7 +153,7 @@ def test_download_pins_the_hash_and_says_what_comes(cache, monkeypatch, capsys):
     ("stderr", "word"),
     [
         ("ERROR: No matching distribution found for pkg==1.0", "No matching distribution"),
-        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM", "another hash"),
+        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM", "pinned hash"),
         ("something else", "pip failed"),
     ],
 )

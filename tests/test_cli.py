@@ -423,8 +423,8 @@ def test_reconstruct_and_interpolate_print_texts(finished, capsys, monkeypatch):
 
 def test_a_file_in_place_of_a_model_is_told_how_to_become_one(corpus_file, capsys):
     line = refusal(capsys, ["generate", corpus_file], 1)
-    assert line.endswith("is a file, not the folder of a model or a run: make one of it with  jpeg-dlm import, if it is a "
-                         "published checkpoint.")  # fmt: skip
+    assert line.endswith("is a file, not the folder of a model or a run: name a folder, or convert a published checkpoint "
+                         "with  jpeg-dlm import.")  # fmt: skip
 
 
 def test_a_missing_checkpoint_is_refused(tmp_path, capsys):

@@ -172,7 +172,7 @@ def test_a_whole_process_on_a_trapping_cpu(tmp_path):
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}
     )
     assert done.stdout == "int8 engine (ONEDNN_MAX_CPU_ISA=AVX2) 1\n"
-    assert "kills what uses it (torch): ONEDNN_MAX_CPU_ISA is set to AVX2." in done.stderr
+    assert "kills programs that use it (torch): ONEDNN_MAX_CPU_ISA is set to AVX2." in done.stderr
 
 
 def test_flags_are_read_as_linux_writes_them(tmp_path):

@@ -114,7 +114,7 @@ def test_an_index_that_serves_something_else_is_refused(machine, monkeypatch):
         ({}, "404"),
         ({"/simple/pkg/": ("text/html", b"<a href='y.whl'>y</a>")}, "no file"),
         ({"/simple/pkg/": ("application/json", b"[1]")}, "cannot be read"),
-        ({"/simple/pkg/": ("text/html", f"<a href='file:///etc/{WHEEL}'></a>".encode())}, "no http address"),
+        ({"/simple/pkg/": ("text/html", f"<a href='file:///etc/{WHEEL}'></a>".encode())}, "not an http address"),
     ],
 )
 def test_an_index_without_the_file_gives_one_sentence(machine, monkeypatch, pages, word):

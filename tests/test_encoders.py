@@ -216,7 +216,7 @@ def test_small_encoder_survives_its_folder(tmp_path):
     torch.testing.assert_close(build_encoder(config, 50)(x), want)
     by_folder = build_encoder(EncoderConfig(kind="small", feature_dim=16, depth=3, heads=2), 50, folder=tmp_path)
     assert torch.equal(by_folder(x), build_encoder(config, 50)(x))
-    with pytest.raises(UsageError, match="config wants"):
+    with pytest.raises(UsageError, match="config has"):
         build_encoder(config, 51)
 
 

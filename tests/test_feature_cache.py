@@ -111,7 +111,7 @@ def test_damage_is_noticed(tmp_path, encoder, damage):
 
 
 def test_rows_of_the_wrong_shape_and_a_full_disk_are_refused(tmp_path, encoder, monkeypatch):
-    with pytest.raises(DataError, match="expected"):
+    with pytest.raises(DataError, match="Rows have shape"):
         FeatureCache.build(tmp_path / "a", encoder, lambda span: (TOKENS, None), N, L)
     monkeypatch.setattr(feature_cache, "free_bytes", lambda path: 10)
     with pytest.raises(DataError, match="cache-features false"):

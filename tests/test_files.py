@@ -227,13 +227,13 @@ def test_a_manifest_cannot_point_outside(tmp_path, name):
     del body["digest"]
     body["files"][name] = body["files"]["a"]
     (path / "manifest.json").write_text(files._sealed(body))  # an attacker can seal, too
-    with pytest.raises(CheckpointError, match="no file name"):
+    with pytest.raises(CheckpointError, match="not a file name"):
         files.verify_manifest(path)
 
 
 def test_json_refuses_what_json_cannot_say():
     for value in [float("nan"), {1, 2}, object()]:
-        with pytest.raises(CheckpointError, match="do not fit JSON"):
+        with pytest.raises(CheckpointError, match="cannot be saved as JSON"):
             files.dump_json({"x": value})
 
 

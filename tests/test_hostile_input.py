@@ -638,7 +638,7 @@ def test_mutated_onnx_files_make_no_encoder(tmp_path):
 
 
 def test_scales_of_another_tensor_do_not_multiply():
-    with pytest.raises(ValueError, match="do not belong"):
+    with pytest.raises(ValueError, match="do not match"):
         dequantize(np.zeros((30_000, 1), np.int8), np.zeros(30_000, np.float32), np.zeros(1, np.int8))
 
 

@@ -360,4 +360,4 @@ def test_a_model_too_large_for_the_memory_is_one_sentence(tmp_path, capsys, monk
     monkeypatch.setattr("jpeg_dlm.model_folder.build_method", refuse)
     mdlm_folder(tmp_path / "hub", network(), None)
     assert run(tmp_path / "hub", tmp_path / "model") == 1
-    assert "cannot be made" in capsys.readouterr().err
+    assert "cannot be built" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Arguments that people give in Python, where nothing has looked at their types: as expected, or one sentence."""
+"""Check the types of arguments of the Python API, and raise a `UsageError` or `DataError` if they do not fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jpeg_dlm.methods.base import FREE
 
 
 def as_texts(texts: Any) -> list[str]:
-    """One text or several as a list."""
+    """Return one text or several as a list of strings."""
     several = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes))
     found: list[Any] = list(texts) if several else [texts]
     if not found:
@@ -27,7 +27,7 @@ def as_texts(texts: Any) -> list[str]:
 
 
 def whole_number(value: Any, name: str) -> int:
-    """A number that counts, of whatever integer type."""
+    """Return a value of any integer type as an int."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -37,13 +37,13 @@ def whole_number(value: Any, name: str) -> int:
 
 
 def check_tokens(tokens: Any) -> None:
-    """Refuse what is no tensor of rows of token ids."""
+    """Raise `UsageError` unless `tokens` is a tensor with rows of token ids."""
     if not _is_integers(tokens) or tokens.dim() != 2:
         raise UsageError(f"Tokens must be a tensor with rows of token ids, not {shown(tokens)}.")
 
 
 def check_given(given: Any, token_len: int, vocab_size: int) -> None:
-    """Refuse what is no row of ids to keep, with FREE elsewhere."""
+    """Raise `UsageError` unless `given` is a row of ids to keep, with FREE elsewhere."""
     fits = _is_integers(given) and given.shape == (token_len,)
     if not fits or not (given.min() >= FREE and given.max() < vocab_size):
         raise UsageError(
@@ -53,13 +53,13 @@ def check_given(given: Any, token_len: int, vocab_size: int) -> None:
 
 
 def check_latents(latents: Any, latent_len: int, latent_dim: int) -> None:
-    """Refuse what no text can have as its latents."""
+    """Raise an error unless `latents` have the right type and shape and are finite."""
     if not isinstance(latents, Tensor) or not latents.is_floating_point():
-        raise UsageError(f"Latents must be a tensor of real numbers, such as encode gives, not {shown(latents)}.")
+        raise UsageError(f"Latents must be a tensor of real numbers, as encode returns them, not {shown(latents)}.")
     if latents.dim() != 3 or latents.shape[1:] != (latent_len, latent_dim) or not len(latents):
         raise UsageError(f"Latents must have shape (B, {latent_len}, {latent_dim}), not {tuple(latents.shape)}.")
     if not latents.isfinite().all():
-        raise DataError("The latents hold numbers that are not finite, which no text has: look at where they come from.")
+        raise DataError("The latents hold numbers that are not finite: check how they were computed.")
 
 
 def _is_integers(value: Any) -> bool:
@@ -69,7 +69,7 @@ def _is_integers(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value within a sentence, by its type and shortly."""
+    """Return a short description of a value by its type, for error messages."""
     if isinstance(value, Tensor):
         return f"a tensor of {str(value.dtype).removeprefix('torch.')} and shape {tuple(value.shape)}"
     return f"{type(value).__name__} {reprlib.repr(value)}"

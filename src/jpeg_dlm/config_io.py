@@ -1,7 +1,7 @@
-"""The one strict way of options in and out of JSON and the command line: what is unknown or doubtful is refused by name.
+"""Read and write options as JSON and command-line strings, strictly: unknown or ambiguous values are errors.
 
-This module never imports torch, so that `--help` answers at once. Kept instead of tyro or OmegaConf: which options exist
-depends on the method, and JSON and command line share one check whose refusals name the option and the nearest known one.
+This module never imports torch, so that `--help` is fast. Kept instead of tyro or OmegaConf: which options exist depends on
+the method, and JSON and command line share one check whose errors name the option and the nearest known one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from jpeg_dlm.config import Config, groups_of
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.strict_json import parse_json
 
-LARGEST_FILE = 1 << 20  # bytes of a file of options; a whole config has 3,000
+LARGEST_FILE = 1 << 20  # bytes of an options file; a whole config has 3,000
 
 
 def option_names(config: Any = None, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
-    """Every leaf option of a config by its dotted name, in order; without one, those of JPEG-DLM."""
+    """Return every leaf option of a config (default: JPEG-DLM's) by its dotted name, in order."""
     config = Config() if config is None else config
     names: dict[str, dataclasses.Field[Any]] = {}
     for f in dataclasses.fields(config):
@@ -35,7 +35,7 @@ def option_names(config: Any = None, prefix: str = "") -> dict[str, dataclasses.
 
 
 def option_choices(config: Any = None) -> dict[str, tuple[str, ...]]:
-    """The values that an option can have, of those options that have few, by dotted name."""
+    """Return the possible values of all options with a fixed set of values, by dotted name."""
     config = Config() if config is None else config
     found: dict[str, tuple[str, ...]] = {}
     for group in dataclasses.fields(config):
@@ -55,7 +55,7 @@ def _suggest(name: str, known: Sequence[str]) -> str:
 
 
 def _convert(value: Any, hint: Any, path: str) -> Any:
-    """`value` as the annotated type, from JSON values or command-line strings; anything doubtful is refused."""
+    """Convert a JSON value or command-line string to the annotated type; raise `UsageError` if it does not fit."""
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise UsageError(f"'{path}' must be a group of options, not {reprlib.repr(value)}.")
@@ -65,7 +65,7 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
         if value not in choices:
             raise UsageError(f"'{path}' must be one of {', '.join(map(str, choices))}, not {reprlib.repr(value)}.")
         return value
-    if typing.get_origin(hint) is tuple:  # of numbers: a list in JSON, commas on the command line
+    if typing.get_origin(hint) is tuple:  # of numbers: a list in JSON, comma-separated on the command line
         items = [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
         if isinstance(items, (list, tuple)):
             return tuple(_convert(item, typing.get_args(hint)[0], path) for item in items)
@@ -95,7 +95,7 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
 
 
 def from_dict(values: Mapping[str, Any], cls: type = Config, path: str = "") -> Any:
-    """A config of type `cls` from nested mappings; unknown keys are refused with the nearest known name."""
+    """Build a config of type `cls` from nested mappings; an unknown key is an error that suggests the nearest name."""
     hints = typing.get_type_hints(cls)
     if cls is Config:
         hints |= groups_of(str(values.get("method", "jpeg-dlm")))
@@ -110,7 +110,7 @@ def from_dict(values: Mapping[str, Any], cls: type = Config, path: str = "") -> 
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The inverse of `from_dict`, as JSON gives it back: with lists for tuples."""
+    """Return the inverse of `from_dict`, with lists for tuples as in JSON."""
 
     def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in items}
@@ -119,21 +119,21 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def changed(config: Config) -> dict[str, Any]:
-    """The options that are not at their defaults: what tells two configs apart, whatever options later versions add."""
+    """Return the options that differ from their defaults, which stays comparable when later versions add options."""
     plain = Config(method=config.method, **{name: type(getattr(config, name))() for name in ("model", "objective", "sampler")})
     before, now = flatten(to_dict(plain)), flatten(to_dict(config))
     return {"method": config.method} | {name: value for name, value in now.items() if value != before[name]}
 
 
 def override(config: Config, values: Mapping[str, Any]) -> Config:
-    """`config` with dotted options replaced: `override(c, {"model.latent_len": "16"})`. Dashes count as underscores."""
+    """Replace dotted options of a config, as in `override(c, {"model.latent_len": "16"})`; dashes equal underscores."""
     names = option_names(config)
     for dotted, value in values.items():
         key = dotted.replace("-", "_")
         if key not in names:
             raise UsageError(f"Unknown option '{dotted}'{_suggest(key, list(names))}")
         if key == "method" and value != config.method:
-            raise UsageError(f"The options are those of {config.method}: change the method with --method {value}.")
+            raise UsageError(f"These are the options of {config.method}: change the method with --method {value}.")
         config = _replace(config, key.split("."), value, key)
     return config
 
@@ -149,7 +149,7 @@ def _replace(node: Any, parts: list[str], value: Any, path: str) -> Any:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted names, the form `override` takes."""
+    """Flatten nested mappings to dotted names, as `override` takes them."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
@@ -157,12 +157,12 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or a sentence that says what is wrong with it."""
+    """Read a JSON object from a file; raise `UsageError` if it is unreadable or not an object."""
     try:
         with open(path, "rb") as file:
             raw = file.read(LARGEST_FILE + 1)
         if len(raw) > LARGEST_FILE:
-            raise UsageError(f"'{path}' is larger than {LARGEST_FILE} bytes, which no file of options is: name another.")
+            raise UsageError(f"'{path}' is larger than {LARGEST_FILE} bytes, too large for an options file: name another.")
         values = parse_json(raw)
     except OSError as error:
         raise UsageError(f"Cannot read '{path}': {error.strerror or error}.") from error

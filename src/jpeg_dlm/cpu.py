@@ -1,9 +1,9 @@
-"""Reduced precision on this CPU: which instructions are safe, and which type is fastest. Both are found once per machine.
+"""Find out once per machine which instructions of reduced precision are safe on this CPU, and which type is fastest.
 
-A CPU may report AMX, and its kernel may grant it, while the first tile instruction kills the process: a virtual machine
-within another (measured). So before a process multiplies in bf16 or int8, or opens another runtime, a child process tries
-it. Where the child is killed, oneDNN is limited to the widest instruction set with which it lives. This module imports no
-torch: `--help` and `doctor` answer without it.
+In a nested virtual machine, a CPU may report AMX and the kernel may grant it, and yet the first tile instruction kills the
+process (measured). So before a process multiplies in bf16 or int8, or opens another runtime, a child process tries it. If
+the child is killed, oneDNN is limited to the widest instruction set with which it survives. This module does not import
+torch, so that `--help` and `doctor` are fast.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.files import load_json, make_directory, write_atomic
 
 Runtime = Literal["torch", "openvino", "onnxruntime"]
-Child = Callable[[Runtime, str], int]  # tries a runtime below a limit ('': none); the exit code of the process that did
+Child = Callable[[Runtime, str], int]  # tries a runtime with a limit ('': none) and returns the exit code
 
-# oneDNN reads it when it is first used, in torch and in OpenVINO alike (measured); its older name is read too.
+# oneDNN reads the variable on first use, both in torch and OpenVINO (measured); it also reads the older name.
 VARIABLE, OLD_VARIABLE = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"
-# oneDNN's names for what lies below its widest instruction set, widest first. ONNX Runtime has no such setting.
+# oneDNN's names of the instruction sets below its widest one, widest first. ONNX Runtime has no such setting.
 NARROWER = ("AVX512_CORE_AMX", "AVX512_CORE_FP16", "AVX512_CORE_BF16", "AVX512_CORE_VNNI", "AVX512_CORE", "AVX2")
 LADDERS: dict[Runtime, tuple[str, ...]] = {"torch": NARROWER, "openvino": NARROWER, "onnxruntime": ()}
-CHILD_SECONDS = 300  # a child that takes longer says nothing (assumed: importing torch takes seconds)
-FOUND_BYTES = 1 << 16  # a file of findings has a few hundred
-WORTH_IT = 1.2  # speed of bf16 products over fp32 from which a training step gains: the casts take time too (assumed)
+CHILD_SECONDS = 300  # a child that takes longer is inconclusive (assumed: importing torch takes seconds)
+FOUND_BYTES = 1 << 16  # largest file of findings that is read; they have a few hundred bytes
+WORTH_IT = 1.2  # smallest speedup of bf16 products with which training is faster, as casts take time too (assumed)
 
 
 # ---------------------------------------------------------------- the machine
 
 
 def cpu_facts(path: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[str]]:
-    """Model name and flags of the CPU, as Linux tells them; other systems tell nothing here and report no AMX."""
+    """Return the model name and flags of the CPU on Linux; other systems have no flags here, so no AMX."""
     with contextlib.suppress(OSError):
         lines = [line.partition(":") for line in path.read_text("utf-8", "replace").split("\n\n")[0].splitlines()]
         facts = {name.strip(): value.strip() for name, _, value in lines}
@@ -54,22 +54,22 @@ def cpu_facts(path: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[str]]:
 
 
 def reports_amx() -> bool:
-    """Whether the CPU says that it has tile instructions, the only ones known to be granted and then to trap."""
+    """Return True if the CPU reports tile instructions, the only ones known to be granted and then to trap."""
     return any(flag.startswith("amx_") for flag in cpu_facts()[1])
 
 
 def instruction_limit() -> str:
-    """The limit that oneDNN has in this process by the user's or this module's setting; '' is none."""
+    """Return the limit on oneDNN in this process, set by the user or this module; '' is none."""
     return os.environ.get(VARIABLE) or os.environ.get(OLD_VARIABLE, "")
 
 
 def with_limit(dtype: str) -> str:
-    """A reduced type as results name it: with the instruction set, where that is limited."""
+    """Return the name of a reduced type for results, with the instruction limit if there is one."""
     return f"{dtype} ({VARIABLE}={instruction_limit()})" if instruction_limit() else dtype
 
 
 def fingerprint() -> str:
-    """Everything that findings depend on: CPU, kernel, libraries, and settings that limit instructions."""
+    """Return a hash of everything that findings depend on: CPU, kernel, libraries, and instruction limits."""
     versions = []
     for package in ("jpeg-dlm", "torch", "openvino", "onnxruntime"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -84,7 +84,7 @@ def fingerprint() -> str:
 
 
 def remembered(name: str, find: Callable[[], Any], valid: Callable[[Any], bool]) -> Any:
-    """What `find` returns, kept in the cache folder for this machine; a damaged file or a full disk costs only the time."""
+    """Return the result of `find`, cached on disk for this machine; if the cache fails, `find` runs again."""
     path = cache_dir() / f"cpu-{fingerprint()}.json"
     found = _findings(path)
     if valid(found.get(name)):
@@ -102,26 +102,26 @@ def _findings(path: Path) -> dict[str, Any]:
     return {}
 
 
-# ---------------------------------------------------------------- what is safe
+# ---------------------------------------------------------------- safe instructions
 
 
 def run_child(runtime: Runtime, limit: str) -> int:
-    """The exit code of a fresh interpreter that tries the products of a runtime; minus the signal that killed it."""
+    """Run the trial of a runtime in a new interpreter; return its exit code, negative for a signal that killed it."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | ({VARIABLE: limit} if limit else {})
     words = [sys.executable, "-m", "jpeg_dlm.cpu_trial", runtime]
     quiet = subprocess.DEVNULL
-    try:  # in a session of its own: a Ctrl-C must not look like a CPU that kills
+    try:  # in its own session, so that Ctrl-C does not look like a killed trial
         return subprocess.run(
             words, env=env, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True, timeout=CHILD_SECONDS, check=False
         ).returncode  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
-        return 0  # no interpreter to start, or no answer: nothing is known, so nothing is limited
+        return 0  # no interpreter or no answer: set no limit
 
 
 def widest(runtime: Runtime, child: Child) -> str:
-    """The widest limit below which a child survives the products of a runtime; '' where it needs none."""
+    """Return the widest limit with which a child survives the products of a runtime; '' if it needs none."""
     for limit in ("", *LADDERS[runtime]):
-        if child(runtime, limit) >= 0:  # an error of Python is not the CPU's: it will be told where the product is asked for
+        if child(runtime, limit) >= 0:  # a Python error is not the CPU's, and is raised again on use
             return limit
     if runtime == "torch":
         raise UsageError("Products in bf16 and int8 kill the process on this CPU: use fp32.")
@@ -130,9 +130,10 @@ def widest(runtime: Runtime, child: Child) -> str:
 
 @functools.cache
 def make_safe(runtime: Runtime = "torch") -> str:
-    """Call before products of reduced precision on a CPU, and before another runtime: limits instructions where they kill.
+    """Limit oneDNN if this CPU kills wider instructions, and return the limit.
 
-    Returns the limit. It costs nothing where the CPU reports no AMX; a limit the user set is left alone.
+    Call this before products of reduced precision on a CPU, and before opening another runtime. It costs nothing if the
+    CPU does not report AMX, and keeps a limit that the user has set.
     """
     if not reports_amx():
         return instruction_limit()
@@ -142,26 +143,27 @@ def make_safe(runtime: Runtime = "torch") -> str:
     limit = instruction_limit()
     if limit and runtime == "torch" and "AMX" not in limit and "AMX" in effective_isa():
         raise UsageError(
-            f"This CPU kills products in bf16 and int8 unless {VARIABLE} is {limit}, and torch has computed before that was "
-            "known: start the program again, or ask for the type when the model is loaded."
+            f"This CPU kills products in bf16 and int8 unless {VARIABLE} is {limit}, but torch was used before: "
+            "start the program again, or choose the type when the model is loaded."
         )
     return limit
 
 
 def impose(limit: str, runtime: str) -> None:
-    """Limit oneDNN in this process and its children, and say so once."""
+    """Limit oneDNN in this process and its children, and print one message."""
     if not limit:
         return
     os.environ[VARIABLE] = limit
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody listens
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error is closed
             print(
-                f"This CPU reports AMX but kills what uses it ({runtime}): {VARIABLE} is set to {limit}.", file=sys.stderr
-            )  # fmt: skip
+                f"This CPU reports AMX but kills programs that use it ({runtime}): {VARIABLE} is set to {limit}.",
+                file=sys.stderr,
+            )
 
 
 def recall_limit() -> None:
-    """Impose a limit that an earlier process found: once torch has computed in fp32 it would be too late."""
+    """Set a limit that an earlier process found; once torch has computed in fp32, it would be too late."""
     if reports_amx() and not instruction_limit():
         limit = _findings(cache_dir() / f"cpu-{fingerprint()}.json").get("limit of torch")
         if limit in NARROWER:
@@ -169,11 +171,11 @@ def recall_limit() -> None:
 
 
 def effective_isa() -> str:
-    """What torch's oneDNN says its instruction set is, '' if it does not say; this is a first use of it."""
+    """Return the instruction set that torch's oneDNN reports, '' if none; this call initializes oneDNN."""
     import torch
 
     with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
-        kept = os.dup(1)  # oneDNN writes to the process's standard output
+        kept = os.dup(1)  # oneDNN writes to standard output
         try:
             os.dup2(file.fileno(), 1)
             with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
@@ -186,11 +188,11 @@ def effective_isa() -> str:
     return ""
 
 
-# ---------------------------------------------------------------- what is fast
+# ---------------------------------------------------------------- speed
 
 
 def speeds() -> dict[str, float]:
-    """GFLOP/s of one core in fp32, bf16 and int8: measured in a tenth of a second, then known."""
+    """Return GFLOP/s of one core in fp32, bf16 and int8, measured once in a tenth of a second."""
     make_safe()
 
     def measure() -> dict[str, float]:
@@ -206,14 +208,14 @@ def speeds() -> dict[str, float]:
 
 
 def cost_of(dtype: str) -> str | None:
-    """A sentence if products in this type are slower than in fp32 on this CPU, which were asked for all the same."""
+    """Return a warning if products in this type are slower than in fp32 on this CPU, else None."""
     found = speeds()
     ratio = found[dtype] / found["fp32"]
     return None if ratio >= 1 else f"{dtype} products run at {ratio:.2f}x the speed of fp32 on this CPU (measured)."
 
 
 def training_precision(asked: str, device: str) -> Literal["fp32", "bf16"]:
-    """The type that `train.precision` stands for: 'auto' is the paper's bf16 on CUDA and the faster of both on a CPU."""
+    """Resolve `train.precision`: 'auto' is bf16 on CUDA, as in the paper, and the faster type on a CPU."""
     if asked != "auto":
         if asked == "bf16" and device == "cpu":
             make_safe()
@@ -224,5 +226,5 @@ def training_precision(asked: str, device: str) -> Literal["fp32", "bf16"]:
 
 
 def with_precision(config: Config, device: str) -> Config:
-    """The config with the precision it is trained in on a kind of device, which is then safe to use."""
+    """Return the config with the training precision for a kind of device, after making it safe to use."""
     return replace(config, train=replace(config.train, precision=training_precision(config.train.precision, device)))

@@ -1,6 +1,6 @@
-"""Products of every type as this project uses them: whether a process survives them, and how fast they are.
+"""Try matrix products of every type that this project uses, and measure their speed.
 
-`python -m jpeg_dlm.cpu_trial torch` is the child process of `jpeg_dlm.cpu`, which ends by a signal where the CPU kills it.
+`jpeg_dlm.cpu` runs `python -m jpeg_dlm.cpu_trial torch` as a child process, which a signal ends if the CPU traps.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch.nn.functional as F
 
 from jpeg_dlm.sampling.linear import FEW_ROWS, DenseLinear, Int8Linear
 
-ROWS, WIDTH = 256, 512  # of the products that are timed: 2 ms in fp32 on one AVX2 core, 16 ms in emulated bf16 (measured)
-SECONDS = 0.03  # of each type; at least two products
+ROWS, WIDTH = 256, 512  # of the timed products: 2 ms in fp32 on one AVX2 core, 16 ms in emulated bf16 (measured)
+SECONDS = 0.03  # measuring time per type, with at least two products
 
 # An ONNX file: h (64, 128) = x w, where w (128, 128) is filled with 1/2, then y (64, 64) = h h^T.
 MODEL = (
@@ -30,7 +30,7 @@ MODEL = (
 
 
 def try_torch() -> None:
-    """Training under autocast with attention, then the prepared layers of the sampler, for few rows and for many."""
+    """Run training under autocast with attention, then the prepared layers of the sampler with few and many rows."""
     layer, x = torch.nn.Linear(WIDTH, WIDTH), torch.randn(4, 8, 64, WIDTH // 8, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         q = x.bfloat16()
@@ -45,7 +45,7 @@ def try_torch() -> None:
 
 
 def try_file(runtime: str) -> None:
-    """A network in another runtime, opened with this project's settings."""
+    """Run a network in another runtime with this project's settings."""
     from jpeg_dlm.export.onnx_runtime import open_onnx
     from jpeg_dlm.export.openvino_runtime import open_openvino
 
@@ -58,7 +58,7 @@ def try_file(runtime: str) -> None:
 
 @torch.inference_mode()
 def measure_speeds() -> dict[str, float]:
-    """GFLOP/s by type. Time of one thread on the CPU, which other work on the machine does not lengthen."""
+    """Return GFLOP/s by type from the CPU time of one thread, so that other processes do not matter."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -71,13 +71,13 @@ def measure_speeds() -> dict[str, float]:
 
 
 def _best(product: Callable[[], object]) -> float:
-    """Seconds of the quickest of several calls."""
+    """Return the seconds of the fastest of several calls."""
     best, began, calls = float("inf"), time.thread_time(), 0
     while calls < 2 or time.thread_time() - began < SECONDS:
         start = time.thread_time()
         product()
         best, calls = min(best, time.thread_time() - start), calls + 1
-    return max(best, 1e-9)  # a coarse clock may see none pass
+    return max(best, 1e-9)  # a coarse clock may return 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Ways to bring one archive from the package registry that a user's own settings name.
+"""Download one archive from the package registry in the user's settings.
 
-A Python package comes by pip, which knows the user's index, proxy, certificates and credentials: by the one of this
-interpreter, the one that Python carries for new environments, one on the path, or one that uv runs. Where there is none,
-the index that the settings of pip or uv name is asked directly. An npm package comes by npm, or from the registry that
-npm's settings name. No way installs or runs anything of the package, and the caller compares the hash.
+Python packages are downloaded with pip, which knows the user's index, proxy, certificates and credentials: the pip of
+this interpreter, the one bundled with Python (ensurepip), one on the path, or one that uv runs. Without any pip, the index
+in the settings of pip or uv is used directly. npm packages are downloaded with npm, or from the registry in npm's
+settings. Nothing of a package is installed or run, and the caller checks the hash.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from typing import Any
 
 from jpeg_dlm.errors import JpegDlmError, reason_of
 
-SECONDS = 1800  # a stalled index must not hang a run for ever; the largest archive has 112 MB
+SECONDS = 1800  # a stalled index must not block a run forever; the largest archive has 112 MB
 SOCKET_SECONDS = 60
 POLL_S = 0.2
 CHUNK = 1 << 18
-PAGE_BYTES = 1 << 26  # of an index page; those of packages with thousands of files have a few MB
+PAGE_BYTES = 1 << 26  # largest index page that is read; packages with thousands of files have a few MB
 INDEX_VARIABLES = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL")
 REGISTRY_VARIABLES = ("npm_config_registry", "NPM_CONFIG_REGISTRY")
 SYSTEM_FILES = ("/etc/pip.conf", os.path.join(sys.prefix, "pip.conf"))
 SIMPLE = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"  # PEP 691
 
-Report = Callable[[int], None]  # is told the bytes that have come
+Report = Callable[[int], None]  # called with the number of bytes received
 
 
 class DownloadError(JpegDlmError):
-    """Why an archive did not come, as a clause for a sentence."""
+    """The reason why a download failed, as a clause for an error message."""
 
 
 # ---------------------------------------------------------------- programs
 
 
 def by_pip(requirement: str, options: list[str], folder: Path, report: Report) -> bool:
-    """Let pip download what `requirement` pins into `folder`; False where no pip is to be had."""
+    """Download the pinned `requirement` to `folder` with pip; return False if there is no pip."""
     command = next(pips(), None)
     if command is None:
         return False
-    # With --require-hashes pip compares the hash before it looks into the archive; an sdist would otherwise be
-    # asked for its metadata, which runs its build script, before we could verify it.
+    # With --require-hashes, pip checks the hash before it opens the archive. Otherwise it would run the build script of
+    # an sdist to get its metadata before we could verify it.
     path = folder / "requirement.txt"
     path.write_text(requirement + "\n", "utf-8")
     command += ["download", "-q", "--disable-pip-version-check", "--no-deps", "--ignore-requires-python", "--require-hashes"]
@@ -65,7 +65,7 @@ def by_pip(requirement: str, options: list[str], folder: Path, report: Report) -
 
 
 def pips() -> Iterator[list[str]]:
-    """Commands that run pip, the nearest first."""
+    """Yield commands that run pip, in order of preference."""
     if importlib.util.find_spec("pip"):
         yield [sys.executable, "-m", "pip"]
     spec = importlib.util.find_spec("ensurepip")
@@ -80,13 +80,13 @@ def pips() -> Iterator[list[str]]:
 
 def _pip_error(stderr: str) -> str:
     if "DO NOT MATCH THE HASHES" in stderr:
-        return "the index serves a file with another hash than the pinned one"
+        return "the file on the index does not have the pinned hash"
     lines = [line.removeprefix("ERROR: ").strip() for line in stderr.splitlines() if line.startswith("ERROR")]
     return lines[-1].rstrip(".") if lines else "pip failed"
 
 
 def by_npm(package: str, version: str, folder: Path, report: Report) -> bool:
-    """Let npm pack a package into `folder`; False where there is no npm."""
+    """Download a package to `folder` with npm pack; return False if there is no npm."""
     npm = shutil.which("npm")
     if npm is None:
         return False
@@ -99,7 +99,7 @@ def by_npm(package: str, version: str, folder: Path, report: Report) -> bool:
 
 
 def _run(command: list[str], folder: Path, report: Report) -> str | None:
-    """Run a program whose files, temporary ones too, are in `folder`; its messages where it failed, else None."""
+    """Run a program with its temporary files in `folder`; return its error messages if it failed, else None."""
     began, errors = time.monotonic(), folder / "messages.txt"
     with errors.open("wb") as sink:
         process = subprocess.Popen(
@@ -119,7 +119,7 @@ def _run(command: list[str], folder: Path, report: Report) -> str | None:
 
 
 def _largest(folder: Path) -> int:
-    """Size of the largest file below, which while an archive comes is that archive."""
+    """Return the size of the largest file in `folder`, which is the archive during a download."""
     sizes = [0]
     for base, _, names in os.walk(folder):
         for name in names:
@@ -134,7 +134,7 @@ def _largest(folder: Path) -> int:
 
 
 def by_index(package: str, archive: str, folder: Path, report: Report) -> bool:
-    """Take the archive from the index that the settings of pip or uv name; False where they name none."""
+    """Download the archive from the index in the settings of pip or uv; return False if they have none."""
     index = index_url(os.environ)
     if index is None:
         return False
@@ -148,7 +148,7 @@ def by_index(package: str, archive: str, folder: Path, report: Report) -> bool:
 
 
 def by_registry(package: str, version: str, archive: str, folder: Path, report: Report) -> bool:
-    """Take the archive from the registry that npm's settings name; False where they name none."""
+    """Download the archive from the registry in npm's settings; return False if they have none."""
     registry = registry_url(os.environ)
     if registry is None:
         return False
@@ -162,7 +162,7 @@ def by_registry(package: str, version: str, archive: str, folder: Path, report: 
 
 
 def index_url(environment: Mapping[str, str]) -> str | None:
-    """The index that the variables or configuration files of pip or uv name."""
+    """Return the index in the environment variables or configuration files of pip or uv, if any."""
     named = next((environment[name] for name in INDEX_VARIABLES if environment.get(name)), None)
     return named or _pip_setting(environment, "index-url")
 
@@ -178,7 +178,7 @@ def _pip_setting(environment: Mapping[str, str], name: str) -> str | None:
 
 
 def registry_url(environment: Mapping[str, str]) -> str | None:
-    """The registry that npm's variable or a user's .npmrc names."""
+    """Return the registry in npm's environment variable or the user's .npmrc, if any."""
     named = next((environment[name] for name in REGISTRY_VARIABLES if environment.get(name)), None)
     if named:
         return named
@@ -192,7 +192,7 @@ def registry_url(environment: Mapping[str, str]) -> str | None:
 
 def _open(url: str, accept: str) -> Any:
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-        raise DownloadError(f"'{url}' is no http address")
+        raise DownloadError(f"'{url}' is not an http address")
     certificates = os.environ.get("PIP_CERT") or _pip_setting(os.environ, "cert")
     try:
         context = ssl.create_default_context(cafile=certificates)
@@ -203,7 +203,7 @@ def _open(url: str, accept: str) -> Any:
 
 
 def _read(url: str, accept: str) -> tuple[bytes, str, str]:
-    """Content, type and final address of a page."""
+    """Return the content, type and final address of a page."""
     with _open(url, accept) as answer:
         return answer.read(PAGE_BYTES), answer.headers.get_content_type(), answer.url
 

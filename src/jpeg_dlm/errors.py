@@ -1,18 +1,18 @@
-"""The errors a person may see: one sentence that names the cause and the remedy.
+"""Errors for users: one sentence that names the cause and the remedy.
 
-Everything the package refuses on purpose is a `JpegDlmError`. The command line prints the sentence alone and exits with
-`exit_code`; a traceback is shown only with `--debug`.
+Every expected failure is a `JpegDlmError`. The command line prints only the sentence and exits with `exit_code`; it shows
+a traceback only with `--debug`.
 """
 
 
 class JpegDlmError(Exception):
-    """A failure that was foreseen; `str(error)` is the sentence to show."""
+    """An expected failure; `str(error)` is the sentence to show."""
 
     exit_code = 1
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of a foreign error, short enough to stand in a sentence; its type where it says nothing."""
+    """Return the first line of another library's error, shortened to fit into a sentence, or its type if it is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
 
 
@@ -23,7 +23,7 @@ class UsageError(JpegDlmError):
 
 
 class MissingPackageError(UsageError):
-    """An optional package is absent; the sentence names the extra that brings it."""
+    """An optional package is missing; the sentence names the extra that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs the package '{package}': install it with  pip install 'jpeg-dlm[{extra}]'.")
@@ -42,4 +42,4 @@ class AssetError(JpegDlmError):
 
 
 class NonFiniteError(JpegDlmError):
-    """A loss or gradient stopped being a number."""
+    """A loss or gradient is not finite."""

@@ -1,8 +1,8 @@
-"""Features of a frozen encoder kept on disk: computed once, read by row from a memory map.
+"""Cache of encoder features on disk: computed once, read by row from a memory map.
 
-A folder holds `features.bin` (N, L, F) in half precision, `progress.json` while it is being filled, and `features.json`
-last, when it is complete, after `manifest.json` with the hashes of both. Both JSON files name the encoder and the data, so
-stale features are never read.
+A folder holds `features.bin` (N, L, F) in half precision and `progress.json` while it is being filled. When it is
+complete, it gets `manifest.json` with the hashes and, last, `features.json`. Both JSON files identify the encoder and the
+data, so stale features are never read.
 Shapes: B batch, L tokens, F feature width, N rows.
 """
 
@@ -25,7 +25,7 @@ from jpeg_dlm.files import check_listed, free_bytes, write_atomic, write_sealed
 
 FEATURES_FILE, PROGRESS_FILE, COMPLETE_FILE = "features.bin", "progress.json", "features.json"
 ROWS_PER_WRITE = 256
-SAVE_EVERY = 16  # writes between progress marks: each mark costs an fsync, each lost write a few seconds of encoding
+SAVE_EVERY = 16  # writes between saves of progress: a save costs an fsync, a lost write a few seconds of encoding
 
 Dtype = Literal["float16", "bfloat16"]
 RowSource = Callable[[range], tuple[Tensor, Tensor | None]]
@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """What the features are of."""
+    """Description of cached features: their encoder, data and shape."""
 
     encoder: str
     encoder_fingerprint: str
@@ -51,12 +51,12 @@ class CacheInfo:
 
     @property
     def n_bytes(self) -> int:
-        """Size of the file of features."""
+        """Size of the features file in bytes."""
         return 2 * self.n_rows * self.token_len * self.feature_dim
 
 
 class FeatureCache:
-    """Random access to the features of a complete folder."""
+    """Random access to the features in a complete folder."""
 
     def __init__(self, folder: Path, encoder_fingerprint: str, data_fingerprint: str) -> None:
         self.folder = Path(folder)
@@ -88,9 +88,9 @@ class FeatureCache:
         dtype: Dtype = "float16",
         device: str = "cpu",
     ) -> FeatureCache:
-        """Fill `folder`, going on where an interrupted call stopped; a complete folder is opened as it is.
+        """Fill `folder`, resuming an interrupted call, or open it if it is complete.
 
-        `blocks_rows(range)` gives tokens (B, L) and mask of those rows; `progress(done, total)` is called now and then.
+        `blocks_rows(range)` returns the tokens (B, L) and mask of rows; `progress(done, total)` is called regularly.
         """
         folder = Path(folder)
         if (folder / COMPLETE_FILE).is_file():
@@ -110,7 +110,7 @@ class FeatureCache:
         return self.info.n_rows
 
     def rows(self, indices: Sequence[int]) -> Tensor:
-        """h_BLF in fp32, in the order of `indices`."""
+        """Return h_BLF in fp32, in the order of `indices`."""
         numbers = np.asarray(indices, np.int64)
         if len(numbers) and not (0 <= numbers.min() and numbers.max() < self.info.n_rows):
             raise DataError(f"The feature cache '{self.folder}' ends at row {self.info.n_rows - 1}: build it for this data.")
@@ -119,11 +119,11 @@ class FeatureCache:
 
 
 def _storage(dtype: Dtype) -> str:
-    return "<u2" if dtype == "bfloat16" else "<f2"  # numpy has no bfloat16: its bits are kept
+    return "<u2" if dtype == "bfloat16" else "<f2"  # numpy has no bfloat16, so its bits are stored
 
 
 def _read_info(path: Path, key: str | None = None) -> CacheInfo | None:
-    """The description in a JSON file; None when there is none or it is damaged."""
+    """Read the description in a JSON file; return None if it is missing or damaged."""
     try:
         values: Any = json.loads(path.read_text("utf-8"))
         return CacheInfo(**(values[key] if key else values))
@@ -132,7 +132,7 @@ def _read_info(path: Path, key: str | None = None) -> CacheInfo | None:
 
 
 def _rows_done(folder: Path, info: CacheInfo) -> int:
-    """Rows that an interrupted call left behind for the same encoder and data, else 0."""
+    """Return the number of rows that an interrupted call has written for the same encoder and data, else 0."""
     path = folder / PROGRESS_FILE
     if _read_info(path, "info") != info:
         return 0
@@ -154,7 +154,7 @@ def _fill(
     path = folder / FEATURES_FILE
     present = path.stat().st_blocks * 512 if path.is_file() else 0
     free = free_bytes(folder)
-    if info.n_bytes - present > free:  # a memory map that runs out of disk kills the process without a word
+    if info.n_bytes - present > free:  # a memory map that runs out of disk space kills the process without a message
         raise DataError(
             f"The features need {info.n_bytes / 1e9:.1f} GB and the disk of '{folder}' has {free / 1e9:.1f} GB free: "
             "use --data.cache-features false, or another disk."
@@ -173,7 +173,7 @@ def _fill(
 
 
 def _flush(data: np.memmap, path: Path) -> None:
-    """Features reach the disk before the mark that says so."""
+    """Flush features to the disk, before the progress is saved."""
     data.flush()
     with open(path, "rb") as handle:
         os.fsync(handle.fileno())
@@ -182,7 +182,7 @@ def _flush(data: np.memmap, path: Path) -> None:
 def _encode(encoder: FrozenEncoder, blocks_rows: RowSource, span: range, info: CacheInfo, device: str) -> np.ndarray:
     tokens_BL, mask_BL = blocks_rows(span)
     if tuple(tokens_BL.shape) != (len(span), info.token_len):
-        raise DataError(f"Rows of shape {tuple(tokens_BL.shape)} came where {(len(span), info.token_len)} was expected.")
+        raise DataError(f"Rows have shape {tuple(tokens_BL.shape)}, not {(len(span), info.token_len)}: prepare the data again.")
     h_BLF = encoder(tokens_BL.to(device), None if mask_BL is None else mask_BL.to(device)).cpu()
     if info.dtype == "bfloat16":
         return h_BLF.bfloat16().view(torch.uint16).numpy()

@@ -1,9 +1,9 @@
-"""Files that survive a kill: atomic writes, atomic directories, manifests, and tensors as safetensors.
+"""Crash-safe files: atomic writes, atomic directories, manifests, and tensors as safetensors.
 
-Every write goes to a temporary name beside its target, is flushed to the disk and only then renamed, so a reader sees the
-old content or the new one, never a part. torch is imported inside the few functions that need it, because rooms that
-must start quickly use the others. Kept instead of a package: those for atomic writes know single files, no directories, and
-leave the temporaries of a killed process behind.
+Every write goes to a temporary file next to its target, is flushed to the disk and only then renamed, so a reader sees the
+old content or the new one, never a part. Only the few functions that need torch import it, because modules that must start
+quickly use the others. Kept instead of a package: those for atomic writes handle single files, not directories, and leave
+the temporary files of a killed process behind.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MANIFEST = "manifest.json"
-MANIFEST_BYTES = 1 << 20  # a manifest lists a handful of files; anything larger was not written by us
+MANIFEST_BYTES = 1 << 20  # a manifest lists a handful of files; a larger one was not written by this package
 TEMP_PREFIX = ".tmp-"
 TEMP_NAME = re.compile(re.escape(TEMP_PREFIX) + r"((\d{1,9})\.\d+)@([^@]*)@[0-9a-f]+-.*", re.DOTALL)
 OLD_SUFFIX = ".old"
-FOREIGN_TEMP_S = 86400.0  # whether a process of another machine lives cannot be asked, so its temporaries get a day
+FOREIGN_TEMP_S = 86400.0  # processes on other machines cannot be checked, so their temporaries are kept for a day
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 RESTORE = "restore it from a copy"
@@ -46,18 +46,18 @@ RESTORE = "restore it from a copy"
 
 
 def sha256_file(path: Path) -> str:
-    """The SHA-256 of a file's content, in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal."""
     with open(path, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes this user may still write on the disk that holds `path`."""
+    """Return the bytes that this user may still write on the disk of `path`."""
     return shutil.disk_usage(path).free
 
 
 def fsync_dir(path: Path) -> None:
-    """Make the names inside a directory durable; a rename alone may be lost with the power."""
+    """Make the names in a directory durable; a power failure may undo a rename without it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -66,7 +66,7 @@ def fsync_dir(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and what leads to it, each durable in its parent: what a lost name holds is lost with it."""
+    """Create a directory and its missing parents, each durable in its own parent directory."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
@@ -74,21 +74,21 @@ def make_directory(path: Path) -> None:
 
 
 def _write(handle: IO[bytes], data: Any) -> None:
-    """The single place where bytes leave for the disk, so that tests can fill it up at any point."""
+    """Write bytes to the disk; the only place that does, so that tests can simulate a full disk at any point."""
     handle.write(data)
 
 
 def temp_name(path: Path) -> Path:
-    """A fresh temporary name beside `path` that tells which process of which machine owns it."""
+    """Return a new temporary name next to `path` that identifies the owning process and machine."""
     return path.parent / f"{TEMP_PREFIX}{_process_key(os.getpid())}@{_host()}@{uuid.uuid4().hex[:8]}-{path.name[:60]}"
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path, new: bool = False) -> Iterator[IO[bytes]]:
-    """Write to the yielded handle; `path` changes only when all of it is on the disk. A `new` one is never replaced."""
+    """Yield a handle to write to; replace `path` once everything is on the disk. With `new`, never replace a file."""
     temp = temp_name(path)
     try:
-        with open(temp, "xb") as handle:  # plain open: mode 0666 minus the umask, as people expect of their files
+        with open(temp, "xb") as handle:  # plain open, so the mode is 0666 minus the umask as usual
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
@@ -104,7 +104,7 @@ def atomic_file(path: Path, new: bool = False) -> Iterator[IO[bytes]]:
 
 
 def _claim(path: Path) -> None:
-    """Create an empty file; of several processes that try, one succeeds."""
+    """Create an empty file; if several processes try, only one succeeds."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
     except FileExistsError as error:
@@ -112,26 +112,26 @@ def _claim(path: Path) -> None:
 
 
 def _rename_in(error: BaseException, temp: Path, path: Path) -> None:
-    """Let an error about a temporary name what that was to become, which is the name that a person knows."""
+    """Replace the temporary name in an error by the final name, which the user knows."""
     if isinstance(error, OSError) and isinstance(error.filename, (str, os.PathLike)):
         error.filename = str(error.filename).replace(str(temp), str(path))
     error.args = tuple(arg.replace(str(temp), str(path)) if isinstance(arg, str) else arg for arg in error.args)
 
 
 def write_atomic(path: Path, content: bytes | str, new: bool = False) -> None:
-    """Write a whole file, or leave the previous one as it was; with `new` there must be none, and there may come none."""
+    """Write a whole file or leave the previous one unchanged; with `new`, raise `UsageError` if one exists."""
     with atomic_file(path, new) as handle:
-        # A path may hold bytes that the system's encoding does not know; they are written as they are.
+        # Paths may contain bytes that are not valid in the system's encoding; write them unchanged.
         _write(handle, content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
 def atomic_directory(path: Path, new: bool = False) -> Iterator[Path]:
-    """Fill the yielded temporary directory; it takes the name `path` only once every file in it is on the disk.
+    """Yield a temporary directory to fill, and rename it to `path` once every file in it is on the disk.
 
-    An existing `path` is set aside as `path.old` and removed after the new one is durable: a kill at any moment
-    leaves at least one of the two whole, so readers that care look at both names. A `new` one takes the place of an empty
-    directory only.
+    An existing `path` is renamed to `path.old` and removed after the new one is durable: a kill at any moment leaves at
+    least one of the two complete, so readers may have to look at both names. With `new`, only an empty directory is
+    replaced.
     """
     temp, old = temp_name(path), path.with_name(path.name + OLD_SUFFIX)
     try:
@@ -144,7 +144,7 @@ def atomic_directory(path: Path, new: bool = False) -> Iterator[Path]:
         if path.exists() and not new:
             remove_directory(old)
             os.rename(path, old)
-        os.rename(temp, path)  # the system refuses to replace a file, or a directory that is not empty
+        os.rename(temp, path)  # fails for an existing file or a directory that is not empty
     except BaseException as error:
         if not new and old.exists() and not path.exists():
             os.rename(old, path)
@@ -159,7 +159,7 @@ def atomic_directory(path: Path, new: bool = False) -> Iterator[Path]:
 
 
 def remove_directory(path: Path) -> None:
-    """Delete a directory so that a kill midway leaves a stale temporary, never a torn directory under its real name."""
+    """Delete a directory so that a kill midway leaves a temporary one, never a partial directory under its real name."""
     if not path.exists():
         return
     temp = temp_name(path)
@@ -168,7 +168,7 @@ def remove_directory(path: Path) -> None:
 
 
 def sweep_temps(parent: Path) -> list[Path]:
-    """Remove temporaries in `parent` whose process is gone; returns what was removed."""
+    """Remove temporaries in `parent` whose process has ended, and return them."""
     removed = []
     for entry in parent.glob(TEMP_PREFIX + "*"):
         if not _owner_alive(entry):
@@ -178,10 +178,10 @@ def sweep_temps(parent: Path) -> list[Path]:
 
 
 def _owner_alive(temp: Path) -> bool:
-    """Whether the process in a temporary's name may still be writing it; in doubt it may."""
+    """Return True if the process that a temporary name identifies may still be running."""
     match = TEMP_NAME.fullmatch(temp.name)
     if not match:
-        return True  # not a name that `temp_name` gives: someone else's
+        return True  # not made by `temp_name`, so not ours
     key, pid, host = match.groups()
     if host == _host():
         return _process_key(int(pid)) == key
@@ -192,17 +192,17 @@ def _owner_alive(temp: Path) -> bool:
 
 
 def _process_key(pid: int) -> str | None:
-    """A process by id and start time, because ids return: after a restart a container's trainer often has the same one."""
+    """Identify a process by id and start time, as ids repeat: a restarted container often reuses the same id."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return None
     except PermissionError:
-        pass  # it lives and belongs to someone else
+        pass  # it runs under another user
     try:
         start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # field 22 of proc(5)
     except (OSError, IndexError):
-        start = "0"  # a system without /proc: the id has to do
+        start = "0"  # a system without /proc: use the id alone
     return f"{pid}.{start}"
 
 
@@ -214,15 +214,15 @@ def _host() -> str:
 
 
 def dump_json(values: Mapping[str, Any]) -> str:
-    """JSON that any reader accepts; what JSON cannot say, NaN included, is refused here and not found on loading."""
+    """Return standard JSON; raise `CheckpointError` for values that JSON cannot represent, such as NaN."""
     try:
         return json.dumps(values, indent=1, allow_nan=False) + "\n"
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"The values to save do not fit JSON ({error}): use finite numbers and strings.") from error
+        raise CheckpointError(f"The values cannot be saved as JSON ({error}): use finite numbers and strings.") from error
 
 
 def load_json(path: Path, max_bytes: int) -> dict[str, Any]:
-    """A JSON object of bounded size and depth."""
+    """Load a JSON object of bounded size and depth."""
     try:
         with open(path, "rb") as handle:
             raw = handle.read(max_bytes + 1)
@@ -239,25 +239,24 @@ def load_json(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def _sealed(body: Mapping[str, Any]) -> str:
-    """A manifest's text, with a digest of the rest: a flipped bit in the manifest itself must not pass either."""
+    """Return the text of a manifest with a digest of its content, so that damage to the manifest is detected too."""
     return dump_json({**body, "digest": hashlib.sha256(dump_json(body).encode()).hexdigest()})
 
 
 def write_manifest(directory: Path, extra: Mapping[str, Any]) -> None:
-    """Write `manifest.json`: hash and size of every file of `directory`, what wrote them, and `extra`."""
+    """Write `manifest.json`: hash and size of every file in `directory`, the versions of the writer, and `extra`."""
     for entry in sorted(directory.iterdir()):
         _check_entry(entry)
     _write_manifest(directory, {e.name: _record(e) for e in sorted(directory.iterdir()) if e.name != MANIFEST}, extra)
 
 
 def write_sealed(directory: Path, written: Iterable[str], last: str, content: bytes | str) -> None:
-    """Complete a directory: write the manifest of the files `written` and of `last`, then `last` with this content.
+    """Complete a directory: write the manifest of the files `written` and `last`, then `last` with this content.
 
-    Readers take the presence of `last` for completeness, so in this order a kill leaves no complete directory without a
-    manifest.
+    Readers treat a directory with `last` as complete, so this order ensures that a complete directory has a manifest.
     """
     raw = content.encode() if isinstance(content, str) else content
-    (directory / last).unlink(missing_ok=True)  # an earlier one is not of this manifest
+    (directory / last).unlink(missing_ok=True)  # an earlier one does not match this manifest
     promised = {last: {"sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)}}
     _write_manifest(directory, {name: _record(directory / name) for name in sorted(written)} | promised, {})
     write_atomic(directory / last, raw)
@@ -272,7 +271,7 @@ def _write_manifest(directory: Path, files: Mapping[str, Any], extra: Mapping[st
 
 
 def writer() -> dict[str, Any]:
-    """What this process computes with: the versions and the thread count on which the last bits of a result depend."""
+    """Return the versions and thread count of this process, on which the last bits of a result depend."""
     import torch
 
     versions = {"torch": torch.__version__, "python": platform.python_version()}
@@ -282,9 +281,9 @@ def writer() -> dict[str, Any]:
 
 
 def verify_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of `directory`, after every file in it proved to be exactly what was written."""
+    """Check every file of `directory` against its manifest, and return the manifest."""
     try:
-        # What a killed process left behind is read by nobody.
+        # Ignore temporaries of killed processes.
         entries = [entry for entry in sorted(directory.iterdir()) if not TEMP_NAME.fullmatch(entry.name)]
     except OSError as error:
         raise CheckpointError(f"Cannot read the directory '{directory}' ({error.strerror or error}).") from error
@@ -303,9 +302,9 @@ def verify_manifest(directory: Path) -> dict[str, Any]:
 
 
 def check_listed(directory: Path, *names: str, remedy: str = RESTORE) -> bool:
-    """Hold these files, or all that are listed, against the manifest beside them; False where there is none.
+    """Check these files, or all listed ones, against the manifest next to them; return False if there is none.
 
-    Folders that were written by earlier versions have none.
+    Folders written by earlier versions have no manifest.
     """
     if not (directory / MANIFEST).is_file():
         return False
@@ -318,12 +317,12 @@ def check_listed(directory: Path, *names: str, remedy: str = RESTORE) -> bool:
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
-    """A manifest that is what was written itself."""
+    """Read a manifest and check its own digest."""
     path = directory / MANIFEST
     _check_entry(path)
     manifest = load_json(path, MANIFEST_BYTES)
     body = {k: v for k, v in manifest.items() if k != "digest"}
-    # Comparing whole texts also refuses what parses to the same values: repeated keys, other spellings, added spaces.
+    # Comparing whole texts also detects changes that parse to the same values: repeated keys, other spellings, spaces.
     if not _same_text(path, body) or manifest.get("format") != 1 or not isinstance(manifest.get("files"), dict):
         raise CheckpointError(f"'{path}' is damaged, its digest does not match: restore '{directory.name}' from a copy.")
     return manifest
@@ -332,7 +331,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
 def _same_text(path: Path, body: Mapping[str, Any]) -> bool:
     try:
         return path.read_bytes() == _sealed(body).encode()
-    except CheckpointError:  # NaN parses but is never written
+    except CheckpointError:  # NaN is never written
         return False
 
 
@@ -344,9 +343,9 @@ def _check_entry(entry: Path) -> None:
 
 
 def compare_file(directory: Path, name: str, records: Iterable[Any], remedy: str = RESTORE) -> None:
-    """Refuse a file of `directory` that has the size and hash of none of these records."""
+    """Raise `CheckpointError` unless a file of `directory` matches the size and hash of one of these records."""
     if any(part in ("", ".", "..") for part in name.split("/")) or any(c in name for c in "\\\0"):
-        raise CheckpointError(f"The manifest of '{directory}' lists {name!r}, which is no file name: do not use it.")
+        raise CheckpointError(f"The manifest of '{directory}' lists {name!r}, which is not a file name: do not use it.")
     path = directory / name
     if not path.is_file():
         raise CheckpointError(f"'{path}' is missing: {remedy}.")
@@ -361,7 +360,7 @@ def compare_file(directory: Path, name: str, records: Iterable[Any], remedy: str
 
 # ---------------------------------------------------------------- tensors
 
-HEADER_BYTES = 16 << 20  # names, types and shapes of a hundred thousand tensors fit; a larger header is an attack or damage
+HEADER_BYTES = 16 << 20  # enough for a hundred thousand tensors; a larger header is damaged or malicious
 DTYPE_NAMES = {  # the type names of the safetensors format
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
@@ -371,13 +370,13 @@ DTYPE_NAMES = {  # the type names of the safetensors format
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write tensors as one safetensors file.
 
-    The format is written here and read back by the safetensors package: its own writer reports a full disk without an
-    error number, orders metadata at random, does not flush to the disk and gives the file mode 0600. Tensors that share
-    storage are simply written once each; one tensor at a time is copied, never the whole model.
+    This function writes the format itself, and the safetensors package reads it: the package's own writer reports a full
+    disk without an error number, orders metadata at random, does not flush to the disk and sets the file mode 0600. Tensors
+    that share storage are each written in full; only one tensor is copied at a time, never the whole model.
     """
     import torch
 
-    # Widest types first keeps every tensor aligned; names make the bytes a function of the content alone.
+    # Widest types first keeps tensors aligned; sorting by name makes the bytes a function of the content.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     offset = 0
@@ -399,7 +398,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU and independent of the file."""
+    """Load the tensors of a safetensors file to the CPU, independent of the file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -409,9 +408,9 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         if size < 8 or header > min(HEADER_BYTES, size - 8):
             raise CheckpointError(f"'{path}' is not a whole safetensors file: restore it from a copy.")
         with safe_open(path, framework="pt", device="cpu") as file:
-            # Cloned, because the file is only mapped: it could not be deleted or replaced while its tensors are in use.
+            # Clone, because the file is memory-mapped and could not be deleted or replaced while its tensors are in use.
             return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
     except OSError as error:
         raise CheckpointError(f"Cannot read '{path}' ({error.strerror or error}): restore it from a copy.") from error
     except (SafetensorError, ValueError, RuntimeError, AttributeError) as error:
-        raise CheckpointError(f"'{path}' is damaged or no safetensors file ({error}): restore it from a copy.") from error
+        raise CheckpointError(f"'{path}' is damaged or not a safetensors file ({error}): restore it from a copy.") from error

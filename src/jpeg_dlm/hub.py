@@ -1,6 +1,6 @@
-"""A model as the Hugging Face hub saves, sends and fetches it.
+"""Save, upload and download models with the Hugging Face hub.
 
-Apart from `api`, because importing huggingface_hub takes as long as writing a few texts and most uses need none of it.
+Separate from `api`, because importing huggingface_hub takes as long as writing a few texts and most users do not need it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from jpeg_dlm.model_folder import ENCODER_FILES, MODEL_FILES, read_model, write_
 
 
 class HubModel(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-generation", "diffusion"]):
-    """A `Model` with the methods of the hub's own mixin."""
+    """A `Model` with the methods of the hub's mixin."""
 
-    def __init__(self, wrapped: Model) -> None:  # no name of a config group: the mixin would fill it in from config.json
+    def __init__(self, wrapped: Model) -> None:  # not named like a config group, which the mixin would fill in
         self.model = wrapped
 
     def _save_pretrained(self, save_directory: Path) -> None:
@@ -43,15 +43,15 @@ class HubModel(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["tex
                     model_id, revision=revision, cache_dir=cache_dir, force_download=force_download,
                     local_files_only=local_files_only, token=token,
                 ))  # fmt: skip
-            except (OSError, ValueError) as error:  # no network, no such repository, or no name of one
+            except (OSError, ValueError) as error:  # no network, no such repository, or an invalid name
                 raise AssetError(
                     f"Cannot fetch the model '{model_id}' ({reason_of(error)}): check the network, or name a folder."
                 ) from error
-        # A repository also holds a model card and the hub's cache holds links; a model folder must hold neither.
+        # A repository also holds a model card, and the hub's cache holds links; a model folder must hold neither.
         scratch = tempfile.TemporaryDirectory(prefix="jpeg-dlm-")
         for name in (*MODEL_FILES, *ENCODER_FILES):
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, Path(scratch.name) / name)
         model = Model(read_model(Path(scratch.name)), kwargs.get("device", "cpu"))
-        model._scratch = scratch  # tokenizer and encoder are read when first needed
+        model._scratch = scratch  # tokenizer and encoder are read from it on first use
         return cls(model)

@@ -1,8 +1,8 @@
-"""A model on disk, complete for use: config, tensors, tokenizer and, if the project trained it, the encoder.
+"""Read and write model folders: config, tensors, tokenizer and, if the project trained it, the encoder.
 
     config.json  model.safetensors  tokenizer.json  encoder.json  encoder.safetensors  manifest.json
 
-`read_model` also takes a run directory or one of its checkpoints, and then uses the averaged weights.
+`read_model` also accepts a run directory or one of its checkpoints, and then uses the averaged weights.
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ from jpeg_dlm.training.checkpoint import latest_checkpoint, load_checkpoint
 
 MODEL_FILE, TOKENIZER_FILE = "model.safetensors", "tokenizer.json"
 MODEL_FILES = ("config.json", MODEL_FILE, TOKENIZER_FILE, MANIFEST)
-ENCODER_FILES = (CONFIG_FILE, WEIGHTS_FILE, STATISTICS_FILE)  # a trained encoder, or what was measured of a foreign one
+ENCODER_FILES = (CONFIG_FILE, WEIGHTS_FILE, STATISTICS_FILE)  # a trained encoder, or the statistics of a pretrained one
 
-# How much more than its stored tensors a model may take while it is built (assumed: target networks and
-# moving averages double it, weights are drawn one by one, and constant tables do not grow with it).
+# How much larger than its stored tensors a model may be while it is built (assumed: target networks and
+# moving averages double it, weights are initialized one by one, and constant tables do not grow with it).
 SLACK, SLACK_BYTES, SLACK_TENSORS = 8, 1 << 28, 500
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A method with its weights, and where its tokenizer and encoder lie (they may come from elsewhere)."""
+    """A method with its weights, and the paths of its tokenizer and encoder (None: they come from elsewhere)."""
 
     method: Method
     config: Config
     origin: Path
     tokenizer: Path | None
     encoder: Path | None
-    tokenizer_fingerprint: str = ""  # what the model was trained with, where that is known
+    tokenizer_fingerprint: str = ""  # of the tokenizer in training, if known
     encoder_fingerprint: str = ""
 
     def read_tokenizer(self) -> TextTokenizer:
-        """The tokenizer the model was trained with."""
+        """Load the tokenizer that the model was trained with."""
         found = TextTokenizer.from_file(self.tokenizer) if self.tokenizer else load_tokenizer(self.config.data.tokenizer)
         if self.tokenizer_fingerprint and self.tokenizer_fingerprint != found.fingerprint:
             raise CheckpointError(f"'{self.tokenizer}' is not the tokenizer of this model: put the right one back.")
         return found
 
     def read_encoder(self) -> FrozenEncoder:
-        """The frozen encoder the model was trained with."""
+        """Load the frozen encoder that the model was trained with."""
         found = build_encoder(self.config.encoder, self.config.data.vocab_size, self.config.train.seed, self.encoder)
-        if self.encoder:  # one that has no files here is pinned by its own loader
+        if self.encoder:  # an encoder without files here is pinned by its loader
             self._compare_encoder(found.fingerprint)
         return found
 
     def check_encoder(self) -> None:
-        """Refuse files of an encoder that the model was not trained with."""
+        """Raise `CheckpointError` if the encoder files are not those that the model was trained with."""
         if self.config.encoder.kind == "small":
             self.read_encoder()
         elif self.encoder and (self.encoder / STATISTICS_FILE).is_file():
-            # Told without the encoder itself, which may not be at hand.
+            # The statistics suffice; the encoder itself may not be available.
             weights, mean, std = read_statistics(self.encoder / STATISTICS_FILE)
             self._compare_encoder(features_fingerprint(mean, std, weights, self.config.encoder.scale))
 
@@ -79,15 +79,15 @@ class ModelParts:
             raise CheckpointError(f"The encoder in '{self.encoder}' is not the one of this model: restore it from a copy.")
 
     def copy_tokenizer(self, folder: Path) -> None:
-        """Put the tokenizer into a folder, if it is what the model was trained with."""
+        """Copy the tokenizer to a folder, after checking that the model was trained with it."""
         if self.tokenizer:
             self.read_tokenizer()
             shutil.copyfile(self.tokenizer, folder / TOKENIZER_FILE)
 
     def copy_encoder(self, folder: Path) -> None:
-        """Put the files of the encoder into a folder, if they are what the model was trained with."""
+        """Copy the encoder files to a folder, after checking that the model was trained with them."""
         if self.encoder is None or _encoder_folder(self.encoder) is None:
-            return  # generating needs none
+            return  # not needed to generate text
         self.check_encoder()
         for name in ENCODER_FILES:
             if (self.encoder / name).is_file():
@@ -95,7 +95,7 @@ class ModelParts:
 
 
 def bundled_folder() -> Path:
-    """The model that ships with the package."""
+    """Return the folder of the model that ships with the package."""
     return Path(__file__).parent / "bundled"
 
 
@@ -104,12 +104,12 @@ def _warn(text: str) -> None:
 
 
 def read_model(path: Path, warn: Callable[[str], None] = _warn) -> ModelParts:
-    """A model folder, a run directory, or a checkpoint of one."""
+    """Read a model from a model folder, a run directory or a checkpoint."""
     if not path.is_dir():
         if path.is_file():
             raise CheckpointError(
-                f"'{path}' is a file, not the folder of a model or a run: make one of it with  jpeg-dlm import, if it is a "
-                "published checkpoint."
+                f"'{path}' is a file, not the folder of a model or a run: name a folder, or convert a published checkpoint "
+                "with  jpeg-dlm import."
             )
         raise CheckpointError(f"'{path}' does not exist: name a folder that holds a model or a run.")
     if (path / "state.json").is_file():
@@ -129,7 +129,7 @@ def _from_model_folder(path: Path) -> ModelParts:
     config = validate(from_dict(read_json_file(path / "config.json")))
     if config.encoder.kind == "small" and config.encoder.name:
         raise CheckpointError(
-            f"The config in '{path}' points to an encoder elsewhere, which no saved model does: do not use it."
+            f"The config in '{path}' points to an encoder outside the folder, which is not allowed: do not use it."
         )
     tensors = load_tensors(path / MODEL_FILE)
     method = build_stored(config, tensors, path)
@@ -140,7 +140,7 @@ def _from_model_folder(path: Path) -> ModelParts:
 def _from_checkpoint(checkpoint, run: Path) -> ModelParts:  # noqa: ANN001 - training.checkpoint.Checkpoint
     saved, provenance = checkpoint.state.get("config"), checkpoint.state.get("provenance", {})
     if not isinstance(saved, dict) or not isinstance(provenance, dict):
-        raise CheckpointError(f"'{checkpoint.path}' does not say what it is a checkpoint of: use another one.")
+        raise CheckpointError(f"'{checkpoint.path}' has no config of its model: use another checkpoint.")
     config = validate(from_dict(saved))
     state = checkpoint.tensors("model") | checkpoint.tensors("ema")
     method = build_stored(config, state, checkpoint.path)
@@ -153,7 +153,7 @@ def _from_checkpoint(checkpoint, run: Path) -> ModelParts:  # noqa: ANN001 - tra
 
 
 class _Allocations(TorchDispatchMode):
-    """Stops what is built under it once its tensors are more, or take more bytes, than allowed."""
+    """Raises `MemoryError` when more tensors or bytes are allocated than allowed."""
 
     def __init__(self, count: int, size: int) -> None:
         super().__init__()
@@ -161,21 +161,21 @@ class _Allocations(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch would load its compiler, a third of the time in which a text is written (measured)
+        return False  # else torch loads its compiler, a third of the time to write a text (measured)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor) and not any(isinstance(arg, Tensor) for arg in args):  # new, and not touched yet
+        if isinstance(made, Tensor) and not any(isinstance(arg, Tensor) for arg in args):  # new, memory not touched yet
             self.count, self.size = self.count - 1, self.size - made.nbytes
             if min(self.count, self.size) < 0:
-                raise MemoryError("it says that it is larger than its tensors")
+                raise MemoryError("its config is larger than its tensors")
         return made
 
 
 def build_stored(config: Config, tensors: Mapping[str, Tensor], origin: Path) -> Method:
-    """The method of a config that came with `tensors`, which also say how large it can be.
+    """Build the method of a stored config, limited in size by its stored `tensors`.
 
-    A config can claim any size. What it claims must not take all memory before the tensors are found not to fit.
+    A config can claim any size, which must not exhaust the memory before the mismatch with the tensors is found.
     """
     size = sum(t.numel() for t in tensors.values()) * SLACK * 4  # a model is built in fp32
     try:
@@ -183,8 +183,8 @@ def build_stored(config: Config, tensors: Mapping[str, Tensor], origin: Path) ->
             method = build_method(config)
     except (RuntimeError, MemoryError, OverflowError, ValueError, TypeError, ArithmeticError) as error:
         raise CheckpointError(
-            f"A model of the sizes that '{origin}' tells cannot be made ({reason_of(error)}): "
-            "its config is not that of its tensors."
+            f"The model in '{origin}' cannot be built ({reason_of(error)}): "
+            "its config does not match its tensors, so restore it from a copy."
         ) from error
     own = method.export_state()
     for name in own.keys() & tensors.keys():
@@ -203,7 +203,7 @@ def _if_there(path: Path) -> Path | None:
 
 
 def without_paths(parts: ModelParts) -> Config:
-    """The config without paths of the machine that trained it: tokenizer and small encoder travel along as files."""
+    """Return the config without local paths; tokenizer and small encoder are saved as files next to it."""
     config = parts.config
     data = replace(config.data, source=Path(config.data.source).name)
     if parts.tokenizer and Path(data.tokenizer).is_file():
@@ -216,7 +216,7 @@ def without_paths(parts: ModelParts) -> Config:
 
 
 def write_model(parts: ModelParts, out: Path, extra: dict[str, str] | None = None) -> Path:
-    """Save a model folder atomically; an existing folder of that name is refused, not overwritten."""
+    """Write a model folder atomically; raise `CheckpointError` if it already exists."""
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise CheckpointError(f"'{out}' already exists: name another folder, nothing was overwritten.")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Presets: each a function that returns a whole config, with the figures it is expected to give beside it.
+"""Presets: functions that return a whole config, with the expected results in their docstrings.
 
-The paper's three carry the numbers of its tables "Model and training configurations" and of the OWT-128 appendix; what
-the paper leaves open keeps the defaults of `config.py`, which say so field by field.
+The three presets of the paper use the numbers of its tables "Model and training configurations" and of the OWT-128
+appendix; options that the paper does not state keep the defaults of `config.py`, which name their sources.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def owt128() -> Config:
 
 
 def tiny() -> Config:
-    """The bundled model: what two CPU cores train in an evening. Own tokenizer and encoder, r = 0.25.
+    """The bundled model, which two CPU cores train in an evening, with its own tokenizer and encoder, r = 0.25.
 
-    Sizes are (measured) on two AVX2 cores: about 0.6 GFLOP a row, so that half a million rows pass in about 90 minutes.
+    Sizes are (measured) on two AVX2 cores: about 0.6 GFLOP per row, so half a million rows take about 90 minutes.
     bf16 is emulated on such a CPU and ten times slower than fp32. Residual decode head, position tables at scale 1,
     a weaker SIGReg and a higher codec rate let a short run leave the unigram plateau; none of them is in the paper.
-    The uniform grid scored better than the quantile one here: eight latents of width 128 are still undecided at t = 0.5,
-    from where the quantile grid leaps to the end (measured).
+    The uniform grid scored better than the quantile grid here: eight latents of width 128 are still undecided at t = 0.5,
+    from where the quantile grid jumps to the end (measured).
     """
     return Config(
         preset="tiny",
@@ -114,7 +114,7 @@ def tiny() -> Config:
             warmup=200,
             schedule="cosine",
             eval_every=250,
-            diagnose=True,  # some ten seconds of one core (measured); the paper's presets would keep devices waiting
+            diagnose=True,  # about ten seconds on one core (measured); in the paper's presets, devices would wait for it
             save_every=250,
             encoder_steps=1600,
         ),
@@ -125,9 +125,10 @@ def tiny() -> Config:
 def captions() -> Config:
     """The bundled model: whole sentences of at most 16 simple words, 4 latents each (r = 0.25).
 
-    Beside `tiny`: simple text, a tokenizer that keeps most words whole and a deeper encoder, so that the codec has little to
-    lose; a skip in the denoise head, times around the place where 32 latent dimensions per token are decided, two noise draws
-    a row, and SIGReg at the paper's weight once tokens decode, so that the latents fill their space (docs/model-card.md).
+    Differences from `tiny`: simple text, a tokenizer that keeps most words whole and a deeper encoder, so that the codec
+    loses little; a skip in the denoise head, times around the one at which 32 latent dimensions per token are decided, two
+    noise draws per row, and SIGReg at the paper's weight once tokens decode, so that the latents fill their space
+    (docs/model-card.md).
     """
     base = tiny()
     return replace(
@@ -145,13 +146,13 @@ def captions() -> Config:
             flow_draws=2,  # assumed
         ),
         train=replace(base.train, warmup=100, ema_warmup=True, eval_every=400, save_every=200, encoder_steps=6000),
-        # Quantiles of the training times: 32 of them write as well as 64 uniform ones (measured).
+        # Quantiles of the training times: 32 of them give texts as good as 64 uniform times (measured).
         sampler=SamplerConfig(steps=32, grid="quantile", grid_mean=-0.8, grid_std=1.0),
     )
 
 
 def smoke() -> Config:
-    """Learns in about two minutes on two cores; for tests and for a first look."""
+    """A model that trains in about two minutes on two cores, for tests and a first look."""
     base = tiny()
     return replace(
         base,
@@ -169,7 +170,7 @@ def smoke() -> Config:
             depth=2,
             freq_dim=32,
         ),
-        # A short run needs a quicker target: at 0.999 it would lag behind by more steps than there are.
+        # A short run needs a faster target: at 0.999 it would lag behind by more steps than the run has.
         objective=replace(base.objective, sigreg_slices=32, standardize_steps=0, target_ema_start=0.97, target_ema_end=0.99),
         train=replace(
             base.train,
@@ -179,7 +180,7 @@ def smoke() -> Config:
             warmup=0,
             encoder_steps=300,
             eval_every=200,
-            diagnose=False,  # longer than the steps in between
+            diagnose=False,  # takes longer than the steps between evaluations
             save_every=200,
             ema=0.98,
         ),
@@ -191,7 +192,7 @@ PRESETS: dict[str, Callable[[], Config]] = {f.__name__: f for f in (lm1b, owt102
 
 
 def preset(name: str) -> Config:
-    """The config of a preset by name."""
+    """Return the config of a preset by name."""
     if name not in PRESETS:
         raise UsageError(f"Unknown preset '{name}'; choose one of {', '.join(PRESETS)}.")
     return PRESETS[name]()

@@ -1,7 +1,7 @@
-"""Random numbers addressed by (seed, purpose, counters), never by hidden state.
+"""Random numbers addressed by (seed, purpose, counters), without hidden state.
 
-A generator is made from what it is for, so resuming a run needs no saved random state, and sample i of seed s is the
-same in any batch and on any number of processes. `RowNoise` is how methods draw: one generator per row.
+A generator depends only on its address, so resuming a run needs no saved random state, and sample i of seed s is the same
+in any batch and on any number of processes. Methods draw from `RowNoise`, which has one generator per row.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 def derive_seed(seed: int, purpose: str, *counters: int) -> int:
-    """A 63-bit seed from its address; distinct addresses give unrelated seeds."""
+    """Return a 63-bit seed for an address; distinct addresses have unrelated seeds."""
     text = "/".join([str(seed), purpose, *map(str, counters)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def generator(seed: int, purpose: str, *counters: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A fresh generator for one address."""
+    """Return a new generator for one address."""
     return torch.Generator(device=device).manual_seed(derive_seed(seed, purpose, *counters))
 
 
@@ -33,32 +33,32 @@ class RowNoise:
     rows: Sequence[int]
     step: int = 0
     device: torch.device | str = "cpu"
-    total: int = 0  # rows of the whole batch over all processes and micro-batches; 0: these alone
+    total: int = 0  # rows of the whole batch over all processes and micro-batches; 0: only these rows
 
     def normal(self, purpose: str, *shape: int) -> Tensor:
-        """Standard normal of shape (B, *shape); row i depends on its global number alone."""
+        """Draw standard normal numbers of shape (B, *shape); a row depends only on its global number."""
         return self._draw(torch.randn, purpose, shape)
 
     def uniform(self, purpose: str, *shape: int) -> Tensor:
-        """Uniform on [0, 1) of shape (B, *shape)."""
+        """Draw uniform numbers on [0, 1) of shape (B, *shape)."""
         return self._draw(torch.rand, purpose, shape)
 
     def stratified(self, purpose: str) -> Tensor:
-        """Uniform on [0, 1) of shape (B), with exactly one point of the whole batch in each of its `total` equal intervals."""
+        """Draw uniform numbers on [0, 1) of shape (B), one of the whole batch in each of `total` equal intervals."""
         total = self.total or len(self.rows)
         places = torch.tensor([row % total for row in self.rows], device=self.device)
         return (self.uniform(purpose) + places) / total
 
     def repeated(self, draws: int) -> RowNoise:
-        """Noise for `draws` copies of the batch one after the other, the first of which draws as this one does."""
+        """Return noise for `draws` concatenated copies of the batch; the first copy draws the same as this noise."""
         return self if draws == 1 else RepeatedNoise(self.seed, self.rows, self.step, self.device, self.total, draws)
 
     def streams(self, purpose: str) -> RowStreams:
-        """One generator per row that goes on from draw to draw, for samplers of many steps."""
+        """Return one generator per row that keeps its state between draws, for samplers with many steps."""
         return RowStreams([generator(self.seed, purpose, self.step, row, device=self.device) for row in self.rows], self.device)
 
     def shared(self, purpose: str) -> torch.Generator:
-        """A CPU generator common to the whole batch and to every process."""
+        """Return a CPU generator shared by the whole batch and all processes."""
         return generator(self.seed, purpose, self.step)
 
     def _draw(self, kind, purpose: str, shape: tuple[int, ...]) -> Tensor:  # noqa: ANN001 - torch.randn or torch.rand
@@ -82,16 +82,16 @@ class RepeatedNoise(RowNoise):
 
 @dataclass(frozen=True)
 class RowStreams:
-    """Generators of a batch's rows; a row's numbers depend on what it drew before, never on the other rows."""
+    """One generator per row of a batch; a row's numbers depend on its earlier draws, never on other rows."""
 
     generators: list[torch.Generator]
     device: torch.device | str
 
     def uniform(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Uniform on [0, 1) of shape (B, *shape); float64 by default, in which a rare event is not rounded away."""
+        """Draw uniform numbers on [0, 1) of shape (B, *shape), in float64 by default, which resolves rare events."""
         rows = [torch.rand(shape, generator=g, device=self.device, dtype=dtype) for g in self.generators]
         return torch.stack(rows)
 
     def normal(self, *shape: int) -> Tensor:
-        """Standard normal of shape (B, *shape)."""
+        """Draw standard normal numbers of shape (B, *shape)."""
         return torch.stack([torch.randn(shape, generator=g, device=self.device) for g in self.generators])

@@ -1,7 +1,7 @@
-"""JSON from outside, read strictly: what two readers could understand differently is refused.
+"""Strict parsing of untrusted JSON: anything that readers could interpret differently is an error.
 
-`json.loads` takes NaN, lets the last of two equal keys win and fails in its own way on deep nesting; here all of these
-are a ValueError, the one error that a caller has to turn into a sentence.
+`json.loads` accepts NaN, keeps the last of duplicate keys and raises RecursionError on deep nesting; here all of these
+are a ValueError, the only error that a caller has to handle.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import json
 import math
 from typing import Any
 
-DEPTH = 32  # our own files nest five deep at most, configs of published checkpoints seven
+DEPTH = 32  # our own files have at most five levels, configs of published checkpoints seven
 
 
 def parse_json(raw: bytes | str, depth: int = DEPTH) -> Any:
-    """The value of a JSON text: UTF-8, finite numbers, keys once each, at most `depth` levels."""
+    """Parse a JSON text: UTF-8, finite numbers, unique keys, at most `depth` levels."""
     text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
@@ -26,7 +26,7 @@ def parse_json(raw: bytes | str, depth: int = DEPTH) -> Any:
 
 
 def deeper_than(value: Any, depth: int) -> bool:
-    """Whether lists and objects nest more than `depth` levels; level by level, because recursion has a limit itself."""
+    """Return True if lists and objects nest more than `depth` levels; iterative, as Python limits recursion."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(depth):
         level = [v for x in level for v in (x.values() if isinstance(x, dict) else x) if isinstance(v, (dict, list))]
@@ -40,12 +40,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice[:80]!r} stands twice")
+        raise ValueError(f"the key {twice[:80]!r} is repeated")
     return values
 
 
 def _refuse(word: str) -> Any:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")
 
 
 def _finite(text: str) -> float:

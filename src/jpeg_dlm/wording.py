@@ -1,4 +1,4 @@
-"""Small parts of sentences: numbers with their noun, commands to type."""
+"""Format parts of messages: counted nouns and commands."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import shlex
 
 
 def counted(number: int, noun: str) -> str:
-    """The number with its noun in the singular or plural: "1 text", "2,000 texts"."""
+    """Return the number with its noun in the singular or plural: "1 text", "2,000 texts"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def command(*words: object) -> str:
-    """A command of this program as a shell takes it, whatever its paths hold."""
+    """Return a command of this program, quoted for the shell."""
     return shlex.join(["jpeg-dlm", *map(str, words)])

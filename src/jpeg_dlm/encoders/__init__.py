@@ -1,4 +1,4 @@
-"""Frozen text encoders behind one interface: `build_encoder(config, vocab_size)` gives features for token ids."""
+"""Frozen text encoders behind one interface: `build_encoder(config, vocab_size)` returns a map from token ids to features."""
 
 from jpeg_dlm.encoders.base import FrozenEncoder, load_statistics, measure_statistics, save_statistics
 from jpeg_dlm.encoders.build import FrozenSmallEncoder, build_encoder

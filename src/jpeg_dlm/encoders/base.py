@@ -1,4 +1,4 @@
-"""One interface for every frozen text encoder E: token ids in, standardized features h out.
+"""The common interface of all frozen text encoders E: token ids in, standardized features h out.
 
 Shapes: B batch, L tokens, F feature width.
 """
@@ -18,11 +18,11 @@ from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.files import check_listed, write_sealed
 
 STATISTICS_FILE = "feature_statistics.safetensors"
-STD_FLOOR = 1e-5  # a channel that never moves must not divide by zero
+STD_FLOOR = 1e-5  # avoids division by zero for constant channels
 
 
 def tensors_sha256(tensors: Mapping[str, Tensor], *extra: str) -> str:
-    """sha256 over names, types, shapes and bytes, in the order of the names."""
+    """Return the sha256 of the names, types, shapes and bytes of the tensors, sorted by name."""
     digest = hashlib.sha256("\0".join(extra).encode())
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
@@ -32,14 +32,14 @@ def tensors_sha256(tensors: Mapping[str, Tensor], *extra: str) -> str:
 
 
 def features_fingerprint(mean: Tensor, std: Tensor, weights: str, scale: str) -> str:
-    """sha256 of what standardized features depend on: statistics, the weights' fingerprint and the scale."""
+    """Return a sha256 of all inputs of standardized features: statistics, weight fingerprint and scale."""
     return tensors_sha256({"mean": mean, "std": std}, weights, scale)
 
 
 class FrozenEncoder(nn.Module):
-    """A feature extractor that never learns. Subclasses give `raw_features`; this class standardizes them.
+    """A feature extractor that is never trained. Subclasses implement `raw_features`; this class standardizes them.
 
-    `name` says what it really is, `feature_dim` is F, and `fingerprint` changes with anything that changes features.
+    `name` describes the actual model, `feature_dim` is F, and `fingerprint` changes whenever the features change.
     """
 
     feature_mean: Tensor
@@ -59,16 +59,16 @@ class FrozenEncoder(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> FrozenEncoder:
-        """Stays in eval mode: dropout in a frozen encoder would make features random."""
+        """Stay in eval mode: dropout in a frozen encoder would make features random."""
         return super().train(False)
 
     def raw_features(self, tokens_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
-        """Hidden states of the configured layer, before standardization."""
+        """Return the hidden states of the configured layer, before standardization."""
         raise NotImplementedError
 
     @torch.no_grad()
     def forward(self, tokens_BL: Tensor, mask_BL: Tensor | None = None) -> Tensor:
-        """Standardized fp32 features h_BLF; `mask_BL` is True at real tokens, which alone are attended to."""
+        """Return standardized fp32 features h_BLF; `mask_BL` is True at real tokens, and only these are attended to."""
         if not self.has_statistics:
             raise UsageError(
                 f"encoder.scale 'per_channel' has no feature statistics for {self.name}: measure them with "
@@ -79,18 +79,18 @@ class FrozenEncoder(nn.Module):
 
     @property
     def weights_fingerprint(self) -> str:
-        """sha256 of the weights and the layer read: identifies raw features."""
-        if not self._weights_sha256:  # frozen, so once is enough
+        """sha256 of the weights and the layer; identifies raw features."""
+        if not self._weights_sha256:  # computed once, as the weights are frozen
             self._weights_sha256 = tensors_sha256(self.model.state_dict(), f"layer {self.layer}")
         return self._weights_sha256
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of weights, layer, scale and statistics: identifies features as `forward` gives them."""
+        """sha256 of weights, layer, scale and statistics; identifies the features that `forward` returns."""
         return features_fingerprint(self.feature_mean, self.feature_std, self.weights_fingerprint, self.scale)
 
     def set_feature_statistics(self, mean: Tensor, std: Tensor) -> None:
-        """Standardize by these from now on; only scale 'per_channel' has statistics."""
+        """Set the statistics that `forward` standardizes with; only scale 'per_channel' uses statistics."""
         if self.scale != "per_channel":
             raise UsageError(f"encoder.scale is '{self.scale}': choose --encoder.scale per_channel to use feature statistics.")
         check_statistics(mean, std, self.feature_dim)
@@ -101,7 +101,7 @@ class FrozenEncoder(nn.Module):
 
 @torch.no_grad()
 def measure_statistics(encoder: FrozenEncoder, batches: Iterable[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor]:
-    """Per-channel mean and deviation of raw features over the real tokens of `batches`, summed in float64."""
+    """Return the per-channel mean and standard deviation of raw features over real tokens, accumulated in float64."""
     total = torch.zeros(encoder.feature_dim, dtype=torch.float64)
     squares = torch.zeros_like(total)
     count = 0
@@ -119,7 +119,7 @@ def measure_statistics(encoder: FrozenEncoder, batches: Iterable[tuple[Tensor, T
 
 
 def save_statistics(folder: Path, encoder: FrozenEncoder) -> Path:
-    """Keep an encoder's statistics in `folder`, tied to its weights."""
+    """Write an encoder's statistics and the fingerprint of its weights to `folder`."""
     from safetensors.torch import save
 
     path = Path(folder) / STATISTICS_FILE
@@ -130,7 +130,7 @@ def save_statistics(folder: Path, encoder: FrozenEncoder) -> Path:
 
 
 def load_statistics(folder: Path, encoder: FrozenEncoder) -> bool:
-    """Give `encoder` the statistics kept in `folder`; False when there are none."""
+    """Load the statistics in `folder` into `encoder`; return False when there are none."""
     path = Path(folder) / STATISTICS_FILE
     if not path.is_file():
         return False
@@ -142,7 +142,7 @@ def load_statistics(folder: Path, encoder: FrozenEncoder) -> bool:
 
 
 def read_statistics(path: Path) -> tuple[str, Tensor, Tensor]:
-    """The fingerprint of the weights that statistics were measured with, and the statistics: mean and deviation."""
+    """Read statistics: the fingerprint of the weights they were measured with, the mean and the standard deviation."""
     from safetensors import SafetensorError, safe_open
 
     check_listed(path.parent, path.name, remedy="delete the folder and measure the statistics again")
@@ -151,7 +151,7 @@ def read_statistics(path: Path) -> tuple[str, Tensor, Tensor]:
             weights = (file.metadata() or {}).get("weights", "")
             mean, std = file.get_tensor("mean"), file.get_tensor("std")
         if {mean.dtype, std.dtype} != {torch.float32}:
-            raise ValueError("statistics of another type")
+            raise ValueError("the statistics are not float32")
     except (OSError, SafetensorError, ValueError, RuntimeError, AttributeError) as error:
         raise DataError(f"Cannot read '{path}' ({error}): delete it and measure the statistics again.") from error
     return weights, mean, std

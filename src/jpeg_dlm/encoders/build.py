@@ -1,4 +1,4 @@
-"""From an EncoderConfig to the frozen encoder it names."""
+"""Build the frozen encoder of an EncoderConfig."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FrozenSmallEncoder(FrozenEncoder):
     model: SmallEncoder
 
     def __init__(self, model: SmallEncoder, name: str, config: EncoderConfig) -> None:
-        model.layer_index(config.layer)  # refuses a layer that is not there
+        model.layer_index(config.layer)  # raises for a layer that does not exist
         super().__init__(model, name, model.feature_dim, config)
         if config.scale == "per_channel":
             self.set_feature_statistics(model.feature_mean, model.feature_std)
@@ -28,7 +28,7 @@ class FrozenSmallEncoder(FrozenEncoder):
 
 
 def build_encoder(config: EncoderConfig, vocab_size: int, seed: int = 0, folder: Path | None = None) -> FrozenEncoder:
-    """The encoder of `config`, frozen. `folder` holds a trained 'small' encoder, or statistics of another kind."""
+    """Build the frozen encoder of `config`; `folder` holds a trained 'small' encoder, or the statistics of other kinds."""
     if config.kind == "random":
         model = SmallEncoder(vocab_size, config.feature_dim, config.depth, config.heads).initialize(seed)
         return FrozenSmallEncoder(model, f"random (untrained, F={config.feature_dim}, depth {config.depth})", config)
@@ -44,12 +44,12 @@ def build_encoder(config: EncoderConfig, vocab_size: int, seed: int = 0, folder:
         encoder = load_flan_t5_small(config)
     if encoder.feature_dim != config.feature_dim:
         raise UsageError(
-            f"{encoder.name} gives features of width {encoder.feature_dim}, not {config.feature_dim}: "
+            f"{encoder.name} has features of width {encoder.feature_dim}, not {config.feature_dim}: "
             f"use --encoder.feature-dim {encoder.feature_dim}."
         )
     if vocab_size > encoder.vocab_size:
         raise UsageError(
-            f"{encoder.name} knows {encoder.vocab_size} tokens, the data has {vocab_size}: "
+            f"{encoder.name} has {encoder.vocab_size} tokens, but the data has {vocab_size}: "
             "prepare the data with the encoder's own tokenizer."
         )
     if config.scale == "per_channel":
@@ -70,7 +70,7 @@ def _build_small(config: EncoderConfig, vocab_size: int, folder: Path | None) ->
     found = (model.vocab_size, model.feature_dim, model.depth, model.heads)
     if wanted != found:
         raise UsageError(
-            f"The trained encoder has (vocabulary, feature_dim, depth, heads) {found}, the config wants {wanted}: "
+            f"The trained encoder has (vocabulary, feature_dim, depth, heads) {found}, but the config has {wanted}: "
             "change the config or train another encoder."
         )
     return FrozenSmallEncoder(model, f"small (trained here, F={model.feature_dim}, depth {model.depth})", config)

@@ -1,7 +1,7 @@
-"""The pinned flan-t5-small encoder: int8 weights of an ONNX file, dequantized into transformers' T5EncoderModel.
+"""Load the pinned flan-t5-small encoder: dequantize the int8 weights of an ONNX file into transformers' T5EncoderModel.
 
-What it is: flan-t5-small, fine-tuned on titles and quantized to int8 by its package, so not T5-small. The whole
-conversion takes half a second, so the 141 MB of converted floats are not kept on disk.
+This is flan-t5-small, fine-tuned on titles and quantized to int8 by its package, not T5-small. The conversion takes half
+a second, so the 141 MB of converted floats are not cached on disk.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from jpeg_dlm.encoders.onnx_reader import OnnxGraph, read_onnx
 from jpeg_dlm.errors import AssetError, reason_of
 
 NAME = "flan-t5-small (fine-tuned, int8)"
-# Exporters keep the module path in the node's name: /enc/block.0/layer.0/SelfAttention/q/MatMul_quant
+# Exporters keep the module path in the name of a node: /enc/block.0/layer.0/SelfAttention/q/MatMul_quant
 _NODE_PATH = re.compile(r"^/[^/]+/(block\.\d+/layer\.\d+/(?:SelfAttention/[qkvo]|DenseReluDense/w[io](?:_[01])?))/MatMul")
 
 
 def dequantize(quantized: np.ndarray, scale: np.ndarray, zero_point: np.ndarray) -> Tensor:
-    """(q - zero_point) * scale in fp32; a vector of scales runs over the last axis."""
+    """Return (q - zero_point) * scale in fp32; a vector of scales applies to the last axis."""
     if not {scale.size, zero_point.size} <= {1, quantized.shape[-1] if quantized.ndim else 1}:
-        raise ValueError("scales that do not belong to their tensor")  # whose product could be of any size
+        raise ValueError("the scales do not match their tensor")  # broadcasting them could allocate any amount of memory
     return torch.from_numpy((quantized.astype(np.float32) - zero_point.astype(np.float32)) * scale.astype(np.float32))
 
 
 def t5_state_dict(graph: OnnxGraph) -> dict[str, Tensor]:
-    """The graph's weights under the names of T5EncoderModel."""
+    """Return the weights of the graph under the names of T5EncoderModel."""
     weights = graph.initializers
 
     def read(name: str) -> Tensor:
@@ -47,14 +47,14 @@ def t5_state_dict(graph: OnnxGraph) -> dict[str, Tensor]:
     for node in graph.nodes:
         found = _NODE_PATH.match(node.name)
         if found and len(node.inputs) > 1 and node.inputs[1] in weights:
-            # MatMul multiplies from the right: (in, out), where nn.Linear keeps (out, in).
+            # MatMul stores (in, out), nn.Linear stores (out, in).
             state[f"encoder.{found.group(1).replace('/', '.')}.weight"] = read(node.inputs[1]).t().contiguous()
     state["shared.weight"] = state["encoder.embed_tokens.weight"]
     return state
 
 
 def convert_t5_encoder(graph: OnnxGraph) -> nn.Module:
-    """A T5EncoderModel whose sizes are read off the weights; a missing or spare tensor is refused."""
+    """Build a T5EncoderModel with the sizes of the weights; raise `AssetError` for missing or extra tensors."""
     from transformers import T5Config, T5EncoderModel
 
     try:
@@ -73,7 +73,7 @@ def convert_t5_encoder(graph: OnnxGraph) -> nn.Module:
             relative_attention_num_buckets=buckets,
             feed_forward_proj="gated-gelu" if gated else "relu",
         )
-        with torch.device("meta"):  # random initialization would take longer than everything else here
+        with torch.device("meta"):  # skips random initialization, which would take longer than all the rest
             model = T5EncoderModel(config)
         model.load_state_dict(state, strict=True, assign=True)
     except (LookupError, ValueError, TypeError, ArithmeticError, RuntimeError) as error:
@@ -82,7 +82,7 @@ def convert_t5_encoder(graph: OnnxGraph) -> nn.Module:
 
 
 def load_flan_t5_small(config: EncoderConfig, path: Path | None = None) -> TransformersEncoder:
-    """The pinned encoder from its encoder.onnx, fetched on first use when no `path` is given."""
+    """Load the pinned encoder from its encoder.onnx, which is downloaded on first use if no `path` is given."""
     if path is None:
         from jpeg_dlm.assets import fetch
 

@@ -1,4 +1,4 @@
-"""T5 and BERT-like encoders through transformers, by hub name or local folder."""
+"""Load T5 and BERT-like encoders through transformers, by hub name or from a local folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jpeg_dlm.encoders.base import FrozenEncoder
 from jpeg_dlm.encoders.hub import load_pretrained
 from jpeg_dlm.errors import UsageError
 
-# Encoder-decoder families whose encoder loads alone, without the decoder's weights.
+# Encoder-decoder families whose encoder can be loaded without the decoder.
 _ENCODER_CLASSES = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
 
 
@@ -34,7 +34,7 @@ class TransformersEncoder(FrozenEncoder):
 
 
 def load_transformers_encoder(config: EncoderConfig) -> TransformersEncoder:
-    """The encoder `config.name`: a folder is read offline, a hub name from the local cache or the hub."""
+    """Load the encoder `config.name` from a folder (offline), the local cache or the hub."""
     name = config.name
     if not name:
         raise UsageError("encoder.kind 'hf' needs a model: give --encoder.name with a hub name such as t5-small, or a folder.")

@@ -1,4 +1,4 @@
-"""Loading a transformers model by hub name or folder so that its absence is told in seconds, not after many retries."""
+"""Load a transformers model by hub name or folder, and report a missing one in seconds instead of after many retries."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ HUB_SECONDS = 10.0
 
 
 def load_pretrained(load: Callable[[dict[str, Any]], T], name: str, revision: str, what: str, remedy: str) -> T:
-    """`load(options for from_pretrained)`: from a folder or the local cache when there, else from the hub.
+    """Call `load(options for from_pretrained)` for a folder or the local cache, else for the hub.
 
-    `what` ("the encoder") and `remedy` complete the sentence of the AssetError. No code of the repository is ever run.
+    `what` ("the encoder") and `remedy` complete the message of the AssetError. Code in the repository is never run.
     """
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     folder = Path(name).is_dir()
@@ -24,17 +24,17 @@ def load_pretrained(load: Callable[[dict[str, Any]], T], name: str, revision: st
     try:
         try:
             return load(options)
-        except Exception:  # not cached, or damaged: the hub may have it
+        except Exception:  # not cached or damaged: try the hub
             if folder:
                 raise
         _ask_hub(name, revision)
         return load({**options, "local_files_only": False})
-    except Exception as error:  # the loader raises whatever its many backends raise
+    except Exception as error:  # the many backends of the loader raise any kind of error
         raise AssetError(f"Cannot load {what} '{name}' ({reason_of(error)}): {remedy}") from error
 
 
 def _ask_hub(name: str, revision: str) -> None:
-    """One request with a deadline: the download functions would retry for half a minute on a machine without network."""
+    """Send one request with a deadline, because the download functions retry for half a minute without a network."""
     from huggingface_hub import HfApi
 
     HfApi().model_info(name, revision=revision or None, timeout=HUB_SECONDS)

@@ -1,8 +1,8 @@
-"""The weights and node list of an ONNX file, read from the protobuf wire format with nothing but numpy.
+"""Read the weights and nodes of an ONNX file from the protobuf wire format, with numpy only.
 
-Only what a weight conversion needs is decoded: initializers (TensorProto) and nodes (NodeProto) of the main graph. The
-`onnx` package is a heavy dependency for that, and running the graph is not wanted: the pinned encoder's int8 graph also
-rounds activations, which loses a lot of its features.
+The reader decodes what a weight conversion needs: initializers (TensorProto) and nodes (NodeProto) of the main graph.
+The `onnx` package would be a heavy dependency for that. Running the graph is not an option either: the int8 graph of the
+pinned encoder also rounds activations, which degrades its features a lot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from jpeg_dlm.errors import AssetError
 
-# TensorProto.DataType -> numpy, for the types weights come in.
+# TensorProto.DataType -> numpy, for the types of weights.
 _DTYPES: dict[int, str] = {1: "<f4", 2: "u1", 3: "i1", 4: "<u2", 5: "<i2", 6: "<i4", 7: "<i8", 9: "?", 10: "<f2", 11: "<f8"}
 # Typed storage when raw_data is absent: field number -> (varint or fixed-width format).
 _FLOAT_DATA, _INT32_DATA, _INT64_DATA, _RAW_DATA, _DOUBLE_DATA = 4, 5, 7, 9, 10
@@ -36,14 +36,14 @@ class OnnxNode:
 
 @dataclass(frozen=True)
 class OnnxGraph:
-    """What the reader takes from a file."""
+    """Weights and nodes of the main graph."""
 
     initializers: dict[str, np.ndarray]
     nodes: tuple[OnnxNode, ...]
 
 
 def read_onnx(path: Path) -> OnnxGraph:
-    """Initializers and nodes of the file's main graph; a damaged or foreign file is an AssetError."""
+    """Read the initializers and nodes of the main graph; raise `AssetError` for a damaged or unsupported file."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             return _parse_model(bytes(mapped))
@@ -67,7 +67,7 @@ def _parse_model(data: bytes) -> OnnxGraph:
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """The base-128 number at `at`, and where it ends."""
+    """Return the base-128 number at `at` and the position after it."""
     result = shift = 0
     while True:
         byte = data[at]
@@ -80,12 +80,12 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def _signed(value: int) -> int:
-    """Protobuf stores negative int32 and int64 as 64-bit two's complement."""
+    """Convert from 64-bit two's complement, in which protobuf stores int32 and int64."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int, Any]]:
-    """(field number, wire type, value) of a message; nested messages and strings come as memoryviews."""
+    """Yield (field number, wire type, value) of a message; nested messages and strings are memoryviews."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
@@ -105,7 +105,7 @@ def _fields(data: memoryview) -> Iterator[tuple[int, int, Any]]:
 
 
 def _varints(wire: int, value: Any) -> Iterator[int]:
-    """A repeated integer field, packed or one at a time."""
+    """Yield the numbers of a repeated integer field, packed or not."""
     if wire == _VARINT:
         yield _signed(value)
         return
@@ -116,9 +116,9 @@ def _varints(wire: int, value: Any) -> Iterator[int]:
 
 
 def _bytes(value: Any) -> memoryview:
-    """The content of a message or string; `bytes` of a number, which may stand in its place, would be that many zeros."""
+    """Return the content of a message or string; reject a number, which `bytes` would turn into that many zeros."""
     if not isinstance(value, memoryview):
-        raise ValueError("a number stands where a message belongs")
+        raise ValueError("found a number instead of a message")
     return value
 
 
@@ -165,14 +165,14 @@ def _parse_tensor(data: memoryview) -> tuple[str, np.ndarray]:
             raise ValueError(f"tensor '{name}' is stored in another file")
     if code not in _DTYPES:
         raise ValueError(f"tensor '{name:.80}' has the unsupported type {code!r:.40}")
-    if any(size < 0 for size in shape):  # numpy would guess it
+    if any(size < 0 for size in shape):  # numpy would infer it
         raise ValueError(f"tensor '{name:.80}' has a negative size")
     dtype = np.dtype(_DTYPES[code])
     if raw is not None:
         flat = np.frombuffer(raw, dtype)
     elif chunks:
         flat = np.frombuffer(b"".join(chunks), stored).astype(dtype)
-    elif code == 10:  # float16 without raw_data keeps its bits in int32_data
+    elif code == 10:  # float16 without raw_data stores its bits in int32_data
         flat = np.array(integers, np.uint16).view(np.float16)
     else:
         flat = np.array(integers, np.int64).astype(dtype)

@@ -1,7 +1,7 @@
-"""The text encoder this project trains itself: a small bidirectional transformer, and its two files on disk.
+"""The text encoder that this project trains itself: a small bidirectional transformer, and its two files on disk.
 
-Shapes: B batch, L tokens, F feature width, V vocabulary. It is small enough to ship, so that everything runs without a
-download; `methods/encoder_pretraining.py` trains it, `encoders/base.py` serves it frozen.
+Shapes: B batch, L tokens, F feature width, V vocabulary. It is small enough to ship, so no download is needed.
+`methods/encoder_pretraining.py` trains it, `encoders/base.py` uses it frozen.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from jpeg_dlm.strict_json import parse_json
 
 WEIGHTS_FILE = "encoder.safetensors"
 CONFIG_FILE = "encoder.json"
-DESCRIPTION_BYTES = 1 << 16  # of encoder.json, which has 200
+DESCRIPTION_BYTES = 1 << 16  # largest encoder.json that is read; it usually has 200 bytes
 ROPE_BASE = 10_000.0
 
 
 def _rotary_tables(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of shape (L, head_dim / 2)."""
+    """Return the rotary cos and sin of shape (L, head_dim / 2)."""
     frequencies = ROPE_BASE ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on the last axis, first half paired with second half."""
+    """Apply rotary positions to the last axis, pairing its first and second halves."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -67,7 +67,7 @@ class _Block(nn.Module):
 class SmallEncoder(nn.Module):
     """Pre-norm bidirectional transformer with rotary positions and an output head tied to the embedding.
 
-    The embedding has one row more than the vocabulary: `mask_id`, so that masked training asks nothing of the tokenizer.
+    The embedding has one more row than the vocabulary: `mask_id`, so masked training needs no mask token in the tokenizer.
     """
 
     feature_mean: Tensor
@@ -89,9 +89,9 @@ class SmallEncoder(nn.Module):
         self.register_buffer("feature_std", torch.ones(feature_dim))
 
     def initialize(self, seed: int) -> SmallEncoder:
-        """Weights from a seed alone, whatever the global random state; returns self."""
+        """Initialize the weights from `seed` alone, independent of the global random state; return self."""
         g = torch.Generator().manual_seed(derive_seed(seed, "small-encoder"))
-        residual = (2 * self.depth) ** -0.5  # keeps the residual stream near unit scale at any depth
+        residual = (2 * self.depth) ** -0.5  # keeps the residual stream near unit variance at any depth
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 nn.init.ones_(parameter)
@@ -104,13 +104,13 @@ class SmallEncoder(nn.Module):
         return self
 
     def hidden(self, tokens_BL: Tensor, mask_BL: Tensor | None = None, layer: int = -1) -> Tensor:
-        """Features h_BLF, with gradients. `mask_BL` is True at real tokens; layer -1 is the last, after the final norm."""
+        """Return features h_BLF with gradients; `mask_BL` is True at real tokens, layer -1 is the last after the final norm."""
         keys = None
         if mask_BL is not None:
-            # A row without a single real token attends to itself: softmax over nothing would be NaN.
+            # A row without real tokens attends to its padding: a softmax over no keys would be NaN.
             keys = (mask_BL | ~mask_BL.any(dim=1, keepdim=True))[:, None, None, :]
         stop = self.layer_index(layer)
-        # The rows are of length about 1 (the tied head wants that), the residual stream of unit scale.
+        # Embedding rows have norm about 1, which suits the tied head; scale them to unit variance.
         x_BLF = self.embedding(tokens_BL) * self.feature_dim**0.5
         rotary = _rotary_tables(tokens_BL.shape[1], self.feature_dim // self.heads, tokens_BL.device)
         for block in list(self.blocks)[:stop]:
@@ -118,7 +118,7 @@ class SmallEncoder(nn.Module):
         return self.final_norm(x_BLF) if stop == self.depth else x_BLF
 
     def layer_index(self, layer: int) -> int:
-        """How many blocks precede hidden state `layer` (0 is the embedding, `depth` or -1 the last)."""
+        """Return the number of blocks before hidden state `layer` (0 is the embedding, `depth` or -1 the last)."""
         index = layer if layer >= 0 else self.depth + 1 + layer
         if not 0 <= index <= self.depth:
             raise UsageError(
@@ -127,22 +127,22 @@ class SmallEncoder(nn.Module):
         return index
 
     def logits(self, h_BLF: Tensor) -> Tensor:
-        """Scores over the vocabulary, mask token excluded, from the last hidden state (any leading shape)."""
+        """Return logits over the vocabulary, without the mask token, from the last hidden state (any leading shape)."""
         return F.linear(h_BLF, self.embedding.weight[: self.vocab_size])
 
     def set_feature_statistics(self, mean: Tensor, std: Tensor) -> None:
-        """Keep per-channel mean and deviation of the features, which a frozen encoder standardizes by."""
+        """Store the per-channel mean and standard deviation with which a frozen encoder standardizes features."""
         check_statistics(mean, std, self.feature_dim)
         self.feature_mean.copy_(mean)
         self.feature_std.copy_(std)
 
     def forward(self, tokens_BL: Tensor, mask_BL: Tensor | None = None) -> Tensor:
-        """Logits of every position."""
+        """Return the logits of every position."""
         return self.logits(self.hidden(tokens_BL, mask_BL))
 
 
 def check_statistics(mean: Tensor, std: Tensor, feature_dim: int) -> None:
-    """Refuse statistics that would make features infinite or of another width."""
+    """Raise `UsageError` for statistics of the wrong width, or that would make features infinite."""
     if mean.shape != (feature_dim,) or std.shape != (feature_dim,):
         shapes = f"{tuple(mean.shape)} and {tuple(std.shape)}"
         raise UsageError(f"Feature statistics must be two vectors of {feature_dim}, not {shapes}: measure them again.")
@@ -152,7 +152,7 @@ def check_statistics(mean: Tensor, std: Tensor, feature_dim: int) -> None:
 
 @dataclass(frozen=True)
 class SmallEncoderInfo:
-    """What `encoder.json` says about the weights beside it."""
+    """Content of `encoder.json`, which describes the weights next to it."""
 
     vocab_size: int
     feature_dim: int
@@ -163,7 +163,7 @@ class SmallEncoderInfo:
 
 
 def save_small_encoder(folder: Path, encoder: SmallEncoder, tokenizer_fingerprint: str = "") -> Path:
-    """Write weights, manifest and description into `folder`; the description comes last, so half a folder never loads."""
+    """Write weights, manifest and description to `folder`; the description is last, so a partial folder never loads."""
     from safetensors.torch import save
 
     folder = Path(folder)
@@ -177,7 +177,7 @@ def save_small_encoder(folder: Path, encoder: SmallEncoder, tokenizer_fingerprin
 
 
 def read_small_encoder_info(folder: Path) -> SmallEncoderInfo:
-    """The description in `folder`, checked field by field."""
+    """Read the description in `folder` and check every field."""
     path = Path(folder) / CONFIG_FILE
     if not path.is_file():
         raise CheckpointError(
@@ -199,16 +199,16 @@ def read_small_encoder_info(folder: Path) -> SmallEncoderInfo:
 
 
 def load_small_encoder(folder: Path) -> SmallEncoder:
-    """The encoder saved in `folder`, in eval mode, every tensor accounted for."""
+    """Load the encoder in `folder` in eval mode; raise `CheckpointError` if tensors are missing or unexpected."""
     info = read_small_encoder_info(folder)
     check_listed(Path(folder), CONFIG_FILE, WEIGHTS_FILE)
     path = Path(folder) / WEIGHTS_FILE
     tensors = load_tensors(path)
     try:
         if any(not t.is_floating_point() for t in tensors.values()) or info.depth > len(tensors):
-            raise UsageError("tensors that are no weights, or more layers than tensors")
+            raise UsageError("some tensors are not floats, or there are more layers than tensors")
         if tensors["embedding.weight"].shape != (info.vocab_size + 1, info.feature_dim):
-            raise UsageError("an embedding of another size")
+            raise UsageError("the embedding has another size")
         encoder = SmallEncoder(info.vocab_size, info.feature_dim, info.depth, info.heads)
         encoder.load_state_dict(tensors, strict=True)
         check_statistics(encoder.feature_mean, encoder.feature_std, info.feature_dim)

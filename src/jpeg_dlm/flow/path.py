@@ -9,40 +9,40 @@ from torch import Tensor
 
 
 def per_row(x_B: Tensor, like: Tensor) -> Tensor:
-    """x (B,) shaped to multiply a (B, ...) tensor."""
+    """Reshape x (B,) to multiply a (B, ...) tensor."""
     return x_B.view(-1, *[1] * (like.dim() - 1))
 
 
 def interpolate(z_1: Tensor, eps: Tensor, t_B: Tensor) -> Tensor:
-    """z_t = t z_1 + (1 - t) eps (Equation 1)."""
+    """Return z_t = t z_1 + (1 - t) eps (Equation 1)."""
     t = per_row(t_B, z_1)
     return t * z_1 + (1 - t) * eps
 
 
 def logit_normal(normal: Tensor, mean: float, std: float) -> Tensor:
-    """t ~ pi from standard normal draws: sigmoid(mean + std * n) (paper: -1.5, 0.8)."""
+    """Map standard normal draws to t ~ pi: sigmoid(mean + std * n) (paper: -1.5, 0.8)."""
     return torch.sigmoid(mean + std * normal)
 
 
 def mixed_times(t_B: Tensor, chance_B: Tensor, uniform_B: Tensor, share: float) -> Tensor:
-    """t with a `share` of the rows replaced by uniform times, chosen where `chance` lies below it."""
+    """Replace t by a uniform time in the rows where `chance` is below `share`."""
     return torch.where(chance_B < share, uniform_B, t_B)
 
 
 def shifted_time_mean(mean: float, width: float, paper_width: float = 128.0) -> float:
-    """The mean of logit(t) that keeps the signal-to-noise ratio at which a text is decided.
+    """Shift the mean of logit(t) to keep the signal-to-noise ratio at which the text is decided.
 
     `width` is the number of latent dimensions per token, N D / L; the paper has 128 on LM1B. The noise of a token is averaged
-    over its dimensions, so the ratio t / (1 - t) at the decision grows with width**-0.5.
+    over its dimensions, so the ratio t / (1 - t) at the decision is proportional to width**-0.5.
     """
     return mean + 0.5 * math.log(paper_width / width)
 
 
 def guidance_scale(uniform: Tensor, w_min: float, w_max: float) -> Tensor:
-    """w log-uniform in 1 + w; with the range [0.5, 5] this is ELF's 1.5 * 4**u - 1."""
+    """Map uniform draws to w, log-uniform in 1 + w; for the range [0.5, 5] this is ELF's 1.5 * 4**u - 1."""
     return (1 + w_min) * ((1 + w_max) / (1 + w_min)) ** uniform - 1
 
 
 def guided_target(z_tgt: Tensor, second: Tensor, first: Tensor, w_B: Tensor) -> Tensor:
-    """z_SC = z_tgt + (1 - 1/w) (second - first), the self-conditioning target (appendix, Self-Conditioning)."""
+    """Return the self-conditioning target z_SC = z_tgt + (1 - 1/w) (second - first) (appendix, Self-Conditioning)."""
     return z_tgt + (1 - 1 / per_row(w_B, z_tgt)) * (second - first)

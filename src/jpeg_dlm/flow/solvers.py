@@ -1,7 +1,7 @@
-"""ODE solvers for dz/dt = (x(z, t) - z) / (1 - t), where `predict(z, t)` gives the clean embedding x.
+"""ODE solvers for dz/dt = (x(z, t) - z) / (1 - t), where `predict(z, t)` returns the clean embedding x.
 
 The linear part is solved exactly: over a step from t to u with x held constant,
-z(u) = (1 - u)/(1 - t) z + (u - t)/(1 - t) x, which is also what Euler gives on this path.
+z(u) = (1 - u)/(1 - t) z + (u - t)/(1 - t) x, which equals an Euler step on this path.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Solver = Callable[[Predict, Tensor, list[float], OnStep | None], Tensor]
 
 
 def velocity(x: Tensor, z: Tensor, t: float) -> Tensor:
-    """v = (x - z) / (1 - t): the velocity that a clean-embedding prediction induces (appendix)."""
+    """Return the velocity v = (x - z) / (1 - t) of a clean-embedding prediction x (appendix)."""
     return (x - z) / (1 - t)
 
 
 def euler(predict: Predict, z: Tensor, grid: list[float], on_step: OnStep | None = None) -> Tensor:
-    """First order, one evaluation a step (paper, Algorithm 2)."""
+    """First order, one evaluation per step (paper, Algorithm 2)."""
     for k, (t, u) in enumerate(zip(grid, grid[1:], strict=False)):
         x = predict(z, t)
         if on_step:
@@ -32,7 +32,7 @@ def euler(predict: Predict, z: Tensor, grid: list[float], on_step: OnStep | None
 
 
 def heun(predict: Predict, z: Tensor, grid: list[float], on_step: OnStep | None = None) -> Tensor:
-    """Second order, two evaluations a step but the last, where the velocity at t = 1 is not defined."""
+    """Second order, two evaluations per step except the last, as the velocity is undefined at t = 1."""
     for k, (t, u) in enumerate(zip(grid, grid[1:], strict=False)):
         x = predict(z, t)
         if on_step:
@@ -44,12 +44,13 @@ def heun(predict: Predict, z: Tensor, grid: list[float], on_step: OnStep | None 
 
 
 def multistep(predict: Predict, z: Tensor, grid: list[float], on_step: OnStep | None = None) -> Tensor:
-    """Second order, one evaluation a step: x is taken as linear in t through the last two predictions.
+    """Second order, one evaluation per step: extrapolate x linearly in t from the last two predictions.
 
-    With x(s) = x + slope (s - t) the ODE integrates to the constant-x formula plus
-    slope * [(u - t) + (1 - u) ln((1 - u)/(1 - t))], where the logarithm's term ends at 0. The first step has no past and holds
-    x constant. The last of a logit-normal grid is so long that extrapolating over all of it would do harm, so there x goes
-    on for no longer than the two predictions lie apart; ending with x held costs more than any other step (measured).
+    With x(s) = x + slope (s - t), the ODE integrates to the constant-x formula plus
+    slope * [(u - t) + (1 - u) ln((1 - u)/(1 - t))], where the logarithmic term vanishes at u = 1. The first step has no past
+    and holds x constant. The last step of a logit-normal grid is too long to extrapolate over all of it, so x is
+    extrapolated no further than the distance of the two predictions; holding x constant there costs more than in any other
+    step (measured).
     """
     past: tuple[float, Tensor] | None = None
     for k, (t, u) in enumerate(zip(grid, grid[1:], strict=False)):

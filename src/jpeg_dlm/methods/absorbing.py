@@ -1,12 +1,12 @@
-"""What MDLM and SEDD-Absorb share: noise that turns tokens into a mask, its bound, and samplers that turn masks into tokens.
+"""The shared part of MDLM and SEDD-Absorb: masking noise, the likelihood bound, and samplers that unmask tokens.
 
-At a masked position both networks give weights w_y >= 0 of the tokens y, that is scores s_y = w_y / (e^sigma - 1). MDLM's are
-probabilities; SEDD's need not sum to 1. With them, for any schedule alpha_t = e^-sigma,
+At a masked position, both networks predict weights w_y >= 0 of the tokens y, or scores s_y = w_y / (e^sigma - 1). MDLM's
+weights are probabilities; SEDD's need not sum to 1. For any schedule alpha_t = e^-sigma,
 
     bound   integral of sigma' / (e^sigma - 1) * [ sum_y w_y - 1 - log w_x0 ] dt, over the masked positions
     step    P(y) = c w_y, P(mask) = 1 - c sum_y w_y, with c = (alpha_s - alpha_t) / (1 - alpha_t) from t to s < t
 
-Shapes: B batch, L tokens, V ids of the network, H hidden width, N some positions of a batch.
+Shapes: B batch, L tokens, V ids of the network, H hidden width, N selected positions of a batch.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from jpeg_dlm.rng import RowNoise, RowStreams
 
 @dataclass(frozen=True)
 class AbsorbingSampler:
-    """Ancestral sampling from all masks, along evenly spaced times."""
+    """Ancestral sampling from all masks on evenly spaced times."""
 
     steps: int = opt(128, "steps from all masks to text (paper: 128 on LM1B, 1024 on OWT)")
     race_dtype: Literal["exact", "float64", "float32"] = opt(
         "exact",
-        "how a step draws: 'exact' first whether a position leaves the mask, then its token; the others by a race of all "
-        "tokens and the mask with random numbers of that type. 'float32' is what published numbers of MDLM and SEDD were made "
-        "with, and biased: rare tokens win too seldom, the more so the more steps, which flatters generative perplexity",
+        "how a step draws: 'exact' draws whether a position is unmasked, then its token; the others draw by an exponential "
+        "race of all tokens and the mask in that precision. The published numbers of MDLM and SEDD used 'float32', which is "
+        "biased: it draws rare tokens too seldom, more so with more steps, which flatters generative perplexity",
     )
 
     def checks(self, config: Config) -> Checks:
         return [(self.steps >= 1, "sampler.steps must be at least 1")]
 
     def label(self) -> str:
-        """As tables name it."""
+        """Return the name in tables."""
         return f"{self.steps} steps"
 
     def evaluations(self, token_len: int) -> int:
-        """Network evaluations of one sample: every step, and what is still masked after the last."""
+        """Return the network evaluations of one sample: one per step, and one for tokens still masked after the last."""
         return self.steps + 1
 
 
@@ -67,7 +67,7 @@ class AbsorbingSampler:
 
 
 def step_distribution(w_NV: Tensor, c: float, mask_id: int) -> Tensor:
-    """P(y) = c w_y and P(mask) = 1 - c sum_y w_y (N, V). SEDD's weights can make the latter negative: it then never wins."""
+    """Return P(y) = c w_y and P(mask) = 1 - c sum_y w_y (N, V); SEDD's P(mask) can be negative, then it never wins."""
     q_NV = c * w_NV
     q_NV[:, mask_id] = 0
     q_NV[:, mask_id] = 1 - q_NV.sum(-1)
@@ -75,16 +75,16 @@ def step_distribution(w_NV: Tensor, c: float, mask_id: int) -> Tensor:
 
 
 def race(q_NV: Tensor, u_NV: Tensor) -> Tensor:
-    """argmax q / E with exponential E: a draw from q, as exact as the uniform numbers are fine (MDLM, SEDD, Duo).
+    """Draw from q as argmax q / E with exponential E; the precision of the uniform numbers limits accuracy (MDLM, SEDD, Duo).
 
-    In float32 they are multiples of 2^-24, so that E never falls below about 2^-24. A token must beat the mask's q / E,
-    and one of probability c w wins with f(k) of its share, f(k) = 1 / (k (e^(1/k) - 1)), k = 2^24 c w / (1 - c).
+    In float32 they are multiples of 2^-24, so E never falls below about 2^-24. A token must beat the mask's q / E, and a
+    token of probability c w is drawn f(k) times as often as it should, f(k) = 1 / (k (e^(1/k) - 1)), k = 2^24 c w / (1 - c).
     """
     return (q_NV / (1e-10 - (u_NV + 1e-10).log())).argmax(-1)
 
 
 class RowCache:
-    """States of a network that sees tokens and nothing else: rows that are as before, or full, are not computed again."""
+    """Caches the states of a network that sees only tokens: unchanged or fully unmasked rows are not recomputed."""
 
     def __init__(self, states: Callable[[Tensor], Tensor], mask_id: int) -> None:
         self.states, self.mask_id = states, mask_id
@@ -106,9 +106,9 @@ class RowCache:
 
 
 class Absorbing(Method):
-    """Masked diffusion; a system says what its weights are, what they cost, and how its sampler ends."""
+    """Masked diffusion; subclasses define the weights, their cost and the end of the sampler."""
 
-    time_conditioned: ClassVar[bool]  # whether the network is told the noise level
+    time_conditioned: ClassVar[bool]  # True if the network receives the noise level
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -131,37 +131,37 @@ class Absorbing(Method):
         data = replace(base.data, tokenizer=tokenizer, vocab_size=vocab)
         return replace(base, data=data, model=replace(base.model, **sizes, mask_id=mask_id))
 
-    # ------------------------------------------------------------ what differs
+    # ------------------------------------------------------------ defined by subclasses
 
     @abstractmethod
     def weights(self, h_NH: Tensor) -> Tensor:
-        """w (N, V) in fp32, 0 for the mask."""
+        """Return w (N, V) in fp32, with 0 for the mask."""
 
     @abstractmethod
     def total_weight(self, h_NH: Tensor) -> Tensor:
-        """sum_y w_y (N)."""
+        """Return sum_y w_y (N)."""
 
     @abstractmethod
     def cost(self, h_NH: Tensor, x0_N: Tensor) -> Tensor:
-        """sum_y w_y - 1 - log w_x0 (N)."""
+        """Return sum_y w_y - 1 - log w_x0 (N)."""
 
     @abstractmethod
     def chances(self, sampler: Any, t: Tensor, s: Tensor) -> Tensor:
-        """c of the steps from times t to s."""
+        """Return c of the steps from times t to s."""
 
     @abstractmethod
     def finish(self, sampler: Any, h_NH: Tensor, u_N: Tensor) -> Tensor:
-        """Tokens (N) of positions that are still masked after the last step; u is uniform."""
+        """Return tokens (N) for positions that are still masked after the last step; u is uniform."""
 
     # ------------------------------------------------------------ the network
 
     def states(self, x_BL: Tensor, t_B: Tensor) -> Tensor:
-        """What the head multiplies (B, L, H)."""
+        """Return the inputs of the head (B, L, H)."""
         sigma_B = self.schedule.sigma(t_B) if self.time_conditioned else torch.zeros_like(t_B)
         return self.backbone.states(self.backbone.vocab_embed(x_BL), self.backbone.condition(sigma_B))
 
     def logits(self, h_NH: Tensor) -> Tensor:
-        """Logits (N, V) in fp32; the mask is never an answer."""
+        """Return logits (N, V) in fp32; the mask is never predicted."""
         logits_NV = self.backbone.head(h_NH).float()
         logits_NV[:, self.mask_id] = -torch.inf
         return logits_NV
@@ -169,9 +169,9 @@ class Absorbing(Method):
     # ------------------------------------------------------------ the bound
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
-        """An estimate of the bound's mean integrand over [t_min, 1], which leaves out the thousandth with the least noise.
+        """Estimate the mean integrand of the bound over [t_min, 1], which omits the thousandth with the least noise.
 
-        It is what training minimizes and held-out losses show; `likelihood` leaves nothing out.
+        Training minimizes this estimate and held-out losses report it; `likelihood` omits nothing.
         """
         o, t_B = self.config.objective, training_times(noise, self.config.objective)
         masked_BL = noise.uniform("mask", batch.tokens_BL.shape[1]) < 1 - self.schedule.alpha(t_B)[:, None]
@@ -180,19 +180,19 @@ class Absorbing(Method):
         return {"nelbo": reduce_loss(nelbo_BL, batch.mask_BL, o.reduction)}
 
     def costs(self, x0_BL: Tensor, masked_BL: Tensor, t_B: Tensor) -> Tensor:
-        """`cost` at masked positions, 0 at the others (B, L)."""
+        """Return `cost` at masked positions and 0 elsewhere (B, L)."""
         h_BLH = self.states(x0_BL.masked_fill(masked_BL, self.mask_id), t_B)
         cost_N = in_parts(self.cost, self.config.objective.ce_chunk, h_BLH[masked_BL], x0_BL[masked_BL])
         return cost_N.new_zeros(x0_BL.shape).masked_scatter(masked_BL, cost_N)
 
     @torch.no_grad()
     def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
-        """An unbiased estimate of the whole bound with one time per row: no cut at either end, and no large weights.
+        """Estimate the whole bound without bias from one time per row, without cutting either end and without large weights.
 
-        As an integral over the masked share m = 1 - alpha from 0 to 1 the bound is E[sum of costs] / m. Drawing m evenly would
-        give rare rows huge weights. Instead the number n of masked tokens is even on 1..L, and m the n-th smallest of L uniform
-        numbers, whose owners are masked: this pair has density n / L times that of the integral, hence the weight L / n.
-        Shares above 1 - eps, which the schedule never reaches, are shown to the network as t = 1.
+        As an integral over the masked share m = 1 - alpha from 0 to 1, the bound is E[sum of costs] / m. A uniform m would
+        give rare rows huge weights. Instead, the number n of masked tokens is uniform on 1..L, m is the n-th smallest of L
+        uniform numbers, and the positions up to it are masked: this pair has density n / L times that of the integral, hence
+        the weight L / n. Shares above 1 - eps, which the schedule never reaches, are passed to the network as t = 1.
         Padding is noised like text, as in training, but neither its cost nor its tokens count.
         """
         x0_BL = batch.tokens_BL
@@ -209,7 +209,7 @@ class Absorbing(Method):
 
     @torch.no_grad()
     def sample(self, sampler: Any, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None) -> Tensor:
-        """A token that is not masked never changes, so given ones are kept by not masking them."""
+        """Sample rows; unmasked tokens never change, so given tokens are simply not masked."""
         x_BL = torch.full((len(noise.rows), self.config.data.token_len), self.mask_id, device=noise.device)
         if given_BL is not None:
             x_BL = torch.where(given_BL >= 0, given_BL, x_BL)
@@ -230,23 +230,23 @@ class Absorbing(Method):
         return x_BL
 
     def sampling_states(self, sampler: Any) -> Callable[[Tensor, float], Tensor]:
-        """`states(x, t)` of one run of the sampler, all rows at the same time t."""
+        """Return the function `states(x, t)` of one sampler run, in which all rows have the same time t."""
         return lambda x_BL, t: self.states(x_BL, torch.full((len(x_BL),), t, device=x_BL.device))
 
     def prediction(self, x_BL: Tensor, h_BLH: Tensor) -> Tensor:
-        """The tokens so far, with the most probable ones in place of masks."""
+        """Return the tokens so far, with masks replaced by the most probable tokens."""
         masked_BL = x_BL == self.mask_id
         best_N = in_parts(lambda h: self.logits(h).argmax(-1), POSITIONS_AT_ONCE, h_BLH[masked_BL])
         return x_BL.masked_scatter(masked_BL, best_N)
 
     def step(self, sampler: AbsorbingSampler, x_BL: Tensor, h_BLH: Tensor, c: float, streams: RowStreams) -> Tensor:
-        """Some masks become tokens."""
+        """Unmask some positions."""
         if sampler.race_dtype == "exact":
             return self.two_stage_step(x_BL, h_BLH, c, streams)
         return self.race_step(x_BL, h_BLH, c, streams, getattr(torch, sampler.race_dtype))
 
     def two_stage_step(self, x_BL: Tensor, h_BLH: Tensor, c: float, streams: RowStreams) -> Tensor:
-        """Leave the mask with probability c sum_y w_y (at most 1), then y with probability w_y / sum: the step's exact law."""
+        """Unmask with probability c sum_y w_y (at most 1), then draw y with probability w_y / sum: the exact distribution."""
         masked_BL, (coin_BL, u_BL) = x_BL == self.mask_id, streams.uniform(2, x_BL.shape[1]).unbind(1)
         total_N = in_parts(self.total_weight, POSITIONS_AT_ONCE, h_BLH[masked_BL])
         leave_BL = coin_BL < torch.zeros_like(coin_BL).masked_scatter(masked_BL, c * total_N.double())
@@ -255,11 +255,11 @@ class Absorbing(Method):
         return x_BL
 
     def draw(self, h_NH: Tensor, u_N: Tensor) -> Tensor:
-        """Tokens with probability w_y / sum."""
+        """Draw tokens with probability w_y / sum."""
         return draw_tokens(self.weights(h_NH), u_N)
 
     def race_step(self, x_BL: Tensor, h_BLH: Tensor, c: float, streams: RowStreams, dtype: torch.dtype) -> Tensor:
-        """The same by a race, row after row: each draws as many numbers as its own masks need."""
+        """Draw a step by `race`, row by row; each row draws only the numbers that its own masks need."""
         x_BL = x_BL.clone()
         for x_L, h_LH, generator in zip(x_BL, h_BLH, streams.generators, strict=True):
             masked_L = x_L == self.mask_id

@@ -1,7 +1,7 @@
-"""AR: the shared transformer read left to right, one token after the other.
+"""AR: the shared transformer as an autoregressive language model.
 
-Symbols: x_i token i of a row. Every token is predicted from a start token and those before it; where rows of the data
-themselves begin with the start token, as those of published checkpoints do, it is given and not predicted.
+Symbols: x_i token i of a row. Every token is predicted from a start token and the tokens before it; if the rows of the
+data begin with the start token, as for published checkpoints, it is given and not predicted.
 Shapes: B batch, L tokens, H hidden width, V ids of the network, S positions it reads.
 """
 
@@ -33,8 +33,8 @@ from jpeg_dlm.nn.ddit import CausalTransformer
 from jpeg_dlm.rng import RowNoise
 
 FORBIDDEN = -1e6  # logit of the mask token (Duo); its probability is zero even in float64
-START_IDS = {"bert-base-uncased": 101, "gpt2": 50_256}  # [CLS] and <|endoftext|>, with which framed rows begin (MDLM, Duo)
-UNWRITTEN = 0  # shown for tokens to come: padding, which decodes to nothing, in BERT's, T5's and our own tokenizers
+START_IDS = {"bert-base-uncased": 101, "gpt2": 50_256}  # [CLS] and <|endoftext|>, which start framed rows (MDLM, Duo)
+UNWRITTEN = 0  # placeholder for tokens to come: the padding of BERT's, T5's and our own tokenizers, which decodes to nothing
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,9 @@ class ArConfig:
     heads: int = opt(12, "attention heads (MDLM)")
     mlp_ratio: float = opt(4.0, "feed-forward ratio (MDLM)")
     dropout: float = opt(0.1, "dropout of both branches of a layer (MDLM)")
-    mask_id: int = opt(
-        -1, "id that is never written; -1 adds a row for it after the tokenizer's own (MDLM: GPT-2 -1, BERT 103)"
-    )
+    mask_id: int = opt(-1, "id that is never sampled; -1 adds an id for it after the tokenizer's (MDLM: GPT-2 -1, BERT 103)")
     start_id: int = opt(
-        -1, "id with which rows begin, which is not predicted (MDLM: GPT-2 50256, BERT 101); -1 puts the mask before each row"
+        -1, "id that starts every row and is not predicted (MDLM: GPT-2 50256, BERT 101); -1 puts the mask before each row"
     )
 
     def checks(self, config: Config) -> Checks:
@@ -67,7 +65,7 @@ class ArConfig:
 
 @dataclass(frozen=True)
 class ArObjective:
-    """How the loss is summed."""
+    """Reduction of the loss."""
 
     reduction: Literal["token_mean", "sequence_sum"] = opt(
         "token_mean", "mean over tokens (MDLM, Duo), or sum over a row's tokens and mean over rows"
@@ -80,14 +78,14 @@ class ArObjective:
 
 @dataclass(frozen=True)
 class ArSampler:
-    """How the next token is drawn."""
+    """Options for drawing the next token."""
 
     temperature: float = opt(1.0, "divides the logits; 0 takes the most probable token")
     top_k: int = opt(0, "draw from this many most probable tokens only; 0 is off")
     top_p: float = opt(
         1.0, "draw from the fewest tokens with at least this probability; 1 is off (paper: nucleus, p not stated)"
     )
-    kv_cache: bool = opt(True, "keep keys and values; false reads the whole prefix again for each token (paper's speed 1.00)")
+    kv_cache: bool = opt(True, "cache keys and values; false reads the whole prefix for each token (paper's speed 1.00)")
 
     def checks(self, config: Config) -> Checks:
         return [
@@ -97,7 +95,7 @@ class ArSampler:
         ]
 
     def label(self) -> str:
-        """As tables name it."""
+        """Return the name in tables."""
         parts = ["KV cache" if self.kv_cache else "no KV cache"]
         if self.temperature == 0:
             return ", ".join(["greedy", *parts])
@@ -107,7 +105,7 @@ class ArSampler:
         return ", ".join(parts)
 
     def evaluations(self, token_len: int) -> int:
-        """One for each token."""
+        """Return the network evaluations of one sample: one per token."""
         return token_len
 
 
@@ -125,7 +123,7 @@ class Ar(Method):
         vocab_size = config.data.vocab_size
         ids, self.mask_id = (vocab_size + 1, vocab_size) if m.mask_id == -1 else (vocab_size, m.mask_id)
         self.backbone = CausalTransformer(ids, m.hidden, m.depth, m.heads, m.mlp_ratio, m.dropout)
-        # One of the two is 1: positions that stand before a row, or positions of a row that are not predicted.
+        # Exactly one is 1: positions before a row, or positions of a row that are not predicted.
         self.before, self.unpredicted = (1, 0) if m.start_id == -1 else (0, 1)
         self.loss_weights = {"ce": 1.0}
 
@@ -151,7 +149,7 @@ class Ar(Method):
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
         ids, sizes = ddit_sizes(tensors)
         if "cond_dim" in sizes:
-            raise CheckpointError("The file is of a diffusion model: its network reads a noise level, which AR does not have.")
+            raise CheckpointError("The file holds a diffusion model, whose network reads a noise level: load it as one.")
         data, special = replace(base.data, vocab_size=ids - 1), {"mask_id": -1}
         for tokenizer, vocab_size, mask_id in PAPER_TOKENIZERS.values():
             if ids == vocab_size + (mask_id == -1):
@@ -170,56 +168,56 @@ class Ar(Method):
 
     @torch.no_grad()
     def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
-        """The model's own, exact; a first token that is never predicted does not count."""
+        """Compute the exact likelihood; a first token that is never predicted does not count."""
         nll_BL, mask_BL = self._predicted(batch)
         mask_BL = torch.ones_like(nll_BL, dtype=torch.bool) if mask_BL is None else mask_BL
         return Likelihood((nll_BL.double() * mask_BL).sum(1), mask_BL.sum(1))
 
     def _predicted(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """NLL of the predicted tokens of each row, and which of them are real."""
+        """Return the NLL of the predicted tokens of each row, and the mask of the real ones."""
         nll_BL = self.token_nll(batch.tokens_BL)[:, self.unpredicted :]
         return nll_BL, None if batch.mask_BL is None else batch.mask_BL[:, self.unpredicted :]
 
     def token_nll(self, tokens_BL: Tensor) -> Tensor:
-        """-log p(x_i | x_<i) of rows of any length (B, L); 0 for a first token that is not predicted."""
+        """Return -log p(x_i | x_<i) for rows of any length (B, L), with 0 for a first token that is not predicted."""
         h_BSH = self.backbone.states(self._with_start(tokens_BL)[:, :-1])
         nll = token_loss.token_nll(self.logits, h_BSH, tokens_BL[:, self.unpredicted :], self.config.objective.ce_chunk)
         return F.pad(nll, (self.unpredicted, 0))
 
     def hidden_states(self, tokens_BL: Tensor) -> Tensor:
-        """What the head multiplies (B, L, H), at place i after reading x_0 to x_i."""
+        """Return the inputs of the head (B, L, H); position i has read x_0 to x_i."""
         return self.backbone.states(self._with_start(tokens_BL))[:, self.before :]
 
     def logits(self, h: Tensor) -> Tensor:
-        """States (..., H) to logits of the next token (..., V)."""
+        """Map states (..., H) to logits of the next token (..., V)."""
         logits = self.backbone.head(h)
         logits[..., self.mask_id] = FORBIDDEN
         return logits
 
     def _with_start(self, tokens_BL: Tensor) -> Tensor:
-        """What the network reads (B, S)."""
+        """Return the input of the network (B, S)."""
         return F.pad(tokens_BL, (self.before, 0), value=self.mask_id)
 
     # ------------------------------------------------------------ writing
 
     @torch.no_grad()
     def sample(self, sampler: ArSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None) -> Tensor:
-        """Exactly L tokens a row: an end token is a token like any other."""
+        """Sample exactly L tokens per row; an end token does not stop a row."""
         B, L = len(noise.rows), self.config.data.token_len
         if given_BL is None:
             given_BL = torch.full((B, L), FREE, device=noise.device)
         if self.unpredicted:
             given_BL = torch.cat([replace_free(given_BL[:, :1], self.config.model.start_id), given_BL[:, 1:]], dim=1)
-        # All at once, so that a row's numbers do not depend on what its neighbors are given.
+        # Drawn all at once, so that a row's numbers do not depend on the given tokens of its neighbors.
         u_BL = noise.streams("sample").uniform(L)
         read_BS = self._with_start(replace_free(given_BL, UNWRITTEN))
-        tokens_BL, free_BL = read_BS[:, self.before :], given_BL == FREE  # the first is a view: what is written is read
+        tokens_BL, free_BL = read_BS[:, self.before :], given_BL == FREE  # tokens_BL is a view of read_BS
         cache = self.backbone.new_cache(B, read_BS.shape[1]) if sampler.kv_cache else None
         for i, anything_free in enumerate(free_BL.any(0).tolist()):
             if watch:
                 watch(i, L, i / L, tokens_BL.clone)
             if anything_free:
-                # Given tokens since the last evaluation, such as a prompt, are read together.
+                # Read all given tokens since the last evaluation, such as a prompt, at once.
                 start = cache[0].length if cache else 0
                 h_BSH = self.backbone.states(read_BS[:, start : i + self.before], cache)
                 p_BV = next_token_probabilities(self.logits(h_BSH[:, -1]), sampler)
@@ -230,12 +228,12 @@ class Ar(Method):
 
 
 def replace_free(given: Tensor, value: int) -> Tensor:
-    """Given ids, with `value` where there is none."""
+    """Return the given ids with `value` at free positions."""
     return given.masked_fill(given == FREE, value)
 
 
 def next_token_probabilities(logits_BV: Tensor, sampler: ArSampler) -> Tensor:
-    """What the next token is drawn from, in float64: temperature, then the k most probable, then the nucleus of these."""
+    """Return next-token probabilities in float64: temperature, then top-k, then top-p of the remaining tokens."""
     logits_BV = logits_BV.double()
     if sampler.temperature == 0:
         return F.one_hot(logits_BV.argmax(-1), logits_BV.shape[-1]).double()

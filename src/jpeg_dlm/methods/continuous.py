@@ -1,4 +1,4 @@
-"""What the systems share that run the transformer of `nn.ddit` on vectors instead of masked tokens: LangFlow and FLM."""
+"""Shared configuration of LangFlow and FLM, which run the transformer of `nn.ddit` on vectors instead of tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jpeg_dlm.methods.discrete import PAPER_TOKENIZERS, NetworkConfig, ddit_mode
 
 
 def adapted(base: Config, name: str, objective: Any, sampler: Any) -> Config:
-    """A system of this kind under a preset of JPEG-DLM: the comparison's recipe, or the small preset's own budget."""
+    """Adapt such a system to a preset of JPEG-DLM: the recipe of the comparison, or the budget of a small preset."""
     return replace(
         base, method=name, data=paper_data(base)[0], model=NetworkConfig(**ddit_model(base)), objective=objective,
         train=ddit_training(base), sampler=sampler,
@@ -21,7 +21,7 @@ def adapted(base: Config, name: str, objective: Any, sampler: Any) -> Config:
 
 
 def published_config(tensors: Mapping[str, Tensor], base: Config) -> Config:
-    """`base` with the sizes of a published checkpoint; its number of ids tells its tokenizer and so its length."""
+    """Return `base` with the sizes of a published checkpoint; its vocabulary size identifies tokenizer and row length."""
     vocab, sizes = ddit_sizes(tensors)
     data = replace(base.data, vocab_size=vocab)
     for preset, (tokenizer, ids, _) in PAPER_TOKENIZERS.items():

@@ -1,4 +1,4 @@
-"""COSMOS: diffusion in the latent space of a codec that was trained before it and stays as it is (2506.21170).
+"""COSMOS: diffusion in the latent space of a codec that is trained first and then frozen (2506.21170).
 
 This is stage two; stage one is `methods.cosmos_codec`. Time runs from data (t = 0) to noise (t = 1).
 Shapes: B batch, L tokens, N latents, D latent width.
@@ -28,7 +28,7 @@ from jpeg_dlm.rng import RowNoise
 
 
 class Cosmos(Method):
-    """The diffusion model with its frozen codec. `encoder` may be None for a model that only samples."""
+    """The diffusion model and its frozen codec. `encoder` may be None for a model that only samples."""
 
     title = "COSMOS"
     groups = GROUPS
@@ -56,7 +56,7 @@ class Cosmos(Method):
         return cosmos_preset(base)
 
     def train(self, mode: bool = True) -> Self:
-        """The frozen codec never drops anything."""
+        """Set the mode of the network; the frozen codec stays in eval mode, without dropout."""
         super().train(mode)
         self.codec.eval()
         return self
@@ -69,13 +69,13 @@ class Cosmos(Method):
 
     def start_from(self, stage: Method, batches: Iterable[Batch]) -> None:
         if not isinstance(stage, CosmosCodec):
-            raise UsageError(f"COSMOS begins with the codec of its own first stage, not with {stage.title}.")
+            raise UsageError(f"COSMOS starts from the codec of its own first stage, not from {stage.title}.")
         copy_tensors(self.codec.state_dict(), stage.codec.state_dict(), "the first stage")
         self.measure(batches)
 
     @torch.no_grad()
     def measure(self, batches: Iterable[Batch]) -> None:
-        """Mean and deviation of every coordinate of the latents over `batches`, the same rows on every process."""
+        """Set the mean and scale of every latent coordinate from `batches`, which are the same on every process."""
         count, total, squares = 0, torch.zeros(()), torch.zeros(())
         for batch in batches:
             z_BND = self.latents(batch).double().cpu()
@@ -85,7 +85,7 @@ class Cosmos(Method):
         mean = total / count
         scale = (squares / count - mean.square()).clamp_min(VARIANCE_FLOOR).rsqrt()
         for buffer, value in ((self.latent_mean, mean), (self.latent_scale, scale)):
-            buffer.copy_(all_mean(value.to(buffer)))  # equal already but for the rounding of unequal devices
+            buffer.copy_(all_mean(value.to(buffer)))  # already equal up to rounding on different devices
 
     # ------------------------------------------------------------ training
 
@@ -102,7 +102,7 @@ class Cosmos(Method):
         return {"x0": F.mse_loss(self.predict(z_t, t, s), z_0)}
 
     def predict(self, z_t: Tensor, t: Tensor, s: Tensor | None = None) -> Tensor:
-        """The clean standardized latents behind z_t at times t (B), given an earlier prediction s (None: zeros)."""
+        """Predict the clean standardized latents from z_t at times t (B), given an earlier prediction s (None: zeros)."""
         return self.network(z_t, t, s)
 
     # ------------------------------------------------------------ sampling
@@ -119,10 +119,10 @@ class Cosmos(Method):
 
     @torch.no_grad()
     def sample_latents(self, sampler: CosmosSampler, noise: RowNoise, watch: Watch | None = None) -> Tensor:
-        """Euler steps of the reverse SDE, each self-conditioned on the prediction before; the last adds no noise."""
+        """Run Euler steps of the reverse SDE, each self-conditioned on the previous prediction; the last adds no noise."""
         draw, shape = noise.streams("sample"), self.latent_mean.shape
         times = torch.linspace(1, sampler.t_end, sampler.steps + 1, dtype=torch.float64).tolist()
-        mean, std, x0 = torch.zeros(()), 1.0, None  # before the first step there is noise alone
+        mean, std, x0 = torch.zeros(()), 1.0, None  # the first state is pure noise
         for step, (t, after) in enumerate(pairwise(times)):
             z = mean + std * draw.normal(*shape)
             x0 = self.predict(z, torch.full((len(z),), t, device=z.device), x0)
@@ -134,7 +134,7 @@ class Cosmos(Method):
     # ------------------------------------------------------------ the codec
 
     def latents(self, batch: Batch) -> Tensor:
-        """Clean text to latents on the codec's own scale."""
+        """Encode clean text to unstandardized latents."""
         return self.codec.compressor(self.features(batch), batch.mask_BL)
 
     def standardize(self, z: Tensor) -> Tensor:
@@ -145,21 +145,21 @@ class Cosmos(Method):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Tensor:
-        """Clean text to standardized latents (B, N, D)."""
+        """Encode clean text to standardized latents (B, N, D)."""
         return self.standardize(self.latents(batch))
 
     def greedy(self, z_standardized: Tensor) -> Tensor:
-        """Standardized latents to the most probable tokens."""
+        """Decode standardized latents to the most probable tokens."""
         return self.codec.greedy(self.unstandardize(z_standardized))
 
     @torch.no_grad()
     def reconstruction(self, batch: Batch) -> Tensor:
-        """Share of real tokens that come back from their own latents."""
+        """Return the share of real tokens that are reconstructed from their own latents."""
         return masked_mean((self.greedy(self.encode(batch)) == batch.tokens_BL).float(), batch.mask_BL)
 
     def latent_space(self, batch: Batch) -> Latents:
         def predict(z_t: Tensor, t: float) -> Tensor:
-            """By the state of its own path with the same SNR."""
+            """Predict from the state of COSMOS's own path with the same SNR."""
             time = torch.full((len(z_t),), self.schedule.time((1 - t) / t), device=z_t.device)
             return self.predict(z_t / math.hypot(t, 1 - t), time)
 

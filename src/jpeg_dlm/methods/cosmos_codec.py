@@ -1,6 +1,6 @@
-"""Stage one of COSMOS: an autoencoder of frozen text features whose latents are made robust by augmentations.
+"""Stage one of COSMOS: an autoencoder of frozen text features, trained with augmentations for robust latents.
 
-Compressor, decompressor and token projection are those of JPEG-DLM (paper); what differs is how they are trained.
+Compressor, decompressor and token projection are those of JPEG-DLM (paper); only the training differs.
 Shapes: B batch, L tokens, N latents, D latent width, F feature width.
 """
 
@@ -20,11 +20,11 @@ from jpeg_dlm.nn.perceiver import Compressor, Decompressor
 from jpeg_dlm.nn.token_loss import token_nll
 from jpeg_dlm.rng import RowNoise
 
-VARIANCE_FLOOR = 1e-4  # keeps a dead coordinate from being blown up by standardization (COSMOS)
+VARIANCE_FLOOR = 1e-4  # keeps standardization from blowing up a dead coordinate (COSMOS)
 
 
 class Codec(nn.Module):
-    """Features to latents, latents to features, features to logits."""
+    """Maps features to latents, latents to features, and features to logits."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -39,16 +39,16 @@ class Codec(nn.Module):
         self.lm_head = nn.Linear(m.proj_dim, config.data.vocab_size)
 
     def project(self, h: Tensor) -> Tensor:
-        """Features to logits through two linears and a GELU."""
+        """Map features to logits through two linear layers with a GELU between them."""
         return self.lm_head(F.gelu(self.unembed_proj(h)))
 
     def greedy(self, z_BND: Tensor) -> Tensor:
-        """The most probable tokens of latents on their own scale."""
+        """Decode unstandardized latents to the most probable tokens."""
         return self.project(self.decompressor(z_BND)).argmax(-1)
 
 
 class CosmosCodec(Method):
-    """The codec with its training; it writes no text."""
+    """Training of the codec, which does not generate text."""
 
     title = "COSMOS codec"
     groups = GROUPS
@@ -81,10 +81,10 @@ class CosmosCodec(Method):
         }
 
     def corrupt(self, h_BLF: Tensor, mask_BL: Tensor | None, noise: RowNoise) -> tuple[Tensor, Tensor]:
-        """Features and mask as the compressor sees them.
+        """Return the augmented features and mask for the compressor.
 
-        The first rows of the global batch have tokens hidden, the next ones noisy features. A hidden token is one that is
-        not attended to: COSMOS means to zero its features too, but its code overwrites that.
+        The first rows of the global batch have hidden tokens, the next ones noisy features. Hidden tokens are not attended
+        to; COSMOS intends to zero their features too, but its code overwrites that.
         """
         o: CosmosObjective = self.config.objective
         total = noise.total or len(noise.rows)
@@ -99,13 +99,13 @@ class CosmosCodec(Method):
 
     @torch.no_grad()
     def reconstruction(self, batch: Batch) -> Tensor:
-        """Share of real tokens that come back from their own latents, without augmentation."""
+        """Return the share of real tokens that are reconstructed from their own latents, without augmentation."""
         z_BND = self.codec.compressor(self.features(batch), batch.mask_BL)
         return masked_mean((self.codec.greedy(z_BND) == batch.tokens_BL).float(), batch.mask_BL)
 
     @torch.no_grad()
     def latent_space(self, batch: Batch) -> Latents:
-        """Standardized by this batch, coordinate by coordinate, as stage two will do it once and for all."""
+        """Return latents standardized per coordinate with the statistics of this batch; stage two fixes the statistics."""
         z_BND = self.codec.compressor(self.features(batch), batch.mask_BL).float()
         mean_ND = all_mean(z_BND.mean(0))
         std_ND = all_mean((z_BND - mean_ND).square().mean(0)).clamp_min(VARIANCE_FLOOR).sqrt()
@@ -114,7 +114,7 @@ class CosmosCodec(Method):
     def sample(
         self, sampler: CosmosSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
     ) -> Tensor:
-        raise UsageError("The codec of COSMOS does not generate text: train --method cosmos, which begins with it.")
+        raise UsageError("The codec of COSMOS does not generate text: train --method cosmos, which starts with it.")
 
     def parameter_groups(self) -> list[ParameterGroup]:
         trainable = {name: p for name, p in self.named_parameters() if p.requires_grad}

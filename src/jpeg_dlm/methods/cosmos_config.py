@@ -1,6 +1,6 @@
-"""Options of COSMOS, which its two stages share, and how they follow from a preset of JPEG-DLM.
+"""Options of COSMOS, shared by its two stages, and their values under a preset of JPEG-DLM.
 
-(COSMOS) marks what its public code does, (paper) what the comparison with JPEG-DLM states.
+(COSMOS) marks values of its public code, (paper) values stated in the comparison with JPEG-DLM.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PAPER_PRESETS = ("lm1b", "owt1024", "owt128")
 
 @dataclass(frozen=True)
 class CosmosModel:
-    """Sizes of the codec, which are JPEG-DLM's (paper), and of the diffusion network."""
+    """Sizes of the codec, as in JPEG-DLM (paper), and of the diffusion network."""
 
     latent_len: int = opt(64, "N, latent positions; the rate r is N / L (paper: 128, 64, 32, 16)")
     latent_dim: int = opt(512, "D, latent width (paper)")
@@ -52,11 +52,11 @@ class CosmosModel:
 
 @dataclass(frozen=True)
 class CosmosObjective:
-    """Augmentations and budget of stage one, noise and self-conditioning of stage two."""
+    """Augmentations and budget of stage one; noise and self-conditioning of stage two."""
 
-    codec_steps: int = opt(0, "optimizer steps of stage one; 0 is as many as stage two's, train.steps (COSMOS: 200k)")
+    codec_steps: int = opt(0, "optimizer steps of stage one; 0: train.steps, as in stage two (COSMOS: 200k)")
     codec_clip: float = opt(10.0, "largest gradient norm of stage one (COSMOS)")
-    mask_share: float = opt(0.5, "share of rows some of whose tokens are hidden from the compressor (paper)")
+    mask_share: float = opt(0.5, "share of rows in which some tokens are hidden from the compressor (paper)")
     mask_prob: float = opt(0.3, "probability of hiding a token of those rows (paper)")
     noise_share: float = opt(0.5, "share of rows whose features get Gaussian noise (paper)")
     noise_scale: float = opt(0.7, "delta in delta * h + sqrt(1 - delta**2) * eps of those rows (paper)")
@@ -87,7 +87,7 @@ class CosmosObjective:
 
 @dataclass(frozen=True)
 class CosmosSampler:
-    """How noise becomes tokens."""
+    """Options of the reverse SDE and of decoding."""
 
     steps: int = opt(200, "Euler steps of the reverse SDE (paper)")
     t_end: float = opt(0.05, "time at which the reverse SDE ends; it begins at 1 (COSMOS)")
@@ -100,11 +100,11 @@ class CosmosSampler:
         ]
 
     def label(self) -> str:
-        """As tables name it."""
+        """Return the name in tables."""
         return f"{self.steps} SDE steps"
 
     def evaluations(self, token_len: int) -> int:
-        """Network evaluations of one sample."""
+        """Return the network evaluations of one sample."""
         return self.steps
 
 
@@ -112,24 +112,24 @@ GROUPS: dict[str, type] = {"model": CosmosModel, "objective": CosmosObjective, "
 
 
 def cosmos_preset(base: Config) -> Config:
-    """COSMOS under a preset: JPEG-DLM's data, encoder and sizes, with COSMOS's own recipe at the paper's sizes."""
+    """Adapt COSMOS to a preset: JPEG-DLM's data, encoder and sizes, with COSMOS's own recipe at the paper's sizes."""
     model = CosmosModel(**{f.name: getattr(base.model, f.name) for f in fields(CosmosModel)})
     objective, train = CosmosObjective(ce_chunk=base.objective.ce_chunk), base.train
     if base.preset in PAPER_PRESETS:
         objective = replace(objective, codec_steps=200_000)
-        batch, accumulation = (64, 1) if base.data.token_len <= 128 else (16, 4)  # 512 rows a step on 8 devices (COSMOS)
+        batch, accumulation = (64, 1) if base.data.token_len <= 128 else (16, 4)  # 512 rows per step on 8 devices (COSMOS)
         train = replace(
             train, steps=500_000, batch=batch, accumulation=accumulation, lr=2e-4, codec_lr=2e-4, beta2=0.98,
             adam_eps=1e-6, weight_decay=1e-5, clip=1.0, warmup=1000, schedule="constant", ema=0.9999,
         )  # fmt: skip
-    encoder = replace(base.encoder, scale="per_channel")  # (COSMOS); also right for layers whose scale is not ELF's constant
+    encoder = replace(base.encoder, scale="per_channel")  # (COSMOS); also correct for layers with another scale than ELF's
     return replace(
         base, method="cosmos", encoder=encoder, model=model, objective=objective, train=train, sampler=CosmosSampler()
     )
 
 
 def codec_stage(config: Config) -> Config:
-    """Stage one of a run of COSMOS."""
+    """Return the config of stage one of a run of COSMOS."""
     o, train = config.objective, config.train
     floor = 0.5 if config.preset in PAPER_PRESETS else 0.0  # (COSMOS: from 2e-4 to 1e-4)
     train = replace(train, steps=o.codec_steps or train.steps, clip=o.codec_clip, schedule="cosine", lr_floor=floor)

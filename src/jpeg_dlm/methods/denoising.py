@@ -1,7 +1,7 @@
-"""How one prediction of clean latents compares with the best that a matrix could give: the Wiener filter of their covariance.
+"""Compare the predicted clean latents with the best linear estimate, the Wiener filter of their covariance.
 
-States are those of the linear path, z_t = t z + (1 - t) eps. A network that has learned nothing beyond means and
-covariances has the error of the filter, a ratio of 1; what makes text is below. Nothing here talks to other processes.
+States are on the linear path z_t = t z + (1 - t) eps. A network that has learned only means and covariances has the error
+of the filter, a ratio of 1; models that write text are below 1. Nothing here communicates with other processes.
 Shapes: B rows, N latents, D latent width; G groups of K coordinates that are filtered together, S rows to fit on.
 """
 
@@ -20,26 +20,26 @@ from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.rng import RowNoise
 
 TIMES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-JOINT_SIZE = 1024  # N * D up to which all coordinates are filtered together: its spectrum takes a second of one core (measured)
-VARIANCE_PART = 4  # one row of so many gives variances (assumed)
+JOINT_SIZE = 1024  # largest N * D whose coordinates are filtered together: the spectrum takes one core a second (measured)
+VARIANCE_PART = 4  # one row in four is used for variances (assumed)
 
 
 @dataclass(frozen=True)
 class LinearDenoiser:
-    """The best linear estimate of z from z_t, given means and, in each group, principal directions with their variances."""
+    """The best linear estimate of z from z_t, given the means, principal directions and variances of each group."""
 
     mean_GK: Tensor
-    directions_GKK: Tensor  # columns, in rising order of
+    directions_GKK: Tensor  # columns, in ascending order of variance
     variances_GK: Tensor
-    spectrum_GK: Tensor  # variances as the rows that gave the directions have them, which spread too far
+    spectrum_GK: Tensor  # variances of the rows that the directions were fitted on, which are too spread out
 
     @property
     def joint(self) -> bool:
-        """Whether all coordinates of a row are filtered together, and not those of each position."""
+        """True if all coordinates of a row are filtered together, False if each position is filtered separately."""
         return len(self.mean_GK) == 1
 
     def __call__(self, z_t_BND: Tensor, t: float) -> Tensor:
-        """mean + t C (t**2 C + (1 - t)**2 I)**-1 (z_t - t mean)."""
+        """Return mean + t C (t**2 C + (1 - t)**2 I)**-1 (z_t - t mean)."""
         v = self.variances_GK
         gain_GK = t * v / (t**2 * v + (1 - t) ** 2)
         with fp32_island(z_t_BND):
@@ -50,11 +50,11 @@ class LinearDenoiser:
 
 
 def fit_linear_denoiser(z_SND: Tensor, joint_size: int = JOINT_SIZE) -> LinearDenoiser:
-    """The filter of all coordinates together, or of each position where they are more than `joint_size`.
+    """Fit the filter of all coordinates together, or of each position if there are more than `joint_size` coordinates.
 
-    A spectrum spreads too far, the more so the fewer rows it is of. So the variances are those of some rows along the
-    directions of the others (Abadir, Distaso and Zikes 2014), in the order of the directions of all. On the latents of a
-    trained model this beat the covariance itself and Ledoit and Wolf's shrinkage at every t and number of rows (measured).
+    A sample spectrum is too spread out, more so with fewer rows. So the variances are measured on some rows along the
+    directions of the others (Abadir, Distaso and Zikes 2014), and sorted like the directions of all rows. On the latents of
+    a trained model this beat the sample covariance and Ledoit and Wolf's shrinkage at every t and number of rows (measured).
     """
     rows, positions, width = z_SND.shape
     groups = 1 if positions * width <= joint_size else positions
@@ -69,7 +69,7 @@ def fit_linear_denoiser(z_SND: Tensor, joint_size: int = JOINT_SIZE) -> LinearDe
 
 
 def _principal(x_SGK: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, rising, and eigenvectors of each group's covariance; not numbers where it is none, and no error."""
+    """Return ascending eigenvalues and eigenvectors of each group's covariance, or NaN if it is not finite."""
     cov_GKK = torch.einsum("sgk,sgj->gkj", x_SGK, x_SGK) / len(x_SGK)
     if not bool(cov_GKK.isfinite().all()):
         return torch.full_like(cov_GKK[..., 0], torch.nan), torch.full_like(cov_GKK, torch.nan)
@@ -78,7 +78,7 @@ def _principal(x_SGK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ranks(z_SND: Tensor, linear: LinearDenoiser) -> dict[str, float]:
-    """Effective rank of the latent vectors, and of whole rows where they are filtered together."""
+    """Return the effective rank of the latent vectors, and of whole rows if they are filtered together."""
     with fp32_island(z_SND):
         cov_DD = torch.cov(z_SND.float().flatten(0, 1).T, correction=0)
     found = {"rank": effective_rank(spectrum(cov_DD))}
@@ -86,9 +86,9 @@ def ranks(z_SND: Tensor, linear: LinearDenoiser) -> dict[str, float]:
 
 
 def compare_denoisers(parts: Iterable[tuple[Latents, Batch, RowNoise]], linear: LinearDenoiser) -> dict[str, float]:
-    """For each t: squared error over squared latents of network and filter, their ratio, right tokens of the prediction.
+    """Return, for each t, the relative squared errors of network and filter, their ratio, and the network's token accuracy.
 
-    The noise of a row is the same at every t, and for network and filter.
+    The noise of a row is the same at every t and for both network and filter.
     """
     network, filtered, right = (torch.zeros(len(TIMES), dtype=torch.float64) for _ in range(3))
     squares, real = 0.0, 0

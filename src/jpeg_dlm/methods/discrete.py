@@ -1,6 +1,6 @@
-"""What the systems on token ids share: their options, the noise schedule, stratified times, and drawing tokens.
+"""Shared parts of the systems on token ids: options, the noise schedule, stratified times, and drawing tokens.
 
-Sources are named as (MDLM), (SEDD), (Duo) for the three public code bases, (paper) for the comparison's own settings.
+Sources are (MDLM), (SEDD) and (Duo) for the three public code bases, and (paper) for the settings of the comparison.
 Shapes: B batch, L tokens, V vocabulary.
 """
 
@@ -19,24 +19,24 @@ from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.methods.base import masked_mean
 from jpeg_dlm.rng import RowNoise
 
-T_MIN_SAMPLING = 1e-5  # where samplers end (MDLM, SEDD, Duo)
+T_MIN_SAMPLING = 1e-5  # last time of samplers (MDLM, SEDD, Duo)
 
 PAPER_STEPS = {"lm1b": 128, "owt1024": 1024}  # sampling steps of all systems on the shared transformer (paper)
-POSITIONS_AT_ONCE = 1024  # assumed: while sampling, logits of so many positions exist at once (GPT-2's ids: 0.2 GB)
+POSITIONS_AT_ONCE = 1024  # assumed: positions whose logits exist at once while sampling (GPT-2's ids: 0.2 GB)
 
-# Tokenizer, number of ids and mask id of the paper's checkpoints; GPT-2 has no mask token, so a row is added for it.
+# Tokenizer, number of ids and mask id of the paper's checkpoints; GPT-2 has no mask token, so an id is added for it.
 PAPER_TOKENIZERS = {"lm1b": ("bert-base-uncased", 30_522, 103), "owt1024": ("gpt2", 50_257, -1)}
 
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Sizes of the shared transformer; its vocabulary is the tokenizer's."""
+    """Sizes of the shared transformer; its vocabulary is that of the tokenizer."""
 
     hidden: int = opt(768, "width (paper)")
     depth: int = opt(12, "layers (paper)")
     heads: int = opt(12, "attention heads (paper)")
     mlp_ratio: float = opt(4.0, "feed-forward ratio (MDLM)")
-    cond_dim: int = opt(128, "width of the noise level's embedding (MDLM)")
+    cond_dim: int = opt(128, "width of the noise level embedding (MDLM)")
     freq_dim: int = opt(256, "sinusoid width of the noise level (MDLM)")
     dropout: float = opt(0.1, "dropout of both branches of a layer (MDLM)")
 
@@ -49,7 +49,7 @@ class NetworkConfig:
         ]
 
     def arguments(self) -> dict[str, Any]:
-        """For the constructor of `DDiT`."""
+        """Return the keyword arguments of `DDiT`."""
         return {
             "hidden": self.hidden, "depth": self.depth, "heads": self.heads, "cond_dim": self.cond_dim,
             "freq_dim": self.freq_dim, "ratio": self.mlp_ratio, "dropout": self.dropout,
@@ -58,22 +58,22 @@ class NetworkConfig:
 
 @dataclass(frozen=True)
 class DditConfig(NetworkConfig):
-    """The shared transformer with a mask among its ids."""
+    """Sizes of the shared transformer with a mask token."""
 
-    mask_id: int = opt(-1, "id of the mask token; -1 adds a row for it after the tokenizer's own (MDLM: GPT-2 -1, BERT 103)")
+    mask_id: int = opt(-1, "id of the mask token; -1 adds an id for it after the tokenizer's (MDLM: GPT-2 -1, BERT 103)")
 
     def checks(self, config: Config) -> Checks:
         known = -1 <= self.mask_id < config.data.vocab_size
         return [*super().checks(config), (known, "model.mask_id must be -1 or an id of the tokenizer")]
 
     def with_mask(self, vocab_size: int) -> tuple[int, int]:
-        """(ids of the network, id of the mask) for a tokenizer of `vocab_size` ids."""
+        """Return (number of ids of the network, id of the mask) for a tokenizer with `vocab_size` ids."""
         return (vocab_size + 1, vocab_size) if self.mask_id == -1 else (vocab_size, self.mask_id)
 
 
 @dataclass(frozen=True)
 class DiscreteObjective:
-    """How the loss is drawn and summed."""
+    """Times and reduction of the loss."""
 
     t_min: float = opt(1e-3, "smallest time in training (MDLM, SEDD, Duo)")
     stratified: bool = opt(True, "one time in each of as many intervals as the global batch has rows (Duo); else independent")
@@ -90,16 +90,16 @@ class DiscreteObjective:
 
 
 def ddit_model(base: Config) -> dict[str, Any]:
-    """Sizes of the shared transformer that compare with a preset's DiT: same width, depth and heads."""
+    """Return sizes of the shared transformer that match a preset's DiT: same width, depth and heads."""
     m = base.model
-    small = base.preset not in PAPER_TOKENIZERS  # dropout would only hold back a run that never repeats much of its data
+    small = base.preset not in PAPER_TOKENIZERS  # no dropout, as short runs repeat little of their data
     sizes = {"hidden": m.hidden, "depth": m.depth, "heads": m.heads, "freq_dim": m.freq_dim}
     more = {"cond_dim": min(128, m.hidden), "dropout": 0.0 if small else 0.1}
     return sizes | more
 
 
 def paper_data(base: Config, tokenizer: str | None = None) -> tuple[DataConfig, int]:
-    """A preset's data with the tokenizer of the paper's comparison (or the one named), and that one's mask id."""
+    """Return a preset's data with the tokenizer of the paper's comparison (or the named one), and its mask id."""
     if base.preset not in PAPER_TOKENIZERS:
         return base.data, -1
     rows = {row[0]: row for row in PAPER_TOKENIZERS.values()}
@@ -108,10 +108,10 @@ def paper_data(base: Config, tokenizer: str | None = None) -> tuple[DataConfig, 
 
 
 def ddit_training(base: Config, steps: int = 1_000_000) -> TrainConfig:
-    """The recipe of MDLM and Duo at the paper's sizes; a small preset keeps its own budget and rate."""
+    """Return the recipe of MDLM and Duo at the paper's sizes; a small preset keeps its own budget and learning rate."""
     if base.preset not in PAPER_TOKENIZERS:
         return replace(base.train, weight_decay=0.0, ema_warmup=True)
-    batch, accumulation = (64, 1) if base.preset == "lm1b" else (16, 4)  # 512 rows a step on 8 devices
+    batch, accumulation = (64, 1) if base.preset == "lm1b" else (16, 4)  # 512 rows per step on 8 devices
     return replace(
         base.train, steps=steps, batch=batch, accumulation=accumulation, lr=3e-4, weight_decay=0.0, warmup=2500,
         schedule="constant", ema=0.9999, ema_warmup=True, seed=1,
@@ -119,15 +119,14 @@ def ddit_training(base: Config, steps: int = 1_000_000) -> TrainConfig:
 
 
 def sampler_steps(base: Config) -> int:
-    """Sampler steps under a preset: the paper's, or two a token for short rows, where more would mostly change nothing."""
+    """Return the sampler steps of a preset: the paper's, or two per token for short rows, where more change little."""
     return PAPER_STEPS.get(base.preset, min(128, 2 * base.data.token_len))
 
 
 def ddit_sizes(tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, int]]:
-    """(ids of the network, options of `DditConfig`) of a published checkpoint with names `backbone.*`, read from its tensors.
+    """Return (number of ids, options of `DditConfig`) from the tensors `backbone.*` of a published checkpoint.
 
-    The number of heads leaves no trace in the weights: published sizes have heads of 64 channels, so that is assumed
-    where it divides the width.
+    The weights do not determine the number of heads: published models have heads of 64 channels, so this is assumed.
     """
 
     def shape(name: str) -> tuple[int, ...]:
@@ -149,7 +148,7 @@ def ddit_sizes(tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, int]]:
 
 
 class LogLinear:
-    """alpha_t = 1 - (1 - eps) t: the share of tokens that noise has left alone, eps = 1e-3 (MDLM, SEDD, Duo)."""
+    """The schedule alpha_t = 1 - (1 - eps) t, the share of tokens without noise, with eps = 1e-3 (MDLM, SEDD, Duo)."""
 
     def __init__(self, eps: float = 1e-3) -> None:
         self.eps = eps
@@ -158,50 +157,50 @@ class LogLinear:
         return 1 - (1 - self.eps) * t
 
     def dalpha(self, t: Tensor) -> Tensor:
-        """d alpha / dt, a constant."""
+        """Return d alpha / dt, a constant."""
         return torch.full_like(t, self.eps - 1)
 
     def sigma(self, t: Tensor) -> Tensor:
-        """The total noise -log alpha, which networks are conditioned on."""
+        """Return the total noise -log alpha, which conditions the networks."""
         return -torch.log1p(-(1 - self.eps) * t)
 
     def dsigma(self, t: Tensor) -> Tensor:
         return (1 - self.eps) / self.alpha(t)
 
     def time(self, alpha: Tensor) -> Tensor:
-        """The inverse of `alpha`; above 1 for shares that the schedule never reaches."""
+        """Return the inverse of `alpha`, which is above 1 for shares that the schedule never reaches."""
         return (1 - alpha) / (1 - self.eps)
 
 
 def training_times(noise: RowNoise, objective: DiscreteObjective) -> Tensor:
-    """t (B) in [t_min, 1], stratified over the global batch or independent."""
+    """Draw t (B) in [t_min, 1], stratified over the global batch or independent."""
     u = noise.stratified("time") if objective.stratified else noise.uniform("time")
     return (1 - objective.t_min) * u + objective.t_min
 
 
 def sampling_times(steps: int) -> list[float]:
-    """From 1 down to the last time, evenly (MDLM, SEDD, Duo)."""
+    """Return evenly spaced times from 1 down to the last time (MDLM, SEDD, Duo)."""
     return torch.linspace(1, T_MIN_SAMPLING, steps + 1, dtype=torch.float64).tolist()
 
 
 def reduce_loss(nll_BL: Tensor, mask_BL: Tensor | None, reduction: str) -> Tensor:
-    """One number per batch; padding does not count."""
+    """Reduce the loss to one number per batch, without padding."""
     if reduction == "token_mean":
         return masked_mean(nll_BL, mask_BL)
     return (nll_BL if mask_BL is None else nll_BL * mask_BL).sum(1).mean()
 
 
 def draw_tokens(p: Tensor, u: Tensor) -> Tensor:
-    """A token for each distribution p (..., V), which need not be normalized, by inverting its sum at u (...) in [0, 1)."""
+    """Draw a token from each distribution p (..., V), normalized or not, by inverting its CDF at u (...) in [0, 1)."""
     total = p.double().cumsum(-1)
     end = total[..., -1:]
-    # Rounding may put u times the sum on the sum itself, behind which only tokens without probability lie.
+    # Rounding may turn u * sum into the sum itself, which would select a token of probability 0.
     place = (u.double()[..., None] * end).minimum(end.nextafter(torch.zeros_like(end)))
     return torch.searchsorted(total, place, right=True).squeeze(-1).clamp_max(p.shape[-1] - 1)
 
 
 def nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Logits with all but the fewest tokens of mass top_p struck; the one that crosses top_p stays (Holtzman et al.)."""
+    """Set logits outside the nucleus of mass top_p to -inf; the token that crosses top_p stays (Holtzman et al.)."""
     if top_p >= 1:
         return logits
     p, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
@@ -210,7 +209,7 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def in_parts(f: Callable[..., Tensor], size: int, *inputs: Tensor) -> Tensor:
-    """f over `size` rows at a time (0: all), each part computed again in backward, so that its logits need not be kept."""
+    """Apply f to `size` rows at a time (0: all) and recompute each part in backward, so that no logits are kept."""
     if size <= 0 or len(inputs[0]) <= size:
         return f(*inputs)
     parts = zip(*(x.split(size) for x in inputs), strict=True)

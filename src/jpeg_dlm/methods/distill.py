@@ -1,9 +1,9 @@
-"""Distillation: a student that takes in one evaluation a step for which its teacher takes several (ELF).
+"""Distillation: a student replaces several steps of its teacher with one (ELF).
 
-The teacher is a trained JPEG-DLM, or a student of more steps. Over an interval [t_s, t_t] of the student's grid it goes from
-z_s to z_t in sub-steps, and the student learns the one prediction that leads there at once,
+The teacher is a trained JPEG-DLM, or a student with more steps. Over an interval [t_s, t_t] of the student's grid, the
+teacher moves from z_s to z_t in sub-steps, and the student learns the single prediction that leads there in one step,
 x = z_s + (1 - t_s)/(t_t - t_s) (z_t - z_s). Only the denoising network is trained. Codec, token projection, statistics and
-the decode branch stay the teacher's, so a student is a JPEG-DLM with separate networks for its two branches.
+decode branch are the teacher's, so a student is a JPEG-DLM with separate networks for its two branches.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, copy_tensors
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm, build_dit
 from jpeg_dlm.rng import RowNoise
 
-NESTED = ("uniform", "quantile")  # grids of which every m-th time is the grid of m times fewer steps
+NESTED = ("uniform", "quantile")  # grids in which every m-th time forms the grid with m times fewer steps
 
 
 @dataclass(frozen=True)
 class DistillObjective(ObjectiveConfig):
-    """What the teacher was trained for, and how the student learns from it; sampler.steps is the student's number of steps."""
+    """The objective of the teacher and the options of distillation; sampler.steps is the number of the student's steps."""
 
     teacher: str = opt("", "model folder, run or checkpoint to learn from")
-    sub_steps: int = opt(4, "steps of the teacher for one of the student (ELF: 4 to 64)")
+    sub_steps: int = opt(4, "teacher steps per student step (ELF: 4 to 64)")
 
     def checks(self, config: Config) -> Checks:
         return [
             *super().checks(config),
             (bool(self.teacher), "a student needs a trained model to learn from: name it with --teacher"),
             (self.sub_steps >= 1, "objective.sub_steps must be at least 1"),
-            (not config.model.shared, "a student needs --model.shared false: its decode branch stays the teacher's"),
+            (not config.model.shared, "a student needs --model.shared false, as its decode branch is the teacher's"),
             (
                 config.sampler.grid in NESTED and config.sampler.solver == "euler",
-                f"a student steps by --sampler.solver euler on --sampler.grid {' or '.join(NESTED)}",
+                f"a student needs --sampler.solver euler and --sampler.grid {' or '.join(NESTED)}",
             ),
         ]
 
@@ -51,7 +51,7 @@ class DistillObjective(ObjectiveConfig):
 def continued(
     teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None, method: str, objective: type[ObjectiveConfig]
 ) -> Config:  # fmt: skip
-    """The config of a method that goes on from a trained JPEG-DLM, with its sizes, text, tokenizer and encoder."""
+    """Return the config of a method that continues from a trained JPEG-DLM, with its sizes, text, tokenizer and encoder."""
     if not isinstance(teacher.objective, ObjectiveConfig):
         raise UsageError(f"'{path}' holds a model of {teacher.method}: a student needs a teacher of jpeg-dlm.")
     plain = {f.name: getattr(teacher.objective, f.name) for f in fields(ObjectiveConfig)}
@@ -63,12 +63,12 @@ def continued(
 
 
 def jump_target(z_s: Tensor, z_t: Tensor, t_s: Tensor, t_t: Tensor) -> Tensor:
-    """The clean prediction at (z_s, t_s) whose straight line passes through z_t at t_t (ELF)."""
+    """Return the clean prediction at (z_s, t_s) whose straight path passes through z_t at t_t (ELF)."""
     return z_s + per_row((1 - t_s) / (t_t - t_s), z_s) * (z_t - z_s)
 
 
 class Distill(JpegDlm):
-    """The student. Its teacher's network is kept beside it while it trains, and left out of a model folder."""
+    """The student. It holds its teacher's network while it trains, which is not saved in a model folder."""
 
     title = "JPEG-DLM, distilled"
     groups = {"model": ModelConfig, "objective": DistillObjective, "sampler": SamplerConfig}
@@ -87,9 +87,9 @@ class Distill(JpegDlm):
 
     @classmethod
     def student_config(cls, teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None) -> Config:
-        """A student of a model with this config, by default of 4 steps, which learns from the teacher's own text.
+        """Return the config of a student of this teacher, by default with 4 steps, trained on the teacher's text.
 
-        A tenth of the teacher's steps and learning rate, since it begins where the teacher ended (assumed).
+        It uses a tenth of the teacher's steps and learning rate, since it starts from the teacher's weights (assumed).
         """
         config = continued(teacher, path, tokenizer, encoder, "distill", DistillObjective)
         s: SamplerConfig = teacher.sampler
@@ -104,7 +104,7 @@ class Distill(JpegDlm):
         return Path(config.objective.teacher)
 
     def start_from(self, stage: Method, batches: Iterable[Batch]) -> None:
-        """The student begins as its teacher."""
+        """Initialize the student with the weights of its teacher."""
         if not isinstance(stage, JpegDlm):
             raise UsageError(f"A student needs a teacher of jpeg-dlm, not of {stage.title}.")
         own = self.export_state()
@@ -118,7 +118,7 @@ class Distill(JpegDlm):
         self.teacher.load_state_dict(stage.dit.state_dict())
 
     def train(self, mode: bool = True) -> Self:
-        """What is frozen never drops anything."""
+        """Set the mode of the denoising network; frozen modules stay in eval mode, without dropout."""
         super().train(False)
         self.training = mode
         self.dit.train(mode)
@@ -141,7 +141,7 @@ class Distill(JpegDlm):
         return self.config.objective.sub_steps
 
     def sub_times(self, noise: RowNoise) -> tuple[Tensor, Tensor]:
-        """(the teacher's grid, the place in it of each row's t_s): one of the student's own times, all equally likely."""
+        """Return the teacher's grid and the index in it of each row's t_s, a uniformly drawn time of the student's grid."""
         s: SamplerConfig = self.config.sampler
         times = make_grid(s.grid, s.steps * self.sub_steps, s.grid_mean, s.grid_std, noise.shared("grid"))
         interval = (noise.uniform("interval") * s.steps).long()
@@ -149,13 +149,13 @@ class Distill(JpegDlm):
 
     @torch.no_grad()
     def earlier_prediction(self, z_s: Tensor, t_s: Tensor, w: Tensor, noise: RowNoise) -> Tensor:
-        """What the step is self-conditioned on: nothing at t = 0 and in some other rows, else the teacher's own guess."""
+        """Return the self-conditioning input: zeros at t = 0 and in some other rows, else the teacher's prediction."""
         none = (t_s == 0) | (noise.uniform("self_condition") >= self.config.objective.sc_prob)
         return self.teacher(z_s, t_s, None, w) * per_row(~none, z_s)
 
     @torch.no_grad()
     def by_teacher(self, z: Tensor, s: Tensor, w: Tensor, times: Tensor, first: Tensor) -> Tensor:
-        """z_t: Euler steps of the teacher over each row's interval, each conditioned on the prediction before."""
+        """Return z_t after the teacher's Euler steps over each row's interval, each conditioned on the previous prediction."""
         for m in range(self.sub_steps):
             t, u = times[first + m], times[first + m + 1]
             s = self.teacher(z, t, s, w)
@@ -163,7 +163,7 @@ class Distill(JpegDlm):
         return z
 
     def after_step(self, step: int, total: int) -> None:
-        """The target compressor is the teacher's."""
+        """Do nothing: the target compressor is the teacher's."""
 
     # ------------------------------------------------------------ files and optimization
 

@@ -1,9 +1,9 @@
-"""Duo: discrete diffusion whose noise is other tokens, with training steps in which it is seen as Gaussian.
+"""Duo: uniform-state discrete diffusion, trained first on its Gaussian relaxation.
 
-Symbols: alpha_t share of tokens that noise has left alone, x_t noisy tokens, x_theta the network's distribution of the clean
-token, K ids of the process. A token stays with probability alpha_t, else it is one of all K ids, itself included.
-In the bound and in the posterior x_theta takes the place of a prior that the position's own x_t then updates: the best
-network predicts a token from the others alone, not from all of x_t.
+Symbols: alpha_t share of tokens without noise, x_t noisy tokens, x_theta the network's distribution of the clean token,
+K ids of the process. A token stays with probability alpha_t, else it is drawn uniformly from all K ids, itself included.
+In the bound and the posterior, x_theta acts as a prior that the position's own x_t then updates: the best network predicts
+a token from the other positions only, not from all of x_t.
 Shapes: B batch, L tokens, K ids, N positions, H hidden width.
 """
 
@@ -46,19 +46,19 @@ from jpeg_dlm.nn.ddit import DDiT
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.rng import RowNoise
 
-BELOW_ONE = math.nextafter(1, 0)  # at 1 the last id would be drawn, however improbable
-MOST_EXTRA = 128  # assumed: a checkpoint with more ids beyond the tokenizer's belongs to another tokenizer
+BELOW_ONE = math.nextafter(1, 0)  # 1 would always draw the last id, however improbable
+MOST_EXTRA = 128  # assumed: a checkpoint with more extra ids belongs to another tokenizer
 
 # Duo: Gaussian levels of the curriculum; alpha falls from 0.942 to 0.049 and from 0.945 to 0.049.
 PAPER_GAMMAS = {"lm1b": (-3.5, -1.75), "owt1024": (-3.55, -1.85)}
-CURRICULUM_ALPHAS = (0.945, 0.05)  # the span that other vocabularies get
+CURRICULUM_ALPHAS = (0.945, 0.05)  # range of alpha for other vocabularies
 
 
 @dataclass(frozen=True)
 class DuoModel(NetworkConfig):
-    """The shared transformer over the tokenizer's ids and any that a checkpoint has beyond them."""
+    """Sizes of the shared transformer, whose ids may exceed the tokenizer's."""
 
-    extra_ids: int = opt(0, "ids of the process after the tokenizer's, never written (Duo: GPT-2 gets 1, an unused pad)")
+    extra_ids: int = opt(0, "extra ids of the process after the tokenizer's, never sampled (Duo: 1 for GPT-2, an unused pad)")
 
     def checks(self, config: Config) -> Checks:
         return [
@@ -69,14 +69,14 @@ class DuoModel(NetworkConfig):
 
 @dataclass(frozen=True)
 class DuoObjective(DiscreteObjective):
-    """The bound, and the first part of training that replaces its tokens by softened Gaussian latents."""
+    """The bound, and the curriculum, which replaces tokens by softened Gaussian latents in the first part of training."""
 
     curriculum: Literal["none", "simple"] = opt(
         "simple", "Gaussian latents in the first part of training (Duo), or tokens only"
     )
-    curriculum_steps: int = opt(0, "steps of that part; 0 is half of train.steps (Duo: 500k of 1M)")
-    gamma_min: float = opt(0.0, "its lowest noise (Duo: LM1B -3.5, OWT -3.55); both 0: where alpha is 0.945 for the vocabulary")
-    gamma_max: float = opt(0.0, "its highest noise (Duo: LM1B -1.75, OWT -1.85); both 0: where alpha is 0.05")
+    curriculum_steps: int = opt(0, "steps of the curriculum; 0 is half of train.steps (Duo: 500k of 1M)")
+    gamma_min: float = opt(0.0, "its lowest noise level (Duo: LM1B -3.5, OWT -3.55); both 0: the level with alpha = 0.945")
+    gamma_max: float = opt(0.0, "its highest noise level (Duo: LM1B -1.75, OWT -1.85); both 0: the level with alpha = 0.05")
     tau: float = opt(1e-3, "temperature of the softmax that the network sees in place of the argmax (Duo)")
 
     def checks(self, config: Config) -> Checks:
@@ -92,13 +92,13 @@ class DuoObjective(DiscreteObjective):
 
 @dataclass(frozen=True)
 class DuoSampler:
-    """Ancestral sampling: at every step every token may change."""
+    """Ancestral sampling, in which every token may change at every step."""
 
     steps: int = opt(128, "steps of equal time (paper: 128 on LM1B, 1024 on OWT)")
     final: Literal["ancestral", "greedy"] = opt(
-        "ancestral", "last evaluation: a draw from the posterior of clean tokens, or the most probable token everywhere (Duo)"
+        "ancestral", "last evaluation: draw from the posterior of clean tokens, or take the most probable tokens (Duo)"
     )
-    top_p: float = opt(1.0, "the network's distribution is cut to the fewest tokens of this mass; 1 is off (Duo)")
+    top_p: float = opt(1.0, "nucleus sampling: keep the fewest tokens with this probability mass; 1 is off (Duo)")
 
     def checks(self, config: Config) -> Checks:
         return [
@@ -111,13 +111,13 @@ class DuoSampler:
         return f"{self.steps} steps{greedy}" + (f", top-p {self.top_p:g}" if self.top_p < 1 else "")
 
     def evaluations(self, token_len: int) -> int:
-        """One a step, and the last one at the end of time."""
+        """Return the network evaluations of one sample: one per step and a final one."""
         return self.steps + 1
 
 
 @dataclass(frozen=True)
 class Noised:
-    """Rows at their times: the tokens x_t, what the network sees of them (ids, or distributions), alpha and d alpha / dt."""
+    """Noisy rows: the tokens x_t, the network's input (ids or distributions), alpha and d alpha / dt."""
 
     x_t_BL: Tensor
     seen: Tensor
@@ -126,7 +126,7 @@ class Noised:
 
 
 class Duo(Method):
-    """One transformer; likelihood and sampler never see the curriculum."""
+    """The whole system; only training uses the curriculum, likelihood and sampler do not."""
 
     title = "Duo"
     groups = {"model": DuoModel, "objective": DuoObjective, "sampler": DuoSampler}
@@ -187,13 +187,13 @@ class Duo(Method):
         return {"nelbo": reduce_loss(nats_BL, batch.mask_BL, o.reduction).float()}
 
     def in_curriculum(self, step: int) -> bool:
-        """Whether an optimizer step belongs to the first part of training; evaluation never does."""
+        """Return True if an optimizer step belongs to the curriculum; evaluation never does."""
         o: DuoObjective = self.config.objective
         steps = o.curriculum_steps or self.config.train.steps // 2
         return self.training and o.curriculum == "simple" and step < steps
 
     def noised(self, x0_BL: Tensor, t_B: Tensor, noise: RowNoise) -> Noised:
-        """The uniform-state process at times t of the log-linear schedule."""
+        """Apply the uniform-state process at times t of the log-linear schedule."""
         alpha_B = self.schedule.alpha(t_B)
         streams = noise.streams("forward")
         kept_BL = streams.uniform(x0_BL.shape[1]) < alpha_B[:, None]
@@ -202,7 +202,7 @@ class Duo(Method):
 
     @torch.no_grad()
     def gaussian_noised(self, x0_BL: Tensor, t_B: Tensor, noise: RowNoise) -> Noised:
-        """The same process as the argmax of a Gaussian latent w, of which the network sees softmax(w / tau)."""
+        """Apply the same process as the argmax of a Gaussian latent w; the network sees softmax(w / tau)."""
         low, high = self.gammas
         gamma_B = low + t_B * (high - low)
         alpha_B, slope_B = survival(gamma_B, self.ids)
@@ -213,7 +213,7 @@ class Duo(Method):
         return Noised(x_t, w_BLK.div_(self.config.objective.tau).softmax(-1), alpha_B, (high - low) * slope_B)
 
     def nelbo(self, x0_BL: Tensor, noised: Noised) -> Tensor:
-        """Nats of every position (B, L), per unit of time, in float64."""
+        """Return nats at every position (B, L), per unit of time, in float64."""
         alpha_B1, dalpha_B1 = noised.alpha_B[:, None], noised.dalpha_B[:, None]
         with fp32_island(x0_BL):
             e_BLH = self.backbone.vocab_embed(noised.seen)
@@ -231,10 +231,10 @@ class Duo(Method):
 
     @torch.no_grad()
     def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
-        """The bound with one random time a row.
+        """Estimate the bound with one random time per row.
 
-        It is the integral over time and the divergence of x_1 from the uniform prior, about 3e-3 nats a token for the
-        vocabularies of the paper. Left out is the time below T_MIN_SAMPLING, where the integrand counts as constant.
+        The bound is the integral over time plus the divergence of x_1 from the uniform prior, about 3e-3 nats per token for
+        the vocabularies of the paper. Below T_MIN_SAMPLING the integrand is taken as constant.
         """
         t_B = noise.stratified("time").double().clamp_min(T_MIN_SAMPLING)
         nats_BL = self.nelbo(batch.tokens_BL, self.noised(batch.tokens_BL, t_B, noise))
@@ -259,7 +259,7 @@ class Duo(Method):
         return x_BL
 
     def step(self, sampler: DuoSampler, x_BL: Tensor, t: float, s: float, u_BL: Tensor) -> Tensor:
-        """From x_t to x_s by one number u a position; s = 0 is clean text, of the tokenizer's ids alone."""
+        """Step from x_t to x_s with one number u per position; s = 0 is clean text, which has only the tokenizer's ids."""
         alpha_t, alpha_s = self.alpha(t), self.alpha(s)
         sigma_B = torch.full((len(x_BL),), -math.log(alpha_t), device=x_BL.device)
         h_BLH = self.backbone.states(self.backbone.vocab_embed(x_BL), self.backbone.condition(sigma_B))
@@ -278,16 +278,16 @@ class Duo(Method):
         return float(self.schedule.alpha(torch.tensor(t, dtype=torch.float64)))
 
     def uniform_ids(self, u: Tensor) -> Tensor:
-        """Any of the K ids, from float64 numbers in [0, 1), whose grain K does not feel."""
+        """Map float64 uniform numbers in [0, 1), fine enough for any K, to uniform ids."""
         return (u * self.ids).long()
 
     def readable(self, x_BL: Tensor) -> Tensor:
-        """For a look at tokens on the way: an id that the tokenizer does not have shows as its last one."""
+        """Return intermediate tokens for display, with extra ids replaced by the tokenizer's last id."""
         return x_BL.clamp_max(self.config.data.vocab_size - 1)
 
 
 def curriculum_range(objective: DuoObjective, ids: int) -> tuple[float, float]:
-    """(gamma_min, gamma_max): the paper's do not fit other vocabularies, which get the same span of alpha."""
+    """Return (gamma_min, gamma_max); vocabularies other than the paper's get the same range of alpha."""
     if objective.gamma_min < objective.gamma_max:
         return objective.gamma_min, objective.gamma_max
     first, last = CURRICULUM_ALPHAS
@@ -298,10 +298,10 @@ def curriculum_range(objective: DuoObjective, ids: int) -> tuple[float, float]:
 
 
 def log_terms(logits_NK: Tensor, odds_N: Tensor, x0_N: Tensor, x_t_N: Tensor) -> Tensor:
-    """All that the bound needs of x_theta (N, 3): the sum over ids of a_j, a at x0, and a at x_t.
+    """Return the terms of x_theta in the bound (N, 3): the sum over ids of a_j, a at x0, and a at x_t.
 
-    a_j = log(1 + odds x_theta_j) with odds = K alpha / (1 - alpha) is log(K alpha x_theta_j + 1 - alpha) less its part
-    log(1 - alpha), which cancels in the bound; without it the sum over a large vocabulary keeps its digits in fp32.
+    a_j = log(1 + odds x_theta_j) with odds = K alpha / (1 - alpha) is log(K alpha x_theta_j + 1 - alpha) without the term
+    log(1 - alpha), which cancels in the bound; without it, the sum over a large vocabulary stays precise in fp32.
     """
     a_NK = torch.log1p(odds_N[:, None] * logits_NK.softmax(-1))
     at = [a_NK.gather(-1, x[:, None]).squeeze(-1) for x in (x0_N, x_t_N)]
@@ -309,9 +309,9 @@ def log_terms(logits_NK: Tensor, odds_N: Tensor, x0_N: Tensor, x_t_N: Tensor) ->
 
 
 def nelbo_integrand(logs: Tensor, same: Tensor, alpha: Tensor, dalpha: Tensor, ids: int) -> Tensor:
-    """Duo's continuous-time bound at one time, from `log_terms` (..., 3); `same` says where x_t = x0. Never negative."""
+    """Return Duo's continuous-time bound at one time from `log_terms` (..., 3); `same` is x_t == x0. Never negative."""
     total, at_x0, at_xt = logs.unbind(-1)
-    most = torch.log1p(ids * alpha / (1 - alpha))  # a_j of a network that is sure of j
+    most = torch.log1p(ids * alpha / (1 - alpha))  # a_j of a network that is certain of j
     missed = most - at_x0
     spread = (most - total) / ids
     if_same = (torch.expm1(missed) / (1 - alpha) - missed + spread) * torch.exp(-most)
@@ -320,7 +320,7 @@ def nelbo_integrand(logs: Tensor, same: Tensor, alpha: Tensor, dalpha: Tensor, i
 
 
 def prior_divergence(alpha: float, ids: int) -> float:
-    """KL(q(x_1 | x0) || uniform) of one token, in nats."""
+    """Return KL(q(x_1 | x0) || uniform) of one token, in nats."""
     stay, other = torch.tensor([alpha + (1 - alpha) / ids, (1 - alpha) / ids], dtype=torch.float64)
     return float(stay * (ids * stay).log() + (ids - 1) * other * (ids * other).log())
 
@@ -329,10 +329,10 @@ def prior_divergence(alpha: float, ids: int) -> float:
 
 
 def draw_posterior(logits_NK: Tensor, x_N: Tensor, alpha_t: float, alpha_s: float, u_N: Tensor) -> Tensor:
-    """x_s ~ q(x_s | x_t, x_theta) by u in [0, 1), in float64.
+    """Draw x_s ~ q(x_s | x_t, x_theta) from u in [0, 1), in float64.
 
-    The posterior is a mixture of three: x_t itself, any id, and x_theta. What is left of u inside the chosen part is
-    uniform again and draws from it, so only the few positions that draw from x_theta need its sums.
+    The posterior is a mixture of x_t itself, the uniform distribution and x_theta. The position of u within the chosen
+    component is uniform again and draws from it, so only the few positions that draw from x_theta need its CDF.
     """
     ids, alpha_ts = logits_NK.shape[-1], alpha_t / alpha_s
     log_p_N = logits_NK.gather(-1, x_N[:, None]).squeeze(-1) - logits_NK.logsumexp(-1)

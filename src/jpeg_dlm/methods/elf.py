@@ -1,8 +1,8 @@
-"""ELF (embedded language flows): flow matching on full-length features of a frozen encoder, one latent for each token.
+"""ELF (embedded language flows): flow matching on full-length features of a frozen encoder, one latent per token.
 
-The network is JPEG-DLM's DiT, which was made from it, with one head for the clean features x and a factored unembedding
-to tokens. Each row of a batch trains one of two modes: denoise (x from the noisy z_t) or decode (tokens from features of
-which every token is corrupted by its own amount). Sources: (ELF) is its paper and code, (paper) JPEG-DLM's comparison.
+JPEG-DLM's DiT derives from this network, which has one head for the clean features x and a factored unembedding to
+tokens. Each row of a batch trains one of two modes: denoise (x from the noisy z_t) or decode (tokens from features with a
+different amount of noise per token). Sources: (ELF) is its paper and code, (paper) JPEG-DLM's comparison.
 Shapes: B batch, L tokens, F feature width, H hidden width, V vocabulary.
 """
 
@@ -32,7 +32,7 @@ PAPER_PRESETS = ("lm1b", "owt1024", "owt128")
 
 @dataclass(frozen=True)
 class ElfModel:
-    """Sizes of the network; the latents are the encoder's features, so encoder.feature_dim is their width."""
+    """Sizes of the network; the latents are the encoder's features, of width encoder.feature_dim."""
 
     bottleneck_dim: int = opt(128, "bottleneck of the input projection (ELF)")
     proj_dim: int = opt(512, "inner width of the unembedding (ELF)")
@@ -57,7 +57,7 @@ class ElfModel:
 
 @dataclass(frozen=True)
 class ElfObjective:
-    """The two modes of a row, their noise, and self-conditioning."""
+    """Options of the two modes, their noise, and self-conditioning."""
 
     noise_scale: float = opt(2.0, "deviation of the noise at t = 0 (ELF: 2 on OpenWebText, else 1)")
     time_mean: float = opt(-1.5, "mean of logit(t) (ELF)")
@@ -65,7 +65,7 @@ class ElfObjective:
     v_floor: float = opt(0.05, "smallest 1 - t in a velocity (ELF)")
     decode_prob: float = opt(0.2, "share of rows in decode mode (ELF)")
     decode_noise_scale: float = opt(5.0, "deviation of the decode mode's noise (ELF: 5 on OpenWebText, else 1)")
-    decode_mean: float = opt(0.8, "mean of logit(lambda), the share of clean features a decoded token keeps (ELF)")
+    decode_mean: float = opt(0.8, "mean of logit(lambda), the share of clean features in a token to decode (ELF)")
     decode_std: float = opt(0.8, "deviation of logit(lambda), drawn for each token (ELF)")
     sc_prob: float = opt(0.5, "probability of self-conditioning, per row in denoise mode (ELF)")
     w_min: float = opt(0.5, "smallest guidance scale in training (ELF)")
@@ -86,11 +86,11 @@ class ElfObjective:
 
 @dataclass(frozen=True)
 class ElfSampler:
-    """How noise becomes features and these become tokens."""
+    """Options of the solver that turns noise into features."""
 
     steps: int = opt(32, "K, solver steps (paper: 32, OWT-128 64)")
-    solver: Literal["ode", "sde"] = opt("ode", "'sde' steps back by fresh noise before each step but the last (paper: ode)")
-    gamma: float = opt(1.5, "how far 'sde' steps back, in steps (ELF: 1.5 at 32 steps, 1 at 64, 2 at 8 and 16)")
+    solver: Literal["ode", "sde"] = opt("ode", "'sde' adds fresh noise before each step except the last (paper: ode)")
+    gamma: float = opt(1.5, "how far 'sde' goes back in time, in steps (ELF: 1.5 at 32 steps, 1 at 64, 2 at 8 and 16)")
     w: float = opt(3.0, "self-conditioning guidance scale (ELF)")
     grid: Literal["random", "quantile", "uniform"] = opt("random", "how the K+1 times are placed (ELF: random)")
     grid_mean: float = opt(-1.5, "mean of logit(t) of the grid (ELF)")
@@ -104,11 +104,11 @@ class ElfSampler:
         ]
 
     def label(self) -> str:
-        """As tables name it."""
+        """Return the name in tables."""
         return f"{self.steps} {self.solver.upper()} steps"
 
     def evaluations(self, token_len: int) -> int:
-        """Network evaluations of one sample: K and the decode evaluation."""
+        """Return the network evaluations of one sample: K steps and the decode evaluation."""
         return self.steps + 1
 
 
@@ -116,14 +116,14 @@ class ElfSampler:
 
 
 def euler_step(z: Tensor, x: Tensor, t: float, u: float, floor: float) -> Tensor:
-    """From t to u along v = (x - z) / max(1 - t, floor)."""
+    """Step from t to u along v = (x - z) / max(1 - t, floor)."""
     return z + (u - t) * (x - z) / max(1 - t, floor)
 
 
 def step_back(z: Tensor, t: float, u: float, gamma: float, noise: Tensor) -> tuple[Tensor, float]:
-    """(z_b, t_b): a = 1 - gamma (u - t) of z and of t is kept, and the rest of z is fresh noise.
+    """Return (z_b, t_b): scale z and t by a = 1 - gamma (u - t), and fill up z with fresh noise.
 
-    Two independent noises add up to less than the path has at t_b, so z_b is a little cleaner than t_b says (ELF).
+    The two independent noises add up to less than the noise of the path at t_b, so z_b is slightly too clean for t_b (ELF).
     """
     a = min(1.0, max(0.0, 1 - gamma * (u - t)))
     return a * z + (1 - a) * noise, a * t
@@ -133,7 +133,7 @@ def step_back(z: Tensor, t: float, u: float, gamma: float, noise: Tensor) -> tup
 
 
 class ElfNetwork(LatentTransformer):
-    """f(z, t; s, w): clean features, and hidden states that `logits` turns into tokens."""
+    """f(z, t; s, w): predicts clean features, and hidden states that `logits` maps to tokens."""
 
     def __init__(self, config: Config) -> None:
         m, width = config.model, config.encoder.feature_dim
@@ -147,13 +147,13 @@ class ElfNetwork(LatentTransformer):
         self.initialize()
 
     def forward(self, z_BLF: Tensor, t_B: Tensor, s_BLF: Tensor | None, w_B: Tensor, decode_B: Tensor) -> tuple[Tensor, Tensor]:
-        """(x_hat, hidden states); rows where `decode_B` is true are in decode mode."""
+        """Return (x_hat, hidden states); rows with `decode_B` are in decode mode."""
         hidden_BLH = self.states(z_BLF, t_B, s_BLF, w_B, decode_B)
         with fp32_island(hidden_BLH):
             return self.denoise_head(hidden_BLH), hidden_BLH
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The factored unembedding: two linears and a GELU (tanh, unlike JPEG-DLM's)."""
+        """Apply the factored unembedding: two linear layers with a GELU (tanh, unlike JPEG-DLM's)."""
         return self.unembed(F.gelu(self.proj(hidden), approximate="tanh"))
 
 
@@ -177,7 +177,7 @@ class Elf(Method):
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
-        """The preset's encoder, tokens and DiT; ELF's recipe at the paper's sizes, the preset's own budget at small ones."""
+        """Use the preset's encoder, tokens and DiT, with ELF's recipe at the paper's sizes or the budget of a small preset."""
         m = base.model
         model = ElfModel(
             m.bottleneck_dim, m.proj_dim, m.hidden, m.depth, m.heads, m.mlp_ratio,
@@ -187,7 +187,7 @@ class Elf(Method):
         objective = ElfObjective(ce_chunk=base.objective.ce_chunk)
         if base.preset in PAPER_PRESETS:
             train = paper_training(base)
-        else:  # both make better texts of the smoke preset than AdamW at its rate and noise of scale 2 (measured)
+        else:  # better texts than AdamW at the preset's rate and noise of scale 2 (measured on smoke)
             train = replace(base.train, optimizer="muon", lr=1e-2, weight_decay=0.0)
             objective = replace(objective, noise_scale=1.0)
         return replace(base, method=name, model=model, objective=objective, sampler=sampler, train=train)
@@ -195,7 +195,7 @@ class Elf(Method):
     # ------------------------------------------------------------ training
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
-        """`flow` and `ce`, each summed over the rows of its mode and divided by the tokens of all rows (ELF)."""
+        """Return `flow` and `ce`, each summed over the rows of its mode and divided by the tokens of all rows (ELF)."""
         o = self.config.objective
         x = self.features(batch)
         decode = noise.uniform("mode") < o.decode_prob
@@ -206,9 +206,9 @@ class Elf(Method):
 
         xhat, hidden = self.dit(z, torch.where(decode, 1.0, t), s, w, decode)
 
-        # The error of the velocity: x_hat and target are both a z away from it, over the same 1 - t.
+        # The error of the velocity (x - z) / (1 - t): z cancels.
         error = ((xhat - target) ** 2).mean(-1) / ((1 - t).clamp_min(o.v_floor) ** 2)[:, None]
-        # Where no row decodes the unembedding sees none, but is still part of the graph, so its gradient exists.
+        # If no row decodes, the unembedding gets an empty input but stays in the graph, so its gradient exists.
         rows = decode.nonzero().squeeze(1)
         nll = torch.zeros_like(error)
         nll[rows] = token_nll(self.dit.logits, hidden[rows], batch.tokens_BL[rows], o.ce_chunk)
@@ -218,7 +218,7 @@ class Elf(Method):
         }
 
     def corrupted(self, x: Tensor, t: Tensor, decode: Tensor, noise: RowNoise) -> Tensor:
-        """The network's input: one time for a row that denoises, a share lambda for each token of one that decodes."""
+        """Return the network's input: one time per row in denoise mode, one share lambda per token in decode mode."""
         o = self.config.objective
         share = logit_normal(noise.normal("decode_share", x.shape[1]), o.decode_mean, o.decode_std)
         clean = torch.where(decode[:, None], share, t[:, None])[..., None]
@@ -227,7 +227,7 @@ class Elf(Method):
 
     @torch.no_grad()
     def self_condition(self, x: Tensor, z: Tensor, t: Tensor, w: Tensor, chosen_B: Tensor) -> tuple[Tensor, Tensor]:
-        """(s, target): for the chosen rows the first prediction and the guided target, else zeros and x."""
+        """Return (s, target): the first prediction and the guided target for the chosen rows, zeros and x for the others."""
         s, target = torch.zeros_like(x), x.clone()
         rows = chosen_B.nonzero().squeeze(1)
         if len(rows):
@@ -246,7 +246,7 @@ class Elf(Method):
         refuse_given(given_BL, self.title)
         o, shape = self.config.objective, (self.config.data.token_len, self.config.encoder.feature_dim)
         z = o.noise_scale * noise.normal("sample", *shape)
-        # One grid for all rows of a seed; the authors draw one for each batch, so that a text depends on its batch.
+        # One grid for all rows of a seed; the authors draw one per batch, so a text depends on its batch.
         grid = make_grid(sampler.grid, sampler.steps, sampler.grid_mean, sampler.grid_std, noise.shared("grid"))
         w = torch.full((len(z),), sampler.w, device=z.device)
         streams = noise.streams("sde")
@@ -264,17 +264,17 @@ class Elf(Method):
         return tokens
 
     def predict(self, z: Tensor, t: float, s: Tensor | None, w: Tensor) -> Tensor:
-        """Clean features from the state at time t."""
+        """Predict clean features from the state at time t."""
         return self.dit(z, torch.full_like(w, t), s, w, torch.zeros_like(w, dtype=torch.bool))[0]
 
     def greedy(self, z: Tensor, w: Tensor) -> Tensor:
-        """One decode evaluation at t = 1 without self-conditioning, then the most probable token at every position."""
+        """Decode at t = 1 without self-conditioning, and return the most probable token at every position."""
         _, hidden = self.dit(z, torch.ones_like(w), None, w, torch.ones_like(w, dtype=torch.bool))
         return self.dit.logits(hidden).argmax(-1)
 
     @torch.no_grad()
     def reconstruction(self, batch: Batch, w: float = 1.0) -> Tensor:
-        """Share of real tokens that come back from their own clean features."""
+        """Return the share of real tokens that are reconstructed from their own clean features."""
         x = self.features(batch)
         same = self.greedy(x, torch.full((len(x),), w, device=x.device)) == batch.tokens_BL
         return masked_mean(same.float(), batch.mask_BL)
@@ -285,7 +285,7 @@ class Elf(Method):
         return [ParameterGroup("flow", {n: p for n, p in self.named_parameters() if not n.startswith(FROZEN)})]
 
     def export_state(self) -> dict[str, Tensor]:
-        """The published layout: flat names, and the unembedding's matrices as (in, out)."""
+        """Return the tensors in the published layout: flat names, and the matrices of the unembedding as (in, out)."""
         return {
             published_name(name): t.mT if name in ("dit.proj.weight", "dit.unembed.weight") else t
             for name, t in self.state_dict().items()
@@ -293,14 +293,14 @@ class Elf(Method):
         }
 
     def import_state(self, tensors: Mapping[str, Tensor], origin: str) -> None:
-        copy_tensors(self.export_state(), tensors, origin)  # the transposed ones are views, so they are filled too
+        copy_tensors(self.export_state(), tensors, origin)  # transposed tensors are views, so they are filled too
 
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
-        """The sizes of a published checkpoint (`ema_params1` of the torch files), read from its tensors.
+        """Return the config of a published checkpoint (`ema_params1` of the torch files), read from its tensors.
 
-        Positions are rotary and leave no trace, and neither does the MLP ratio beyond rounding: the number of tokens and
-        the ratio are the preset's.
+        The tensors do not determine the number of tokens, as positions are rotary, nor the exact MLP ratio: both are the
+        preset's.
         """
 
         def shape(name: str, dims: int = 2) -> tuple[int, ...]:
@@ -334,7 +334,7 @@ PUBLISHED = {
 
 
 def published_name(name: str) -> str:
-    """The name in ELF's checkpoints of a tensor of ours."""
+    """Return the name of one of our tensors in ELF's checkpoints."""
     name = name.removeprefix("dit.")
     for ours, theirs in PUBLISHED.items():
         if name.startswith(ours):
@@ -346,15 +346,15 @@ def published_name(name: str) -> str:
 
 
 def gamma_for(steps: int) -> float:
-    """ELF's choice of gamma by number of steps; between its points the nearest below."""
+    """Return ELF's gamma for a number of steps, or for the next lower number that ELF lists."""
     return 2.0 if steps < 32 else 1.5 if steps < 64 else 1.0
 
 
 def paper_training(base: Config) -> TrainConfig:
-    """ELF's recipe: 512 rows a step, 5 epochs, Muon at 1e-3 * 512/256, constant after warm-up, no decay.
+    """Return ELF's recipe: 512 rows per step, 5 epochs, Muon at 1e-3 * 512/256, constant after warm-up, no decay.
 
     The warm-up is half an epoch on OpenWebText, which is 95,000 / 5 / 2 steps, and 5000 steps elsewhere (ELF). The epochs
-    are assumed for LM1B and OWT-128, for which ELF has published nothing.
+    are assumed for LM1B and OWT-128, for which ELF has published no settings.
     """
     batch, accumulation = (16, 4) if base.preset == "owt1024" else (64, 1)  # on 8 devices
     return replace(

@@ -1,6 +1,6 @@
-"""How the 'small' encoder learns: predict masked tokens, and keep the identity of the others.
+"""Training of the 'small' encoder: predict masked tokens and reconstruct the others.
 
-The first term makes features contextual, the second keeps them invertible, which a decoder from features needs.
+The first term makes features contextual; the second keeps them invertible, as a decoder needs.
 Shapes: B batch, L tokens, F feature width, V vocabulary.
 """
 
@@ -16,11 +16,11 @@ from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, Watch, masked_mean
 from jpeg_dlm.rng import RowNoise
 
-MASK_SHARE, RANDOM_SHARE = 0.8, 0.1  # of the chosen tokens; the remaining tenth stays as it is (BERT)
+MASK_SHARE, RANDOM_SHARE = 0.8, 0.1  # of the chosen tokens; the remaining tenth is unchanged (BERT)
 
 
 class EncoderPretraining(Method):
-    """Masked language modeling around a trainable `SmallEncoder`, behind the contract of every method."""
+    """Masked language modeling of a trainable `SmallEncoder`, as a method."""
 
     title = "text encoder"
 
@@ -39,11 +39,11 @@ class EncoderPretraining(Method):
         return cls(model, e.mask_prob, e.keep_weight)
 
     def corrupt(self, tokens_BL: Tensor, mask_BL: Tensor | None, noise: RowNoise) -> tuple[Tensor, Tensor]:
-        """Tokens as the encoder sees them, and which of them (B, L, bool) were chosen for prediction."""
+        """Return the corrupted tokens, and a mask (B, L, bool) of the tokens that were chosen for prediction."""
         B, L = tokens_BL.shape
         valid_BL = torch.ones_like(tokens_BL, dtype=torch.bool) if mask_BL is None else mask_BL
         order, kind, replacement = noise.uniform("encoder-mask", 3, L).to(tokens_BL.device).unbind(1)
-        # A fixed share of each row's real tokens, not a coin per token: every row then gives a signal of the same size.
+        # A fixed share of each row's real tokens, not a coin per token, so that every row has the same weight.
         counts_B1 = (valid_BL.sum(1, keepdim=True) * self.mask_prob).round().clamp(min=1)
         ranks_BL = order.masked_fill(~valid_BL, 2.0).argsort(1).argsort(1)
         chosen_BL = (ranks_BL < counts_B1) & valid_BL
@@ -53,7 +53,7 @@ class EncoderPretraining(Method):
         return torch.where(swap_BL, random_BL, seen_BL), chosen_BL
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
-        """'masked': mean cross-entropy of chosen tokens; 'kept': of the other real tokens. Padding counts in neither."""
+        """Return the mean cross-entropy of chosen tokens ('masked') and of the other real tokens ('kept')."""
         tokens_BL, mask_BL = batch.tokens_BL, batch.mask_BL
         seen_BL, chosen_BL = self.corrupt(tokens_BL, mask_BL, noise)
         h_BLF = self.model.hidden(seen_BL, mask_BL)
@@ -65,7 +65,7 @@ class EncoderPretraining(Method):
 
     @torch.no_grad()
     def reconstruction(self, batch: Batch) -> Tensor:
-        """Share of tokens that can be read off their own features: what a codec on top can hope to keep."""
+        """Return the share of tokens that are predicted from their own features: an upper bound for a codec on top."""
         same = self.model.logits(self.model.hidden(batch.tokens_BL, batch.mask_BL)).argmax(-1) == batch.tokens_BL
         return same.float().mean() if batch.mask_BL is None else same[batch.mask_BL].float().mean()
 

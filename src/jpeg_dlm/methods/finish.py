@@ -1,8 +1,8 @@
-"""A finishing stage: the denoising network trains on, in the space of a codec that is now frozen.
+"""A finishing stage: train only the denoising network further, with the codec frozen.
 
-Joint training pays for encoder, codec and token loss with every step, and its latents move all the time. Once tokens decode
-well, a flow that lags behind is trained further on its own: all rows go through the denoise branch, and a few through the
-decode branch, whose mode of the shared network would be forgotten otherwise. Not in the paper.
+Joint training computes encoder, codec and token loss at every step, and its latents keep moving. Once tokens decode well,
+this stage trains the flow alone: all rows go through the denoise branch, and a few through the decode branch, which the
+shared network would forget otherwise. Not in the paper.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from jpeg_dlm.rng import RowNoise
 
 @dataclass(frozen=True)
 class FinishObjective(ObjectiveConfig):
-    """The objective of the model that is finished, and how many rows keep its decode branch."""
+    """The objective of the trained model, and the share of rows for its decode branch."""
 
-    teacher: str = opt("", "model folder, run or checkpoint to go on from")
+    teacher: str = opt("", "model folder, run or checkpoint to continue from")
     decode_share: float = opt(0.125, "share of a batch's rows that train the decode branch (assumed)")
 
     def checks(self, config: Config) -> Checks:
         return [
             *super().checks(config),
-            (bool(self.teacher), "finishing needs a trained model to go on from: name it with --teacher"),
+            (bool(self.teacher), "finishing needs a trained model to continue from: name it with --teacher"),
             (0 < self.decode_share <= 1, "objective.decode_share must lie above 0 and not above 1"),
         ]
 
 
 class Finish(JpegDlm):
-    """JPEG-DLM whose DiT alone is trained; what it writes is a JPEG-DLM like the one it began with."""
+    """JPEG-DLM in which only the DiT is trained; the result is a JPEG-DLM of the same layout."""
 
     title = "JPEG-DLM, finished"
     groups = {"model": ModelConfig, "objective": FinishObjective, "sampler": SamplerConfig}
@@ -55,7 +55,7 @@ class Finish(JpegDlm):
 
     @classmethod
     def student_config(cls, teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None) -> Config:
-        """As many steps as the teacher had, of twice its noise draws, since a draw costs a third of a joint row (measured)."""
+        """Use the teacher's number of steps and twice its noise draws, as a draw costs a third of a joint row (measured)."""
         config = continued(teacher, path, tokenizer, encoder, "finish", FinishObjective)
         return replace(config, objective=replace(config.objective, flow_draws=2 * config.objective.flow_draws))
 
@@ -64,15 +64,15 @@ class Finish(JpegDlm):
         return Path(config.objective.teacher)
 
     def start_from(self, stage: Method, batches: Iterable[Batch]) -> None:
-        """Begin as the model that is finished."""
+        """Initialize from the trained model."""
         if not isinstance(stage, JpegDlm):
-            raise UsageError(f"Finishing goes on from a model of jpeg-dlm, not of {stage.title}.")
+            raise UsageError(f"Finishing continues from a model of jpeg-dlm, not of {stage.title}.")
         copy_tensors(self.export_state(), stage.export_state(), "the trained model")
         self.compressor.load_state_dict(self.target.state_dict())
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         h = self.features(batch)
-        z_tgt = self.target_latents(h, batch.mask_BL)  # no step: the statistics stay as they are
+        z_tgt = self.target_latents(h, batch.mask_BL)  # without a step, so the statistics do not change
         n = self.decode_rows(len(h))
         few = Batch(batch.tokens_BL[:n], None if batch.mask_BL is None else batch.mask_BL[:n])
         z_c = self.standardize(self.compressor(self.corrupted(h, noise)[:n], few.mask_BL))
@@ -86,11 +86,11 @@ class Finish(JpegDlm):
         }
 
     def decode_rows(self, rows: int) -> int:
-        """Rows of a batch that go through the decode branch."""
+        """Return the number of rows in a batch that go through the decode branch."""
         return max(1, round(rows * self.config.objective.decode_share))
 
     def after_step(self, step: int, total: int) -> None:
-        """The target compressor is frozen too."""
+        """Do nothing: the target compressor is frozen too."""
 
     def parameter_groups(self) -> list[ParameterGroup]:
         return [group for group in super().parameter_groups() if group.parameters]

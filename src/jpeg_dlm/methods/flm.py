@@ -1,15 +1,16 @@
-"""FLM: flow matching on one-hot tokens; and FMLM, its flow map that leaps over many steps at once.
+"""FLM: flow matching on one-hot tokens; and FMLM, its flow map, which replaces many steps with one.
 
-A row's state is a vector of the vocabulary's size per token on the linear path z_t = (1 - t) eps + t onehot(x). Times are
-drawn, fed and stepped through as tau, the share of tokens that can be read from the state (see `decoding_error`). The network
-predicts p = E[onehot(x) | z_t] as a distribution over tokens, so that the velocity is (p - z_t) / (1 - t).
+The state of a row has a vector of vocabulary size per token on the linear path z_t = (1 - t) eps + t onehot(x). Times are
+drawn, passed to the network and stepped in tau, the share of tokens that can be decoded from the state (see
+`decoding_error`). The network predicts p = E[onehot(x) | z_t] as a distribution over tokens, so the velocity is
+(p - z_t) / (1 - t).
 
-A flow map X_{s,t} takes a state at s to the one at t in a single evaluation of a denoiser D_{s,t} of two times,
+A flow map X_{s,t} maps a state at s to the state at t with a single evaluation of a two-time denoiser D_{s,t},
 
     X_{s,t}(z) = (1 - t) / (1 - s) z + (t - s) / (1 - s) D_{s,t}(z)
 
-where D_{s,s} = p. X_{s,t} = X_{u,t} X_{s,u} for s < u < t fixes D_{s,t} by D over shorter intervals, which is what it learns.
-Sources are named as (FLM) for the authors' code. Shapes: B batch, L tokens, V vocabulary.
+where D_{s,s} = p. Since X_{s,t} = X_{u,t} X_{s,u} for s < u < t, D over shorter intervals gives the target for D_{s,t}.
+(FLM) marks the authors' code. Shapes: B batch, L tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ class FlmObjective:
     """Cross-entropy at random times; with `flow_map` also over random intervals."""
 
     flow_map: bool = opt(False, "learn the two-time denoiser of FMLM, which samples in few steps")
-    diagonal: float = opt(0.5, "share of rows whose interval is a single time, where the flow map is FLM (FLM)")
-    whole: float = opt(1 / 32, "share of the other rows whose interval is all of [0, 1] (FLM)")
+    diagonal: float = opt(0.5, "share of rows with a single time instead of an interval, which train plain FLM (FLM)")
+    whole: float = opt(1 / 32, "share of the other rows whose interval is the whole of [0, 1] (FLM)")
     ce_chunk: int = opt(0, "token positions whose logits exist at once, recomputed in backward; 0 or a flow map keeps all")
 
     def checks(self, config: Config) -> Checks:
         return [
-            (0 < self.diagonal <= 1, "objective.diagonal must lie in (0, 1]: nothing else learns from text"),
+            (0 < self.diagonal <= 1, "objective.diagonal must lie in (0, 1], as only these rows learn from text"),
             (0 <= self.whole <= 1, "objective.whole must lie between 0 and 1"),
         ]
 
@@ -78,23 +79,23 @@ class FlmSampler:
 
 
 def leap(z: Tensor, d: Tensor, s: Tensor, t: Tensor) -> Tensor:
-    """X_{s,t}(z) where D_{s,t}(z) = d: a mixture of the two; times (B)."""
+    """Return X_{s,t}(z) for D_{s,t}(z) = d, a mixture of z and d; times are (B)."""
     return torch.lerp(z, d, per_row(((t - s) / (1 - s + TIME_FLOOR)).to(z.dtype), z))
 
 
 def split_share(s: Tensor, u: Tensor, t: Tensor) -> Tensor:
-    """lambda of D_{s,t} = lambda D_{s,u} + (1 - lambda) D_{u,t}: (1 - t)(u - s) / ((1 - u)(t - s))."""
-    tiny = torch.finfo(s.dtype).tiny  # an interval that float64 cannot split is that of D_{u,t}
+    """Return lambda of D_{s,t} = lambda D_{s,u} + (1 - lambda) D_{u,t}: (1 - t)(u - s) / ((1 - u)(t - s))."""
+    tiny = torch.finfo(s.dtype).tiny  # an interval too short to split in float64 gets D_{u,t}
     return (1 - t) * (u - s) / ((1 - u) * (t - s)).clamp_min(tiny)
 
 
 class TwoTimeDDiT(DDiT):
-    """The shared transformer conditioned on two times; the second starts without effect."""
+    """The shared transformer conditioned on two times; the second has no effect at initialization."""
 
     def __init__(self, vocab: int, **sizes: Any) -> None:
         super().__init__(vocab, **sizes)
         self.sigma_map_prime = NoiseLevel(sizes["freq_dim"], sizes["cond_dim"])
-        # assumed: zero, so that an FLM read as a flow map is still that FLM
+        # assumed: zero, so that an FLM loaded as a flow map stays the same
         self.sigma_map_prime.mlp[2] = zero_linear(sizes["cond_dim"], sizes["cond_dim"])
 
     def condition(self, sigma_B: Tensor, prime_B: Tensor | None = None) -> Tensor:
@@ -129,7 +130,7 @@ class Flm(Method):
         config = adapted(base, name, FlmObjective(ce_chunk=base.objective.ce_chunk), FlmSampler(sampler_steps(base)))
         if base.preset != "smoke":
             return config
-        # Twice the preset's rate learns more in a short run (measured), perhaps by silencing the noise of other tokens sooner.
+        # Twice the preset's rate learns more in a short run (measured), perhaps as it suppresses noise of other tokens sooner.
         return replace(config, train=replace(config.train, lr=2 * config.train.lr))
 
     @classmethod
@@ -148,15 +149,15 @@ class Flm(Method):
         return {"ce": masked_mean(nll_BL, batch.mask_BL)}
 
     def noisy(self, tokens_BL: Tensor, t_B: Tensor, noise: RowNoise) -> Tensor:
-        """z_t (B, L, V), made in the noise's own memory: it is the largest tensor of a step."""
+        """Return z_t (B, L, V), computed in place in the noise tensor, the largest tensor of a step."""
         z = noise.normal("state", tokens_BL.shape[1], self.config.data.vocab_size)
         t = per_row(t_B.to(z.dtype), z)
         return z.mul_(1 - t).scatter_add_(-1, tokens_BL[..., None], t.expand(*tokens_BL.shape, 1))
 
     def map_losses(self, batch: Batch, tau_B: Tensor, noise: RowNoise) -> dict[str, Tensor]:
-        """The cross-entropy with the token on the diagonal, elsewhere with the target made of two shorter leaps.
+        """Return the cross-entropy with the token on the diagonal, and with the target from two shorter leaps elsewhere.
 
-        Each is a sum over its own rows and a mean over all, so that together they are the mean of the batch.
+        Each sums over its own rows and divides by all rows, so their sum is the mean over the batch.
         """
         tau_s, tau_t = self.intervals(tau_B, noise)
         z = self.noisy(batch.tokens_BL, self.times(tau_s), noise)
@@ -171,7 +172,7 @@ class Flm(Method):
         return {"ce": masked_mean(nll_BL * on, batch.mask_BL), "ce_map": masked_mean(map_BL, batch.mask_BL)}
 
     def intervals(self, tau_B: Tensor, noise: RowNoise) -> tuple[Tensor, Tensor]:
-        """(tau_s, tau_t): a single time, or a uniform length and then a uniform place, or all of [0, 1] (FLM)."""
+        """Return (tau_s, tau_t): a single time, an interval of uniform length and position, or all of [0, 1] (FLM)."""
         o: FlmObjective = self.config.objective
         length = noise.uniform("length")
         length = torch.where(noise.uniform("whole") < o.whole, torch.ones_like(length), length)
@@ -181,7 +182,7 @@ class Flm(Method):
 
     @torch.no_grad()
     def map_target(self, z: Tensor, tau_s: Tensor, tau_t: Tensor) -> Tensor:
-        """lambda D_{s,u} + (1 - lambda) D_{u,t}, with u halfway in tau and the network as it is now (FLM)."""
+        """Return lambda D_{s,u} + (1 - lambda) D_{u,t}, with u halfway in tau and the current network (FLM)."""
         tau_u = (tau_s + tau_t) / 2
         s, u, t = self.times(tau_s), self.times(tau_u), self.times(tau_t)
         d_su = self.denoise(z, tau_s, tau_u)
@@ -191,7 +192,7 @@ class Flm(Method):
     # ------------------------------------------------------------ the denoiser
 
     def states(self, z_BLV: Tensor, tau_B: Tensor, end_B: Tensor | None = None) -> Tensor:
-        """What the head multiplies (B, L, H), for D over [tau, end]; without an end, or without a flow map, p at tau."""
+        """Return the inputs of the head (B, L, H) for D over [tau, end]; without an end or a flow map, for p at tau."""
         with fp32_island(z_BLV):
             x_BLH = self.backbone.vocab_embed(z_BLV)
         if isinstance(self.backbone, TwoTimeDDiT):
@@ -199,7 +200,7 @@ class Flm(Method):
         return self.backbone.states(x_BLH, self.backbone.condition(tau_B))
 
     def denoise(self, z_BLV: Tensor, tau_B: Tensor, end_B: Tensor | None = None) -> Tensor:
-        """D (B, L, V), a distribution per token."""
+        """Return D (B, L, V), a distribution per token."""
         return self.backbone.head(self.states(z_BLV, tau_B, end_B)).float().softmax(-1)
 
     # ------------------------------------------------------------ sampling
@@ -214,7 +215,7 @@ class Flm(Method):
 
     @torch.no_grad()
     def integrate(self, z: Tensor, sampler: FlmSampler, watch: Watch | None = None) -> Tensor:
-        """From the noise z to tokens. A step along the velocity is a leap too: the one of a denoiser of a single time."""
+        """Integrate from the noise z to tokens; an Euler step is a leap with the one-time denoiser."""
         steps = sampler.steps
         taus = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device=z.device)
         t = self.times(taus)

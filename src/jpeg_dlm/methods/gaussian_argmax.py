@@ -1,12 +1,12 @@
-"""The uniform-state process hidden in Gaussian noise: what argmax keeps of a noisy one-hot vector (Duo).
+"""The uniform-state process as the argmax of a noisy one-hot vector (Duo).
 
 The latent is w = a onehot(x0) + s eps with a**2 = sigmoid(-gamma), s**2 = sigmoid(gamma). Its argmax is x0 with probability
-P = int phi(z - m) Phi(z)**(K - 1) dz, where m = a / s = exp(-gamma / 2), and otherwise any other of the K ids alike: the
-uniform-state process with alpha = (K P - 1) / (K - 1).
+P = int phi(z - m) Phi(z)**(K - 1) dz, where m = a / s = exp(-gamma / 2), and otherwise uniform over the other ids: this is
+the uniform-state process with alpha = (K P - 1) / (K - 1).
 
-The integral is taken afresh for every gamma by the trapezoid rule. The integrand is analytic and decays as a Gaussian, so
-the rule converges exponentially: its 201 nodes are within 1e-12 of ten times as many for K up to 50,258 (measured), in
-less time than a lookup in a stored table would be worth, and the derivative comes exactly from the same nodes.
+The integral is computed for every gamma by the trapezoid rule. The integrand is analytic and decays like a Gaussian, so
+the rule converges exponentially: 201 nodes are within 1e-12 of ten times as many for K up to 50,258 (measured). This is
+too fast for a stored table to be worthwhile, and the same nodes give the exact derivative.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import math
 import torch
 from torch import Tensor
 
-REACH, NODES = 10.0, 201  # of the trapezoid rule, in deviations around the mean
-M_MAX = 60.0  # largest m that is looked for; alpha is 1 there for any vocabulary
+REACH, NODES = 10.0, 201  # half width, in standard deviations around the mean, and nodes of the trapezoid rule
+M_MAX = 60.0  # upper end of the search for m; alpha is 1 there for any vocabulary
 
 
 def survival(gamma: Tensor, ids: int) -> tuple[Tensor, Tensor]:
-    """(alpha, d alpha / d gamma) in float64, of the shape of gamma; alpha stays below 1, so that odds are finite."""
+    """Return (alpha, d alpha / d gamma) in float64, with the shape of gamma; alpha stays below 1 to keep odds finite."""
     m = torch.exp(-gamma.double() / 2)
     p, dp_dm = argmax_probability(m, ids)
     return ((ids * p - 1) / (ids - 1)).clamp_max(1 - 1e-12), ids / (ids - 1) * dp_dm * (-m / 2)
 
 
 def argmax_probability(m: Tensor, ids: int) -> tuple[Tensor, Tensor]:
-    """(P, dP / dm): how often one of `ids` unit Gaussians, the one with mean m, is the largest."""
+    """Return (P, dP / dm): the probability that a unit Gaussian of mean m exceeds `ids` - 1 others of mean 0."""
     y = torch.linspace(-REACH, REACH, NODES, dtype=torch.float64, device=m.device)  # z - m
     log_rest = (ids - 1) * torch.special.log_ndtr(y + m[..., None])
     terms = torch.exp(log_rest - y**2 / 2) * (2 * REACH / (NODES - 1) / math.sqrt(2 * math.pi))
@@ -36,7 +36,7 @@ def argmax_probability(m: Tensor, ids: int) -> tuple[Tensor, Tensor]:
 
 
 def gamma_of(alpha: float, ids: int) -> float:
-    """The inverse of `survival`, by bisection: alpha rises with m."""
+    """Return the inverse of `survival` by bisection, as alpha increases with m."""
     low, high = torch.tensor(0.0, dtype=torch.float64), torch.tensor(M_MAX, dtype=torch.float64)
     wanted = (1 + (ids - 1) * alpha) / ids
     for _ in range(60):

@@ -1,8 +1,8 @@
-"""How a latent space is filled: its spectrum, how many directions it uses, how far it is from N(0, I), what noise costs.
+"""Geometry of a latent space: its spectrum, effective rank, distance from N(0, I), and robustness to noise.
 
-u (R, D) holds R latent vectors of this process, z (B, N, D) those of B texts by position. Under several processes every
-mean is the global one, each process having equally many, so nothing here depends on how a batch is split. Everything is
-computed in fp32 or better.
+u (R, D) holds R latent vectors of this process, z (B, N, D) those of B texts by position. With several processes, every
+mean is global and each process has equally many vectors, so results do not depend on how a batch is split. Everything
+is computed in fp32 or better.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.rng import RowNoise, generator
 
 SLICES = 256  # directions of the SIGReg distance (the default of objective.sigreg_slices)
-DECODE_TIMES = (0.3, 0.5, 0.7)  # shares of clean latent at which decoding is watched (assumed: from hopeless to easy)
-DECODE_PART = 4  # one row of so many is decoded: three decodings of all cost as much as all losses (measured)
+DECODE_TIMES = (0.3, 0.5, 0.7)  # shares of clean latent at which decoding is measured (assumed: from hopeless to easy)
+DECODE_PART = 4  # one row in four is decoded: decoding all rows three times costs as much as all losses (measured)
 POINT_DISTANCE = 0.402  # SIGReg distance of vectors that are all 0: the integral of phi (1 - phi)**2 over [-3, 3]
 
 
@@ -30,7 +30,7 @@ POINT_DISTANCE = 0.402  # SIGReg distance of vectors that are all 0: the integra
 
 
 def covariance(u: Tensor) -> Tensor:
-    """The covariance (D, D) of all vectors, divided by their number."""
+    """Return the covariance (D, D) of all vectors, normalized by their number."""
     u = u.float()
     with fp32_island(u):
         centered = u - all_mean(u.mean(0))
@@ -38,7 +38,7 @@ def covariance(u: Tensor) -> Tensor:
 
 
 def spectrum(cov_DD: Tensor) -> Tensor:
-    """Eigenvalues in falling order, in float64; not a number where the covariance is not."""
+    """Return the eigenvalues in descending order in float64, or NaN if the covariance is not finite."""
     cov_DD = cov_DD.cpu().double()
     if not bool(cov_DD.isfinite().all()):
         return torch.full((len(cov_DD),), torch.nan, dtype=torch.float64)
@@ -46,37 +46,37 @@ def spectrum(cov_DD: Tensor) -> Tensor:
 
 
 def effective_rank(eigenvalues_D: Tensor) -> float:
-    """exp of the entropy of the normalized eigenvalues: k for k equal ones; 0 where nothing varies."""
+    """Return exp of the entropy of the normalized eigenvalues: k for k equal ones, 0 if all are 0."""
     p = eigenvalues_D / eigenvalues_D.sum()
     return float(torch.special.entr(p).sum().exp()) if eigenvalues_D.sum() != 0 else 0.0
 
 
 def participation_ratio(eigenvalues_D: Tensor) -> float:
-    """(sum of eigenvalues)**2 / sum of squares: k for k equal ones, and less swayed by small ones than the entropy."""
+    """Return (sum of eigenvalues)**2 / sum of squares: k for k equal ones; small ones affect it less than the entropy."""
     total, squares = eigenvalues_D.sum(), eigenvalues_D.square().sum()
     return float(total**2 / squares) if squares != 0 else 0.0
 
 
 def isotropy(eigenvalues_D: Tensor) -> float:
-    """IsoScore (2108.07344): 1 where every direction varies alike, 0 where only one does.
+    """Return IsoScore (2108.07344): 1 if all directions have the same variance, 0 if only one varies.
 
-    Its three steps come down to (participation ratio - 1) / (D - 1).
+    Its three steps simplify to (participation ratio - 1) / (D - 1).
     """
     dim = len(eigenvalues_D)
-    spare = max(participation_ratio(eigenvalues_D) - 1, 0.0)  # in this order what is not a number stays so
+    spare = max(participation_ratio(eigenvalues_D) - 1, 0.0)  # this argument order propagates NaN
     return spare / (dim - 1) if dim > 1 else 1.0
 
 
 def text_variance(z_BND: Tensor) -> float:
-    """Variance about the mean of each position: 0 if latents know their position alone, however well that fills the space."""
+    """Return the variance around the mean of each position: 0 if latents depend on their position only."""
     z = z_BND.float()
     return float(all_mean((z - all_mean(z.mean(0))).square().mean()))
 
 
 def sigreg_distance(u: Tensor, slices: int = SLICES) -> float:
-    """The SIGReg statistic per vector, over directions that never change: 0 for N(0, I), POINT_DISTANCE for one point.
+    """Return the SIGReg statistic per vector over fixed directions: 0 for N(0, I), POINT_DISTANCE for a single point.
 
-    Per vector, because the statistic itself grows with their number and could not be compared between runs.
+    The statistic itself grows with the number of vectors and could not be compared between runs.
     """
     u = u.float()
     with fp32_island(u):
@@ -89,9 +89,9 @@ def sigreg_distance(u: Tensor, slices: int = SLICES) -> float:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where latent vectors lie.
+    """Statistics of latent vectors.
 
-    `rank` is the effective rank as a share of what so many vectors could have, `text` the variance within positions.
+    `rank` is the effective rank relative to the largest possible one, `text` the variance within positions.
     """
 
     vectors: int
@@ -107,7 +107,7 @@ class Geometry:
 
 
 def measure(z_BND: Tensor) -> Geometry:
-    """The geometry of the latents of all processes."""
+    """Measure the geometry of the latents of all processes."""
     u = z_BND.flatten(0, 1)
     cov_DD = covariance(u)
     eigenvalues = spectrum(cov_DD)
@@ -129,7 +129,7 @@ def measure(z_BND: Tensor) -> Geometry:
 
 
 def noisy_accuracy(latents: Latents, batch: Batch, noise: RowNoise, times: Sequence[float] = DECODE_TIMES) -> list[float]:
-    """Share of this process's real tokens that come back from z_t = t z + (1 - t) eps, for each t, with one eps."""
+    """Return, for each t, the share of this process's real tokens decoded from z_t = t z + (1 - t) eps, with one eps."""
     z = latents.z_BND
     eps = noise.normal("decode", *z.shape[1:])
     shares = []
@@ -140,7 +140,7 @@ def noisy_accuracy(latents: Latents, batch: Batch, noise: RowNoise, times: Seque
 
 
 def latent_measures(latents: Latents, batch: Batch, noise: RowNoise) -> dict[str, float]:
-    """What an evaluation logs; the accuracies are of this process's rows and remain to be averaged."""
+    """Return the values that an evaluation logs; accuracies are of this process's rows and not yet averaged."""
     found = measure(latents.z_BND)
     values = {f"latent_{name}": getattr(found, name) for name in ("rank", "isotropy", "std_min", "text", "sigreg")}
     rows = max(1, len(latents.z_BND) // DECODE_PART)

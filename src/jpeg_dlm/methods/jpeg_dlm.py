@@ -40,7 +40,7 @@ from jpeg_dlm.nn.perceiver import Compressor, Decompressor
 from jpeg_dlm.nn.token_loss import linear_cross_entropy
 from jpeg_dlm.rng import RowNoise
 
-VARIANCE_FLOOR = 1e-4  # assumed: keeps a dead channel from being blown up by standardization
+VARIANCE_FLOOR = 1e-4  # assumed: keeps standardization from blowing up a dead channel
 
 
 def build_dit(config: Config) -> DiT:
@@ -52,7 +52,7 @@ def build_dit(config: Config) -> DiT:
 
 
 def swiglu_ratio(inner: int, hidden: int) -> float:
-    """The MLP ratio whose two-thirds rule gives `inner`."""
+    """Return the MLP ratio whose two-thirds rule results in `inner`."""
     for expanded in range(inner * 3 // 2, inner * 3 // 2 + 3):
         if int(expanded * 2 / 3) == inner and int(hidden * (expanded / hidden)) == expanded:
             return expanded / hidden
@@ -60,7 +60,7 @@ def swiglu_ratio(inner: int, hidden: int) -> float:
 
 
 def token_shares(tokens_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
-    """What each position counts in `masked_mean`."""
+    """Return the weight of each position in `masked_mean`."""
     if mask_BL is None:
         return torch.full(tokens_BL.shape, 1 / tokens_BL.numel(), device=tokens_BL.device)
     return mask_BL / all_mean(mask_BL.float().sum()).clamp_min(1)
@@ -90,7 +90,7 @@ class JpegDlm(Method):
         self.dit = build_dit(config)
         self.predictor = None if m.shared else build_dit(config)  # the 'sep. nets' ablation
         if self.predictor is not None:
-            # The heads of the other branch never run; distributed training would wait for their gradients forever.
+            # The unused heads never run, and distributed training would wait for their gradients forever.
             self.dit.decode_head.requires_grad_(False)
             self.predictor.denoise_head.requires_grad_(False)
         self.decompressor = Decompressor(*codec_sizes)
@@ -138,18 +138,18 @@ class JpegDlm(Method):
 
     @torch.no_grad()
     def target_latents(self, h: Tensor, mask: Tensor | None, step: int | None = None) -> Tensor:
-        """Standardized clean latents of the target compressor; in training the first steps also move the statistics."""
+        """Return standardized clean latents of the target compressor; the first training steps also update the statistics."""
         z = self.target(h, mask)
         if self.training and step is not None and step < self.standardize_steps:
             self.update_statistics(z)
         return self.standardize(z)
 
     def corrupted(self, h: Tensor, noise: RowNoise) -> Tensor:
-        """h + sigma eps: the view of the features that the decode branch is given."""
+        """Return h + sigma eps, the corrupted view of the features for the decode branch."""
         return h + self.config.objective.sigma * noise.normal("feature", *h.shape[1:])
 
     def noisy_embeddings(self, z_tgt: Tensor, noise: RowNoise) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """(z_1, z_t, t, w, chosen for self-conditioning) of the flow branch: `flow_draws` copies of the batch."""
+        """Return (z_1, z_t, t, w, chosen for self-conditioning) of the denoise branch, for `flow_draws` copies of a batch."""
         o = self.config.objective
         z_1, draws = z_tgt.repeat(o.flow_draws, 1, 1), noise.repeated(o.flow_draws)
         t = self.times(draws)
@@ -158,7 +158,7 @@ class JpegDlm(Method):
         return z_1, z_t, t, w, draws.uniform("self_condition") < o.sc_prob
 
     def times(self, noise: RowNoise) -> Tensor:
-        """t ~ pi: logit-normal (paper), with a share of uniform times where the config asks for it."""
+        """Draw t ~ pi: logit-normal (paper), optionally mixed with a share of uniform times."""
         o = self.config.objective
         t = logit_normal(noise.normal("time"), o.time_mean, o.time_std)
         if o.time_uniform:
@@ -167,9 +167,9 @@ class JpegDlm(Method):
         return t
 
     def both_branches(self, z_c: Tensor, z_t: Tensor, t: Tensor, s: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """(zhat_tgt, zhat_1) = (f(z_c, t=1) in decode mode, f(z_t, t; s, w)): one pass when the network is shared.
+        """Return (zhat_tgt, zhat_1) = (f(z_c, t=1) in decode mode, f(z_t, t; s, w)), in one pass if the network is shared.
 
-        Of several draws of a row, the decode branch is given the first one's w.
+        The decode branch uses the w of the first draw of each row.
         """
         rows = len(z_c)
         if self.predictor is not None:
@@ -181,17 +181,17 @@ class JpegDlm(Method):
         return self.with_residual(out[:rows], z_c), out[rows:]
 
     def decode_latents(self, z: Tensor, w: Tensor) -> Tensor:
-        """f(z, t=1) in decode mode, without self-conditioning; w is fed all the same (released)."""
+        """Return f(z, t=1) in decode mode, without self-conditioning but with w (released)."""
         network = self.dit if self.predictor is None else self.predictor
         return self.with_residual(network(z, torch.ones_like(w), None, w, decode_rows=len(z)), z)
 
     def with_residual(self, predicted: Tensor, z: Tensor) -> Tensor:
-        """Optionally zhat = z + head, so that a fresh zero head already passes the latents on; not in the paper."""
+        """Return zhat = z + head if `decode_residual`, so that an untrained zero head is the identity; not in the paper."""
         return predicted + z if self.config.model.decode_residual else predicted
 
     @torch.no_grad()
     def self_condition(self, z_t: Tensor, t: Tensor, w: Tensor, chosen: Tensor, s: Tensor | None = None) -> Tensor:
-        """f(z_t, t; s, w) without dropout (ELF) for the chosen half of the rows, else zeros."""
+        """Return f(z_t, t; s, w) without dropout (ELF) for the chosen rows, and zeros for the others."""
         out, rows = torch.zeros_like(z_t), chosen.nonzero().squeeze(1)
         if len(rows):
             training = self.dit.training
@@ -204,13 +204,13 @@ class JpegDlm(Method):
     def flow_target(
         self, z_tgt: Tensor, zhat_1: Tensor, chosen: Tensor, z_t: Tensor, t: Tensor, s: Tensor, w: Tensor
     ) -> Tensor:  # fmt: skip
-        """The target of the flow loss: for the chosen rows moved by a second minus the first prediction, else z_tgt (ELF)."""
-        # The second is f(z_t, t; s, w) without dropout: where there is none, that is the prediction which is trained.
+        """Return the flow target: the guided target of two predictions for the chosen rows, z_tgt for the others (ELF)."""
+        # The second prediction is f(z_t, t; s, w) without dropout; if dropout is 0, that is zhat_1.
         second = self.self_condition(z_t, t, w, chosen, s) if self.config.model.dropout else zhat_1
         return torch.where(per_row(chosen, z_tgt), guided_target(z_tgt, second, s, w), z_tgt)
 
     def flow_loss(self, predicted: Tensor, target: Tensor, t: Tensor) -> Tensor:
-        """The x-loss, or the same error as a velocity, weighted by (1 - t)**-2 (appendix), or weighted as in EDM."""
+        """Return the x-loss, the v-loss, which weights the same error by (1 - t)**-2 (appendix), or EDM's weighting."""
         error, o = (predicted - target) ** 2, self.config.objective
         if o.flow_loss == "v":
             error = error / per_row((1 - t).clamp_min(o.v_floor) ** 2, error)
@@ -219,7 +219,7 @@ class JpegDlm(Method):
         return error.mean()
 
     def token_loss(self, hhat: Tensor, batch: Batch, rows_B: Tensor | None = None) -> Tensor:
-        """Mean -log p(token) over real tokens; `rows_B` picks rows, and the others count as zeros in that mean."""
+        """Return the mean of -log p(token) over real tokens; rows outside `rows_B` count as zeros in the mean."""
         share_BL = token_shares(batch.tokens_BL, batch.mask_BL)
         share_BL = share_BL if rows_B is None else share_BL * rows_B[:, None]
         x = F.gelu(self.unembed_proj(hhat)).flatten(0, 1)
@@ -227,16 +227,16 @@ class JpegDlm(Method):
         return linear_cross_entropy(x, head.weight, head.bias, batch.tokens_BL.flatten(), share_BL.flatten(), chunk)
 
     def noisy_token_loss(self, zhat_1: Tensor, t: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """The ablation that extends the token loss to denoise predictions with t in [ce_time_min, 1]."""
+        """Return the token loss of denoise predictions with t in [ce_time_min, 1] (ablation)."""
         if self.config.objective.ce_time_min >= 1:
             return {}
         late = t >= self.config.objective.ce_time_min
         hhat = self.decompressor(self.unstandardize(zhat_1))
-        # Normalized by all rows, not by the few late ones, so that the term's size does not jump with their number.
+        # Normalized by all rows, not just the late ones, so that the loss does not jump with their number.
         return {"ce_noisy": self.token_loss(hhat, batch, late)}
 
     def regularizers(self, z: Tensor, noise: RowNoise) -> dict[str, Tensor]:
-        """SIGReg, variance and covariance terms over the vectors of the context compressor (appendix)."""
+        """Return the SIGReg, variance and covariance terms of the context compressor's vectors (appendix)."""
         o, u = self.config.objective, self.regularized(z, noise)
         terms = {}
         if o.sigreg_weight:
@@ -246,17 +246,17 @@ class JpegDlm(Method):
         return terms
 
     def sigreg_growth(self, step: int) -> float:
-        """The factor by which SIGReg's weight has grown: a compressor first learns to keep tokens, then to fill its space."""
+        """Return the growth of SIGReg's weight: the compressor first learns to keep tokens, then to fill its space."""
         o, steps = self.config.objective, self.config.train.steps
         if not o.sigreg_late:
             return 1.0
         return 1 + (o.sigreg_late / o.sigreg_weight - 1) * min(1.0, max(0.0, 10 * step / max(1, steps) - 0.5))
 
     def regularized(self, z: Tensor, noise: RowNoise) -> Tensor:
-        """The vectors (R, D) that the regularizers use."""
+        """Return the vectors (R, D) for the regularizers."""
         most = self.config.objective.reg_max_rows
         kept = max(1, most // (noise.total or len(z))) if most else z.shape[1]
-        if kept < z.shape[1]:  # equally many of each row, so that the choice does not depend on how a batch is split
+        if kept < z.shape[1]:  # equally many per row, so that the choice does not depend on how a batch is split
             chosen = noise.uniform("reg_rows", z.shape[1]).argsort(1)[:, :kept]
             z = z.gather(1, chosen[..., None].expand(-1, -1, z.shape[2]))
         return z.flatten(0, 1).float()
@@ -276,12 +276,12 @@ class JpegDlm(Method):
 
     @torch.no_grad()
     def update_statistics(self, z: Tensor) -> None:
-        """Running per-channel mean and variance over every process; the first batch sets them."""
+        """Update the running per-channel mean and variance over all processes; the first batch sets them."""
         z = z.float().flatten(0, 1)
         mean = all_mean(z.mean(0))
         variance = all_mean(((z - mean) ** 2).mean(0))
         if not bool((mean + variance).isfinite().all()):
-            return  # the trainer refuses this step, and a running statistic would never recover
+            return  # the trainer rejects this step, and the running statistics would never recover
         m = self.config.objective.standardize_momentum if int(self.latent_updates) else 0.0
         self.latent_mean.mul_(m).add_(mean, alpha=1 - m)
         variance = m * self.latent_scale**-2 + (1 - m) * variance
@@ -290,7 +290,7 @@ class JpegDlm(Method):
 
     @torch.no_grad()
     def after_step(self, step: int, total: int) -> None:
-        """theta-bar <- m theta-bar + (1 - m) theta, m rising linearly (appendix; shape of the ramp from I-JEPA)."""
+        """Update theta-bar <- m theta-bar + (1 - m) theta, with m rising linearly (appendix; ramp as in I-JEPA)."""
         o = self.config.objective
         m = linear_ramp(o.target_ema_start, o.target_ema_end, step, total)
         torch._foreach_lerp_(list(self.target.parameters()), list(self.compressor.parameters()), 1 - m)
@@ -352,12 +352,12 @@ class JpegDlm(Method):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Tensor:
-        """Clean text to standardized latents (B, N, D), by the target compressor."""
+        """Encode clean text to standardized latents (B, N, D) with the target compressor."""
         return self.target_latents(self.features(batch), batch.mask_BL)
 
     @torch.no_grad()
     def reconstruction(self, batch: Batch, w: float = 1.0) -> Tensor:
-        """Share of real tokens that come back from their own latents through the decode branch."""
+        """Return the share of real tokens that the decode branch reconstructs from their own latents."""
         z = self.encode(batch)
         same = self.tokens(z, torch.full((len(z),), w, device=z.device)) == batch.tokens_BL
         return masked_mean(same.float(), batch.mask_BL)
@@ -373,7 +373,7 @@ class JpegDlm(Method):
     # ------------------------------------------------------------ files and optimization
 
     def export_state(self) -> dict[str, Tensor]:
-        """The released layout, 383 tensors at the paper's sizes; `compressor.*` is the target, which makes clean latents."""
+        """Return the released layout, 383 tensors at the paper's sizes; `compressor.*` holds the target compressor."""
         inner = ("target.", "compressor.", FROZEN, "latent_updates")
         state = self.state_dict()
         kept = {name: t for name, t in state.items() if not name.startswith(inner)}
@@ -385,7 +385,7 @@ class JpegDlm(Method):
 
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
-        """`base` with every size of a checkpoint in the released layout."""
+        """Return `base` with the sizes of a checkpoint in the released layout."""
 
         def shape(name: str, dims: int = 2) -> tuple[int, ...]:
             if name not in tensors:
@@ -425,7 +425,7 @@ class JpegDlm(Method):
         return replace(base, data=data, model=model, encoder=replace(base.encoder, feature_dim=feature_dim))
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        flow = ("dit.", "predictor.", "unembed_proj.", "lm_head.")  # assumed: the projection goes with the DiT
+        flow = ("dit.", "predictor.", "unembed_proj.", "lm_head.")  # assumed: the projection is grouped with the DiT
         groups: dict[str, dict[str, nn.Parameter]] = {"flow": {}, "codec": {}}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:

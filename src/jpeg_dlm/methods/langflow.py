@@ -1,8 +1,8 @@
-"""LangFlow: diffusion of normalized token embeddings whose denoiser is a classifier over tokens.
+"""LangFlow: diffusion of normalized token embeddings with a classifier over tokens as the denoiser.
 
 Symbols: E embeddings, gamma the logarithm of the noise-to-signal ratio, alpha^2 = sigmoid(-gamma), sigma^2 = sigmoid(gamma),
-z = alpha E[x] + sigma eps, x_hat = softmax(logits) E. The network, its sampler and the shape of the proposal are those of the
-published inference code (released); how it was trained is known from third parties only and marked (third party).
+z = alpha E[x] + sigma eps, x_hat = softmax(logits) E. The network, its sampler and the form of the proposal follow the
+published inference code (released); its training is known only from third parties and marked (third party).
 Shapes: B batch, L tokens, H width, V vocabulary.
 """
 
@@ -35,22 +35,22 @@ from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll
 from jpeg_dlm.rng import RowNoise
 
-GUMBEL_LOC, GUMBEL_SCALE, GUMBEL_ENTROPY = 4.723, 0.852, 7.02  # where the proposal starts (released)
-RELEASED_WIDTH, RELEASED_VOCAB = 768, 50_257  # of the model these three belong to
-CUTOFF = 1e-5  # probability of either end of the proposal, which is cut off (released)
-MIN_SCALE = 0.05  # assumed: keeps the proposal a distribution if a step overshoots
+GUMBEL_LOC, GUMBEL_SCALE, GUMBEL_ENTROPY = 4.723, 0.852, 7.02  # initial proposal (released)
+RELEASED_WIDTH, RELEASED_VOCAB = 768, 50_257  # sizes of the model of these three values
+CUTOFF = 1e-5  # probability mass that is cut off at either end of the proposal (released)
+MIN_SCALE = 0.05  # assumed: keeps the proposal valid if an optimizer step overshoots
 
 
 @dataclass(frozen=True)
 class LangFlowObjective:
-    """How times are proposed, and what the loss adds to the cross-entropy."""
+    """Options of the proposal of times, self-conditioning and the skip logits."""
 
-    gumbel_loc: float = opt(GUMBEL_LOC, "mode of the proposal of gamma at the start (released); it is learned")
-    gumbel_scale: float = opt(GUMBEL_SCALE, "scale of the proposal at the start (released); it is learned")
-    gumbel_entropy: float = opt(GUMBEL_ENTROPY, "loss of pure noise, in nats, at the start (released); it is learned")
+    gumbel_loc: float = opt(GUMBEL_LOC, "initial mode of the proposal of gamma (released); it is learned")
+    gumbel_scale: float = opt(GUMBEL_SCALE, "initial scale of the proposal (released); it is learned")
+    gumbel_entropy: float = opt(GUMBEL_ENTROPY, "initial loss of pure noise in nats (released); it is learned")
     proposal_weight: float = opt(1.0, "weight of the proposal's own loss (third party)")
     sc_prob: float = opt(0.25, "probability of self-conditioning (third party), per example (assumed)")
-    skip_ramp: int = opt(0, "steps in which the skip logits fade in; 0 is min(5000, half) of the run (third party: 5000)")
+    skip_ramp: int = opt(0, "steps over which the skip logits fade in; 0: half of the run, at most 5000 (third party: 5000)")
     ce_chunk: int = opt(0, "token positions whose logits exist at once, recomputed in backward; 0 keeps all")
 
     def checks(self, config: Config) -> Checks:
@@ -83,23 +83,23 @@ class LangFlowSampler:
 
 
 def alpha_sigma(gamma: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales of signal and noise, whose squares sum to 1."""
+    """Return the scales of signal and noise, whose squares sum to 1."""
     return torch.sigmoid(-gamma).sqrt(), torch.sigmoid(gamma).sqrt()
 
 
 def skip_scale(gamma: Tensor) -> Tensor:
-    """alpha / sigma^2, without overflow.
+    """Return alpha / sigma^2 without overflow.
 
-    All embeddings have one norm, so log p(z | token) = alpha / sigma^2 * z E^T up to a constant of the position: added to the
-    logits, it is the exact posterior of the noise, and the network learns only what the context says.
+    All embeddings have the same norm, so log p(z | token) = alpha / sigma^2 * z E^T up to a constant per position. Added to
+    the logits, it accounts exactly for the position's own noisy embedding, so the network learns only from the context.
     """
     return ((F.softplus(-gamma) - gamma) / 2).exp()
 
 
 def ddim_step(z: Tensor, x_hat: Tensor, gamma: float, next_gamma: float) -> Tensor:
-    """alpha_s x_hat + sigma_s eps_hat with eps_hat = (z - alpha x_hat) / sigma, in float64 (released).
+    """Return alpha_s x_hat + sigma_s eps_hat with eps_hat = (z - alpha x_hat) / sigma, in float64 (released).
 
-    In this form z is rescaled to the next signal scale and mixed with the prediction: nothing cancels where the noise ends.
+    The code rescales z to the next signal scale and mixes it with the prediction, which avoids cancellation at low noise.
     """
     t, s = torch.tensor([gamma, next_gamma], dtype=torch.float64, device=z.device)
     end = torch.sigmoid(-s).sqrt() * x_hat.double()
@@ -108,10 +108,10 @@ def ddim_step(z: Tensor, x_hat: Tensor, gamma: float, next_gamma: float) -> Tens
 
 
 class GumbelProposal(nn.Module):
-    """The distribution of gamma in training and sampling; the three numbers are parameters under their published names.
+    """The distribution of gamma in training and sampling, with three parameters under their published names.
 
-    Its distribution function times `entropy` is a model of the loss at gamma. Where that model holds, gamma is proposed in
-    proportion to how fast the loss rises, so that each step of the sampler removes the same share of the uncertainty.
+    Its CDF times `entropy` models the loss at gamma. If the model is accurate, the density of gamma is proportional to the
+    slope of the loss, so each sampler step removes the same share of the uncertainty.
     """
 
     def __init__(self, loc: float, scale: float, entropy: float) -> None:
@@ -122,23 +122,23 @@ class GumbelProposal(nn.Module):
 
     @torch.no_grad()
     def quantile(self, q: Tensor) -> Tensor:
-        """gamma (float64) below which the share q of the distribution lies, without its outermost ends."""
+        """Return the q-quantile of gamma (float64), with both ends cut off."""
         q = q.double().clamp(CUTOFF, math.exp(-CUTOFF))
         return self.loc.double() - self.scale.double() * (-q.log()).log()
 
     def predicted_loss(self, gamma: Tensor) -> Tensor:
-        """entropy * exp(-exp(-(gamma - loc) / scale))."""
+        """Return entropy * exp(-exp(-(gamma - loc) / scale))."""
         return self.entropy * (-(-(gamma - self.loc) / self.scale).exp()).exp()
 
     @torch.no_grad()
     def project(self) -> None:
-        """Back into what is a distribution, after an optimizer step."""
+        """Clamp the parameters to a valid distribution after an optimizer step."""
         self.scale.clamp_(min=MIN_SCALE)
         self.entropy.clamp_(min=0.0)
 
 
 class SelfConditionedDDiT(DDiT):
-    """The shared transformer on embeddings of which it may already have a first guess."""
+    """The shared transformer on embeddings, conditioned on an earlier prediction of them."""
 
     def __init__(self, vocab: int, hidden: int, **sizes: Any) -> None:
         super().__init__(vocab, hidden, **sizes)
@@ -146,12 +146,12 @@ class SelfConditionedDDiT(DDiT):
         nn.init.zeros_(self.self_cond_proj.weight)
 
     def embeddings(self) -> Tensor:
-        """E (V, H): rows of length sqrt(H), in fp32."""
+        """Return E (V, H) in fp32, with rows of norm sqrt(H)."""
         rows = self.vocab_embed.embedding.float()
         return F.normalize(rows, dim=-1) * math.sqrt(rows.shape[1])
 
     def conditioned(self, z_BLH: Tensor, x_BLH: Tensor) -> Tensor:
-        """What enters the blocks: z, and a linear map of z and the guess, zeros where there is none."""
+        """Return the input of the blocks: z plus a linear map of z and the earlier prediction x (zeros if there is none)."""
         with fp32_island(z_BLH):
             return z_BLH + self.self_cond_proj(torch.cat([z_BLH, x_BLH], dim=-1))
 
@@ -180,9 +180,9 @@ class LangFlow(Method):
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
         vocab = math.log(paper_data(base)[0].vocab_size) / math.log(RELEASED_VOCAB)
-        # Tokens become readable where alpha / sigma * sqrt(H), the lead of the right one over noise, passes the largest of V
-        # normal numbers, about sqrt(2 log V): so gamma moves by log H - log log V. Pure noise costs a share of log V.
-        # (assumed; the released numbers at the released sizes. The smoke preset starts at 3.2 and learns 3.3, measured.)
+        # Tokens become decodable where alpha / sigma * sqrt(H), the lead of the correct one over noise, exceeds the largest of
+        # V normal numbers, about sqrt(2 log V): so gamma shifts by log H - log log V. The loss of pure noise scales with log V.
+        # (assumed; equals the released values at the released sizes. The smoke preset starts at 3.2 and learns 3.3, measured.)
         objective = LangFlowObjective(
             gumbel_loc=GUMBEL_LOC + math.log(base.model.hidden / RELEASED_WIDTH) - math.log(vocab),
             gumbel_entropy=GUMBEL_ENTROPY * vocab,
@@ -212,12 +212,12 @@ class LangFlow(Method):
         }
 
     def proposal_loss(self, nll_B: Tensor, gamma_B: Tensor) -> Tensor:
-        """How far the proposal's model of the loss is from the loss; neither gamma nor the loss gets a gradient."""
+        """Return the squared error of the proposal's model of the loss; gamma and the loss get no gradient."""
         return ((nll_B - self.proposal.predicted_loss(gamma_B)) ** 2).mean()
 
     @torch.no_grad()
     def self_condition(self, z_BLH: Tensor, gamma_B: Tensor, E: Tensor, skip: float, noise: RowNoise) -> Tensor:
-        """A first guess for some of the rows, zeros for the others."""
+        """Return a first prediction for some of the rows, zeros for the others."""
         x_BLH = torch.zeros_like(z_BLH)
         chosen = (noise.uniform("self_condition") < self.config.objective.sc_prob).nonzero().squeeze(1)
         if len(chosen):
@@ -226,10 +226,10 @@ class LangFlow(Method):
         return x_BLH
 
     def skip_weight(self, step: int) -> float:
-        """Of the skip logits: rising from 0 in training, 1 elsewhere.
+        """Return the weight of the skip logits: rising from 0 to 1 in training, 1 otherwise.
 
-        A smoke run with a ramp of a tenth of its steps instead of half writes word salad (measured), perhaps because the
-        network learns to use context only while it has to read the embeddings itself (assumed).
+        A smoke run with a ramp over a tenth of its steps instead of half writes word salad (measured), perhaps because the
+        network learns to use context only while it has to decode the embeddings itself (assumed).
         """
         if not self.training:
             return 1.0
@@ -242,19 +242,19 @@ class LangFlow(Method):
     # ------------------------------------------------------------ the denoiser
 
     def states(self, z_BLH: Tensor, gamma_B: Tensor, x_BLH: Tensor, skip: float = 1.0) -> Tensor:
-        """(B, L, 2 H): what the head multiplies, beside what E multiplies for the skip logits."""
+        """Return (B, L, 2 H): the inputs of the head, then the scaled z that E maps to the skip logits."""
         h_BLH = self.backbone.states(self.backbone.conditioned(z_BLH, x_BLH), self.backbone.condition(gamma_B))
         return torch.cat([h_BLH, skip * per_row(skip_scale(gamma_B), z_BLH) * z_BLH], dim=-1)
 
     def logits(self, states: Tensor, E: Tensor) -> Tensor:
-        """(..., V) of states (..., 2 H)."""
+        """Return logits (..., V) of states (..., 2 H)."""
         h, scaled_z = states.chunk(2, dim=-1)
         with fp32_island(states):
-            skip = scaled_z @ E.T  # hundreds at little noise, where bf16 would round away whole nats
+            skip = scaled_z @ E.T  # hundreds at low noise, where bf16 would lose whole nats
         return self.backbone.head(h).float() + skip
 
     def guess(self, states_BLS: Tensor, E: Tensor) -> tuple[Tensor, Tensor]:
-        """(x_hat (B, L, H), most probable tokens (B, L)), a chunk of positions at a time."""
+        """Return (x_hat (B, L, H), most probable tokens (B, L)), computed in chunks of positions."""
         rows = states_BLS.flatten(0, 1)
         means, tokens = [], []
         for part in rows.split(self.config.objective.ce_chunk or len(rows)):
@@ -277,7 +277,7 @@ class LangFlow(Method):
 
     @torch.no_grad()
     def integrate(self, z: Tensor, steps: int, watch: Watch | None = None) -> Tensor:
-        """From the noise z to tokens; each evaluation is conditioned on the one before."""
+        """Integrate from the noise z to tokens; each evaluation is conditioned on the previous prediction."""
         E = self.backbone.embeddings()
         q = torch.linspace(1 - CUTOFF, CUTOFF, steps, dtype=torch.float64)
         gammas = self.proposal.quantile(q.to(z.device)).tolist()
@@ -297,7 +297,7 @@ class LangFlow(Method):
 
 
 def row_means(x_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
-    """Mean over each row's real tokens."""
+    """Return the mean over the real tokens of each row."""
     if mask_BL is None:
         return x_BL.mean(1)
     return (x_BL * mask_BL).sum(1) / mask_BL.sum(1).clamp_min(1)

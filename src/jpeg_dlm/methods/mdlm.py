@@ -1,7 +1,7 @@
-"""MDLM: masked diffusion whose network predicts the tokens behind masks, and is not told how many there are.
+"""MDLM: masked diffusion whose network predicts the masked tokens without receiving the noise level.
 
-The SUBS parameterization: the mask has probability zero, and a token once uncovered stays. Both hold by construction here,
-because only masked positions are ever predicted. The bound is a cross-entropy with weight 1 / t.
+In the SUBS parameterization, the mask has probability zero and unmasked tokens stay. Both hold by construction here,
+because only masked positions are predicted. The bound is a cross-entropy with weight 1 / t.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from jpeg_dlm.methods.discrete import DditConfig, DiscreteObjective, ddit_model,
 class MdlmSampler(AbsorbingSampler):
     """MDLM's sampler `ddpm_cache`."""
 
-    cache: bool = opt(True, "evaluate a row again only after one of its tokens changed (MDLM: only after any of the batch did)")
+    cache: bool = opt(True, "evaluate a row again only after one of its tokens changed (MDLM: after any of the batch did)")
     final: Literal["greedy", "sampled"] = opt(
-        "greedy", "what is still masked at the end: the most probable token (MDLM), or a sample (Duo's version of MDLM)"
+        "greedy", "tokens still masked at the end: the most probable one (MDLM), or a sample (Duo's version of MDLM)"
     )
 
     def evaluations(self, token_len: int) -> int:
-        """With the cache, the expected number of steps that uncover a token: each does so in one of them, evenly."""
+        """With the cache, return the expected number of steps that unmask a token; each token has one, uniformly drawn."""
         if not self.cache:
             return super().evaluations(token_len)
         return round(self.steps * (1 - (1 - 1 / self.steps) ** token_len))
 
 
 class Mdlm(Absorbing):
-    """Weights are the probabilities p(x0 = y | x_t)."""
+    """Masked diffusion with the probabilities p(x0 = y | x_t) as weights."""
 
     title = "MDLM"
     groups = {"model": DditConfig, "objective": DiscreteObjective, "sampler": MdlmSampler}
@@ -55,7 +55,7 @@ class Mdlm(Absorbing):
         return self.logits(h_NH).softmax(-1)
 
     def total_weight(self, h_NH: Tensor) -> Tensor:
-        """1, so that the head need not run where nothing leaves the mask."""
+        """Return 1, so that the head runs only for positions that are unmasked."""
         return h_NH.new_ones(len(h_NH))
 
     def cost(self, h_NH: Tensor, x0_N: Tensor) -> Tensor:
@@ -72,5 +72,5 @@ class Mdlm(Absorbing):
         states = super().sampling_states(sampler)
         if not sampler.cache:
             return states
-        cache = RowCache(lambda x_BL: states(x_BL, 0.0), self.mask_id)  # the network sees no time
+        cache = RowCache(lambda x_BL: states(x_BL, 0.0), self.mask_id)  # the network ignores time
         return lambda x_BL, t: cache(x_BL)

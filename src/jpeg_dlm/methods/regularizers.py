@@ -1,7 +1,7 @@
-"""SIGReg and the variance and covariance terms that keep the compressed space from collapsing (appendix).
+"""SIGReg and the variance and covariance terms, which keep the latent space from collapsing (appendix).
 
-U (R, D) holds R latent vectors of this process. Under several processes every mean is the global one, so the terms do
-not depend on how a batch is split.
+U (R, D) holds R latent vectors of this process. With several processes, every mean is global, so the terms do not depend
+on how a batch is split.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from jpeg_dlm.collectives import all_mean, world_size
 
 
 def unit_directions(dim: int, slices: int, generator: torch.Generator) -> Tensor:
-    """M random unit directions as columns (D, M)."""
+    """Return M random unit directions as columns (D, M)."""
     a = torch.randn((dim, slices), generator=generator, device=generator.device)
     return a / a.norm(dim=0)
 
 
 def epps_pulley(y: Tensor, knots: int = 17, t_max: float = 3.0) -> Tensor:
-    """The Epps-Pulley distance of each column of y (R, M) from N(0, 1), times R: shape (M,).
+    """Return the Epps-Pulley distance of each column of y (R, M) from N(0, 1), times R: shape (M,).
 
-    Trapezoidal quadrature on [-t_max, t_max], folded onto the half line by symmetry, with the Gaussian weight of LeJEPA.
+    Uses trapezoidal quadrature on [-t_max, t_max], folded onto the half line by symmetry, and LeJEPA's Gaussian weight.
     """
     t = torch.linspace(0.0, t_max, knots, dtype=torch.float32, device=y.device)
     dt = t_max / (knots - 1)
     phi = torch.exp(-0.5 * t**2)
     weights = torch.full_like(t, 2 * dt)
     weights[0] = weights[-1] = dt
-    real_KM, imag_KM = all_mean(wave_means(y, knots, dt))  # once for all knots: processes meet here
+    real_KM, imag_KM = all_mean(wave_means(y, knots, dt))  # one all-reduce for all knots
     distance_KM = (real_KM - phi[:, None]) ** 2 + imag_KM**2
     return (weights * phi) @ distance_KM * (len(y) * world_size())
 
 
 def wave_means(y: Tensor, knots: int, dt: float) -> Tensor:
-    """Means of cos(k dt y) and sin(k dt y) over the rows of y (R, M), for k = 0 .. knots - 1: shape (2, knots, M).
+    """Return the means of cos(k dt y) and sin(k dt y) over the rows of y (R, M) for k = 0 .. knots - 1: (2, knots, M).
 
-    The waves are made one after the other by turning, in forward and again in backward, so that only y is kept.
+    Each wave is a rotation of the previous one, computed in forward and again in backward, so only y is kept.
     """
     return _WaveMeans.apply(y, knots, dt)  # pyright: ignore[reportReturnType]
 
 
 def _waves(y: Tensor, knots: int, dt: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """cos(k dt y) and sin(k dt y); a pair is overwritten by those that follow."""
+    """Yield cos(k dt y) and sin(k dt y); later pairs overwrite earlier ones."""
     angle = dt * y
     cos, sin = angle.cos(), angle.sin_()
     real, imag, spare = torch.ones_like(y), torch.zeros_like(y), torch.empty_like(y)
@@ -74,12 +74,12 @@ class _WaveMeans(torch.autograd.Function):
 
 
 def sigreg(u: Tensor, directions: Tensor, knots: int = 17, t_max: float = 3.0) -> Tensor:
-    """Sketched isotropic Gaussian regularization: the mean Epps-Pulley statistic over random directions."""
+    """Return SIGReg (sketched isotropic Gaussian regularization): the mean Epps-Pulley statistic over random directions."""
     return epps_pulley(u.float() @ directions.to(u.device), knots, t_max).mean()
 
 
 def variance_covariance(u: Tensor, eps: float = 1e-4) -> tuple[Tensor, Tensor]:
-    """(L_var, L_cov): the hinge on channel deviations below 1 and the mean of squared off-diagonal covariances."""
+    """Return (L_var, L_cov): the hinge on channel deviations below 1, and the mean squared off-diagonal covariance."""
     u = u.float()
     rows = len(u) * world_size()
     centered = u - all_mean(u.mean(0))

@@ -1,8 +1,9 @@
-"""SEDD-Absorb: masked diffusion whose network gives ratios of probabilities (scores), trained by score entropy.
+"""SEDD-Absorb: masked diffusion whose network predicts ratios of probabilities (scores), trained by score entropy.
 
-The score of token y at a masked position is s_y = e^logit_y / (e^sigma - 1) / (V - 1), with V ids including the mask: a
-fresh network, whose logits are zero, starts with the scores of uniform tokens. In the weights w_y = s_y (e^sigma - 1) the noise
-level cancels, and with r = 1 / (e^sigma - 1) the score entropy sum_y s_y - r log s_x0 + r (log r - 1) is r times `cost`.
+The score of token y at a masked position is s_y = e^logit_y / (e^sigma - 1) / (V - 1), with V ids including the mask: an
+untrained network, whose logits are zero, has the scores of uniform tokens. The noise level cancels in the weights
+w_y = s_y (e^sigma - 1), and with r = 1 / (e^sigma - 1) the score entropy sum_y s_y - r log s_x0 + r (log r - 1) is r times
+`cost`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from jpeg_dlm.methods.discrete import (
 
 @dataclass(frozen=True)
 class SeddObjective(DiscreteObjective):
-    """Score entropy, drawn and summed as SEDD does."""
+    """Score entropy with SEDD's times and reduction."""
 
     stratified: bool = opt(False, "one time in each of as many intervals as the global batch has rows; else independent (SEDD)")
     reduction: Literal["token_mean", "sequence_sum"] = opt(
@@ -38,10 +39,10 @@ class SeddObjective(DiscreteObjective):
 
 @dataclass(frozen=True)
 class SeddSampler(AbsorbingSampler):
-    """SEDD's samplers, whose last evaluation samples what is still masked."""
+    """SEDD's samplers, whose last evaluation samples the tokens still masked."""
 
     solver: Literal["euler", "analytic"] = opt(
-        "analytic", "Tweedie tau-leaping or Euler (SEDD); with alpha linear in t, as here, they are one and the same step"
+        "analytic", "Tweedie tau-leaping or Euler (SEDD); they are the same step here, as alpha is linear in t"
     )
 
     def label(self) -> str:
@@ -49,7 +50,7 @@ class SeddSampler(AbsorbingSampler):
 
 
 class Sedd(Absorbing):
-    """Weights are w_y = s_y (e^sigma - 1) = e^logit_y / (V - 1)."""
+    """Masked diffusion with the weights w_y = s_y (e^sigma - 1) = e^logit_y / (V - 1)."""
 
     title = "SEDD-Absorb"
     groups = {"model": DditConfig, "objective": SeddObjective, "sampler": SeddSampler}
@@ -57,9 +58,9 @@ class Sedd(Absorbing):
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
-        """At the paper's sizes SEDD's own recipe: GPT-2's ids on either corpus, in bare rows.
+        """Use SEDD's own recipe at the paper's sizes: GPT-2's tokenizer on both corpora, and rows without a frame.
 
-        A small preset keeps its data, and takes even times and a mean over tokens: less noise, and a loss to compare.
+        A small preset keeps its data and uses stratified times and a mean over tokens: less noise, and a comparable loss.
         """
         data, mask_id = paper_data(base, "gpt2")
         objective = SeddObjective(ce_chunk=base.objective.ce_chunk)
@@ -85,7 +86,7 @@ class Sedd(Absorbing):
         return log_total_N.expm1() - log_w_N
 
     def chances(self, sampler: SeddSampler, t: Tensor, s: Tensor) -> Tensor:
-        """c = (e^(sigma_t - sigma_s) - 1) / (e^sigma_t - 1), or with sigma' (t - s) as the numerator for Euler."""
+        """Return c = (e^(sigma_t - sigma_s) - 1) / (e^sigma_t - 1), with the numerator sigma' (t - s) for Euler."""
         sigma_t, sigma_s = self.schedule.sigma(t), self.schedule.sigma(s)
         per_score = (t - s) * self.schedule.dsigma(t) if sampler.solver == "euler" else (sigma_t - sigma_s).expm1()
         return per_score / sigma_t.expm1()

@@ -1,1 +1,1 @@
-"""Networks: they know tensors and sizes, nothing of text, diffusion or files."""
+"""Networks, defined by tensors and sizes, independent of text, diffusion and files."""

@@ -1,7 +1,7 @@
-"""The transformer that MDLM, SEDD, Duo, LangFlow and FLM share, and its causal sibling for AR.
+"""The transformer that MDLM, SEDD, Duo, LangFlow and FLM share, and its causal variant for AR.
 
 A pre-norm transformer over token positions with adaLN-zero conditioning on one number per row (the noise level), rotary
-positions in the NeoX layout, and a head of its own. Parameter names are those of the published checkpoints.
+positions in the NeoX layout, and an untied head. Parameter names match the published checkpoints.
 Shapes: B batch, L tokens, H hidden width, C condition width, V vocabulary, K attention heads.
 """
 
@@ -19,7 +19,7 @@ from jpeg_dlm.nn.precision import fp32_island
 
 
 def rotary_table(length: int, head_dim: int, device: torch.device, start: int = 0) -> tuple[Tensor, Tensor]:
-    """cos and sin (L, head_dim) of the positions from `start`, the same angle in both halves of a head."""
+    """Return cos and sin (L, head_dim) of the positions from `start`, with the same angles in both halves of a head."""
     inv = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     angles = torch.outer(torch.arange(start, start + length, dtype=torch.float32, device=device), inv).repeat(1, 2)
     return angles.cos(), angles.sin()
@@ -43,7 +43,7 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """One row per token; `forward` also takes distributions over tokens (..., V), whose mean row it gives."""
+    """One row per token; for distributions over tokens (..., V), `forward` returns the mean row."""
 
     def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         if not tokens.is_floating_point():
             return F.embedding(tokens, self.embedding)
-        with fp32_island(tokens):  # as precise as the row of a token
+        with fp32_island(tokens):  # as precise as looking up a row
             return tokens.to(self.embedding.dtype) @ self.embedding
 
 
 class NoiseLevel(nn.Module):
-    """Sinusoids of the noise level through a small SiLU network."""
+    """Embeds the noise level: sinusoids through a small SiLU network."""
 
     def __init__(self, freq_dim: int, cond_dim: int) -> None:
         super().__init__()
@@ -71,14 +71,14 @@ class NoiseLevel(nn.Module):
 
 @dataclass
 class KvCache:
-    """Keys, after rotation, and values of one layer; preallocated, so that a step copies its new positions and nothing else."""
+    """Rotated keys and values of one layer, preallocated so that a step copies only its new positions."""
 
     k_BKLd: Tensor
     v_BKLd: Tensor
     length: int = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the next positions; returns all positions so far."""
+        """Store the next positions and return all positions so far."""
         end = self.length + k.shape[2]
         self.k_BKLd[:, :, self.length : end] = k
         self.v_BKLd[:, :, self.length : end] = v
@@ -87,7 +87,7 @@ class KvCache:
 
 
 class Block(nn.Module):
-    """A transformer layer; with `cond_dim` it is modulated and gated by the condition, without it is a plain one."""
+    """A transformer layer; with `cond_dim` the condition modulates and gates it, otherwise it is plain."""
 
     def __init__(
         self, hidden: int, heads: int, ratio: float, dropout: float, cond_dim: int | None,
@@ -95,7 +95,7 @@ class Block(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         if causal and softcap:
-            raise ValueError("capped attention looks both ways")
+            raise ValueError("capped attention is bidirectional: leave out causal or softcap")
         self.heads, self.dropout, self.causal, self.softcap = heads, dropout, causal, softcap
         inner = int(hidden * ratio)
         self.norm1 = Norm(hidden)
@@ -132,7 +132,7 @@ class Block(nn.Module):
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each query sees the keys up to its own; the queries are the last positions of the keys."""
+    """Causal attention in which the queries are the last positions of the keys."""
     new, seen = q.shape[2], k.shape[2]
     if new == 1:
         return F.scaled_dot_product_attention(q, k, v)
@@ -143,8 +143,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def capped_attention(q: Tensor, k: Tensor, v: Tensor, cap: float) -> Tensor:
-    """Bidirectional attention whose scores are squashed to (-cap, cap): cap * tanh(score / cap)."""
-    with fp32_island(q):  # as fused kernels do: a bf16 score near the cap is only known to 1/8
+    """Bidirectional attention with scores squashed to (-cap, cap): cap * tanh(score / cap)."""
+    with fp32_island(q):  # as fused kernels do: a bf16 score near the cap is only accurate to 1/8
         scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
         weights = (cap * torch.tanh(scores / cap)).softmax(-1)
     return weights.to(v.dtype) @ v
@@ -155,7 +155,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 def zero_linear(inputs: int, outputs: int) -> nn.Linear:
-    """A linear map that starts as zero."""
+    """Return a linear layer that is initialized to zero."""
     layer = nn.Linear(inputs, outputs)
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
@@ -163,7 +163,7 @@ def zero_linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class OutputLayer(nn.Module):
-    """Norm, modulation where there is a condition, and the vocabulary head, which starts as zero."""
+    """Norm, modulation if there is a condition, and the vocabulary head, initialized to zero."""
 
     def __init__(self, hidden: int, vocab: int, cond_dim: int | None) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class OutputLayer(nn.Module):
         self.adaLN_modulation = None if cond_dim is None else zero_linear(cond_dim, 2 * hidden)
 
     def states(self, x: Tensor, c_BC: Tensor | None) -> Tensor:
-        """What the head multiplies."""
+        """Return the inputs of the head."""
         if self.adaLN_modulation is None:
             return self.norm_final(x)
         shift, scale = self.adaLN_modulation(c_BC)[:, None].chunk(2, dim=-1)
@@ -180,7 +180,7 @@ class OutputLayer(nn.Module):
 
 
 class DDiT(nn.Module):
-    """`forward(tokens, sigma)` gives logits. The parts are public for methods that feed other things than tokens."""
+    """Maps tokens and noise levels to logits. The parts are public for methods whose inputs are not tokens."""
 
     def __init__(
         self, vocab: int, hidden: int = 768, depth: int = 12, heads: int = 12, cond_dim: int = 128, freq_dim: int = 256,
@@ -194,28 +194,28 @@ class DDiT(nn.Module):
         self.output_layer = OutputLayer(hidden, vocab, cond_dim)
 
     def condition(self, sigma_B: Tensor) -> Tensor:
-        """c (B, C) of the noise level, in fp32."""
+        """Return the condition c (B, C) of the noise level, in fp32."""
         with fp32_island(sigma_B):
             return F.silu(self.sigma_map(sigma_B))
 
     def states(self, x_BLH: Tensor, c_BC: Tensor) -> Tensor:
-        """Embedded inputs through the blocks to what the head multiplies (B, L, H)."""
+        """Run embedded inputs through the blocks; return the inputs of the head (B, L, H)."""
         cos, sin = rotary_table(x_BLH.shape[1], self.head_dim, x_BLH.device)
         for block in self.blocks:
             x_BLH = block(x_BLH, c_BC, cos, sin)
         return self.output_layer.states(x_BLH, c_BC)
 
     def head(self, h: Tensor) -> Tensor:
-        """States (..., H) to logits (..., V): positions that need no logits need not pass."""
+        """Map states (..., H) to logits (..., V); pass only the positions that need logits."""
         return self.output_layer.linear(h)
 
     def forward(self, tokens_BL: Tensor, sigma_B: Tensor) -> Tensor:
-        """Logits (B, L, V) of token ids (B, L), or of distributions over tokens (B, L, V)."""
+        """Return logits (B, L, V) for token ids (B, L) or distributions over tokens (B, L, V)."""
         return self.head(self.states(self.vocab_embed(tokens_BL), self.condition(sigma_B)))
 
 
 class CausalTransformer(nn.Module):
-    """The same network read left to right, without a condition."""
+    """The same network with causal attention and without a condition."""
 
     def __init__(
         self, vocab: int, hidden: int = 768, depth: int = 12, heads: int = 12, ratio: float = 4.0, dropout: float = 0.1
@@ -227,13 +227,13 @@ class CausalTransformer(nn.Module):
         self.output_layer = OutputLayer(hidden, vocab, None)
 
     def new_cache(self, batch: int, length: int) -> list[KvCache]:
-        """Empty caches for sequences of at most `length` positions."""
+        """Return empty caches for sequences of at most `length` positions."""
         like = self.vocab_embed.embedding
         shape = (batch, self.heads, length, self.head_dim)
         return [KvCache(like.new_zeros(shape), like.new_zeros(shape)) for _ in self.blocks]
 
     def states(self, tokens_BL: Tensor, cache: list[KvCache] | None = None) -> Tensor:
-        """States (B, L, H) of the given positions; with a cache they follow those that it holds."""
+        """Return the states (B, L, H) of the given positions, which follow those in the cache, if any."""
         start = cache[0].length if cache else 0
         cos, sin = rotary_table(tokens_BL.shape[1], self.head_dim, tokens_BL.device, start)
         x_BLH = self.vocab_embed(tokens_BL)
@@ -245,5 +245,5 @@ class CausalTransformer(nn.Module):
         return self.output_layer.linear(h)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
-        """Logits (B, L, V): position i predicts token i + 1."""
+        """Return logits (B, L, V); position i predicts token i + 1."""
         return self.head(self.states(tokens_BL))

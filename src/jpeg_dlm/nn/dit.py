@@ -18,7 +18,7 @@ NORM_EPS = 1e-6  # (released)
 
 
 def scalar_embedding(x_B: Tensor, dim: int) -> Tensor:
-    """Cosines then sines of x at `dim / 2` frequencies from 1 down to 1e-4; x is not multiplied by 1000 (released)."""
+    """Return cosines then sines of x at `dim / 2` frequencies from 1 down to 1e-4; x is not multiplied by 1000 (released)."""
     half = dim // 2
     freqs = torch.exp(-math.log(10_000.0) * torch.arange(half, device=x_B.device, dtype=torch.float32) / half)
     angles = x_B.float()[:, None] * freqs
@@ -26,7 +26,7 @@ def scalar_embedding(x_B: Tensor, dim: int) -> Tensor:
 
 
 def rope_table(prefix: int, length: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin (S, head_dim) for interleaved pairs; the prefix is not rotated, latents count from 0 (released)."""
+    """Return cos and sin (S, head_dim) for interleaved pairs; the prefix is not rotated, latents start at 0 (released)."""
     inv = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), inv).repeat_interleave(2, dim=-1)
     angles = torch.cat([torch.zeros(prefix, head_dim), angles])
@@ -34,16 +34,16 @@ def rope_table(prefix: int, length: int, head_dim: int) -> tuple[Tensor, Tensor]
 
 
 def linear_estimate(t_B: Tensor) -> tuple[Tensor, Tensor]:
-    """(c_skip, c_out): the best linear estimate c_skip z_t of z_1 and its error's deviation, if z_1 has unit variance.
+    """Return (c_skip, c_out): c_skip z_t is the best linear estimate of a unit-variance z_1, c_out its error's deviation.
 
-    On the path z_t = t z_1 + (1 - t) eps; EDM's preconditioning for this path.
+    This is EDM's preconditioning for the path z_t = t z_1 + (1 - t) eps.
     """
     variance = t_B**2 + (1 - t_B) ** 2
     return t_B / variance, (1 - t_B) * variance.rsqrt()
 
 
 class ScalarEmbedder(nn.Module):
-    """Sinusoids through a two-layer SiLU network."""
+    """Embeds a scalar: sinusoids through a two-layer SiLU network."""
 
     def __init__(self, freq_dim: int, hidden: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class InputProjection(nn.Module):
 
 
 class Attention(nn.Module):
-    """Full self-attention with RMS-normed q and k, then rotary positions."""
+    """Bidirectional self-attention with RMS-normed q and k, then rotary positions."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Of x normed with `gain`."""
+        """Norm x with `gain`, then attend."""
         (qkv,) = norm_linear(x, gain, NORM_EPS, (self.qkv.weight, self.qkv.bias))
         q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)  # B S heads head_dim
         rope = cos[:, None], sin[:, None]
@@ -95,7 +95,7 @@ class SwiGLU(nn.Module):
         self.w3 = nn.Linear(inner, hidden)
 
     def forward(self, x: Tensor, gain: Tensor) -> Tensor:
-        """Of x normed with `gain`."""
+        """Norm x with `gain`, then apply the MLP."""
         (gate_up,) = norm_linear(x, gain, NORM_EPS, (self.w12.weight, self.w12.bias))
         return swiglu_linear(gate_up, self.w3.weight, self.w3.bias)
 
@@ -115,7 +115,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """RMSNorm and a linear that starts at zero, so that the first prediction is 0 (released)."""
+    """RMSNorm and a linear layer initialized to zero, so that the first prediction is 0 (released)."""
 
     def __init__(self, hidden: int, dim: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Head(nn.Module):
 
 
 class LatentTransformer(nn.Module):
-    """Everything of the DiT before its heads. A subclass adds them and then calls `initialize`."""
+    """The DiT without its heads. A subclass adds them and then calls `initialize`."""
 
     def __init__(
         self, latent_len: int, dim: int, bottleneck: int, hidden: int, depth: int, heads: int, ratio: float,
@@ -149,7 +149,7 @@ class LatentTransformer(nn.Module):
         self.register_buffer("rope_sin", sin, persistent=False)
 
     def initialize(self) -> None:
-        """Xavier-uniform weights and zero biases; N(0, 0.02) embedders and tokens; zero heads (released)."""
+        """Set Xavier-uniform weights and zero biases, N(0, 0.02) embedders and tokens, and zero heads (released)."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -165,7 +165,7 @@ class LatentTransformer(nn.Module):
                 nn.init.zeros_(module.linear.weight)
 
     def states(self, z_BND: Tensor, t_B: Tensor, s_BND: Tensor | None, w_B: Tensor, decode_B: Tensor) -> Tensor:
-        """fp32 hidden states (B, N, H) of the latents; rows where `decode_B` is true are in decode mode."""
+        """Return fp32 hidden states (B, N, H) of the latents; rows with `decode_B` are in decode mode."""
         with fp32_island(z_BND):
             z_BND = z_BND.float()
             s_BND = torch.zeros_like(z_BND) if s_BND is None else s_BND.float()
@@ -178,7 +178,7 @@ class LatentTransformer(nn.Module):
     def _prefix(self, t_B: Tensor, w_B: Tensor, decode_B: Tensor) -> Tensor:
         time = self.t_emb_tokens + self.t_embedder(t_B)[:, None]
         scale = self.sc_tokens + self.sc_embedder(w_B)[:, None]
-        # In denoise mode the mode tokens are zeros that stay in the sequence and are attended to (released).
+        # In denoise mode the mode tokens are zero, but stay in the sequence and are attended to (released).
         return torch.cat([time, scale, self.mode_tokens * decode_B.to(time.dtype)[:, None, None]], dim=1)
 
 
@@ -199,7 +199,7 @@ class DiT(LatentTransformer):
         self.initialize()
 
     def forward(self, z_BND: Tensor, t_B: Tensor, s_BND: Tensor | None, w_B: Tensor, decode_rows: int = 0) -> Tensor:
-        """The predicted clean embedding. The first `decode_rows` rows are in decode mode, the rest denoise."""
+        """Predict the clean embedding; the first `decode_rows` rows are in decode mode, the rest in denoise mode."""
         decode_B = torch.arange(len(t_B), device=t_B.device) < decode_rows
         x_BNH = self.states(z_BND, t_B, s_BND, w_B, decode_B)
         with fp32_island(x_BNH):
@@ -209,7 +209,7 @@ class DiT(LatentTransformer):
             return torch.cat([self.decode_head(x_BNH[:decode_rows]), x_BND]) if decode_rows else x_BND
 
     def with_skip(self, out_BND: Tensor, z_BND: Tensor, t_B: Tensor) -> Tensor:
-        """x = c_skip(t) z_t + c_out(t) F, so that F learns only what a matrix cannot; or x = F as in the paper."""
+        """Return x = c_skip(t) z_t + c_out(t) F, so that F learns only the nonlinear part; or x = F as in the paper."""
         if not self.denoise_skip:
             return out_BND
         c_skip, c_out = linear_estimate(t_B.float()[:, None, None])

@@ -1,10 +1,10 @@
-"""Norms, activations and the linear maps after them with hand-written gradients: same results, less time and memory.
+"""Fused norm-linear and activation-linear layers with hand-written gradients: same results, less time and memory.
 
-Autograd keeps every tensor between two operations. Here a normed tensor or an activation is computed again in backward, which
-is one cheap pass, and only what a matrix product made is kept (selective recomputation, Korthikanti et al. 2022). RMSNorm's
-own gradient also takes several times longer than these few passes on a CPU (measured).
+Autograd keeps every intermediate tensor. These functions recompute normed tensors and activations in backward, which is
+one cheap pass, and keep only the outputs of matrix products (selective recomputation, Korthikanti et al. 2022). PyTorch's
+gradient of RMSNorm also takes several times longer than these few passes on a CPU (measured).
 
-Compilers do this themselves: `torch.compile` and exporters see the plain formula.
+Compilers fuse by themselves, so `torch.compile` and exporters see the plain formula.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jpeg_dlm.nn.precision import fp32_island
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float, rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """fp32 x / sqrt(mean(x^2) + eps) * gain over the last axis, then rotated by the cosines and sines of `rope`."""
+    """Return fp32 x / sqrt(mean(x^2) + eps) * gain over the last axis, rotated by the cosines and sines of `rope`, if any."""
     if _is_traced():
         y = F.rms_norm(x.float(), x.shape[-1:], gain, eps)
         return y if rope is None else rotate(y, *rope)
@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float, rope: tuple[Tensor, Tensor] | 
 
 
 def norm_linear(x: Tensor, gain: Tensor, eps: float, *maps: tuple[Tensor, Tensor | None]) -> tuple[Tensor, ...]:
-    """W rms_norm(x) + b for each (W, b) of `maps`; the normed tensor is not kept."""
+    """Return W rms_norm(x) + b for each (W, b) of `maps`, without keeping the normed tensor."""
     if _is_traced():
         n = rms_norm(x, gain, eps)
         return tuple(F.linear(n, weight, bias) for weight, bias in maps)
@@ -36,14 +36,14 @@ def norm_linear(x: Tensor, gain: Tensor, eps: float, *maps: tuple[Tensor, Tensor
 
 
 def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """W gelu(x) + b, keeping x alone."""
+    """Return W gelu(x) + b, keeping only x for backward."""
     if _is_traced():
         return F.linear(F.gelu(x), weight, bias)
     return _GeluLinear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
 
 
 def swiglu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """W (silu(gate) * up) + b for x = [gate, up], keeping x alone."""
+    """Return W (silu(gate) * up) + b for x = [gate, up], keeping only x for backward."""
     if _is_traced():
         gate, up = x.chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, weight, bias)
@@ -64,18 +64,18 @@ def _is_traced() -> bool:
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps), without a tensor of squares."""
+    """Return 1 / sqrt(mean(x^2) + eps) without allocating a tensor of squares."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 def _turned(x: Tensor, cis: Tensor) -> Tensor:
-    """`rotate` of a contiguous x as one complex product, in place."""
+    """Apply `rotate` to a contiguous x in place, as one complex product."""
     return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(cis)).flatten(-2)
 
 
 def _norm_gradients(g: Tensor, unit: Tensor, inverse: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and gain, for y = gain * unit, unit = inverse * x and the gradient g of y."""
+    """Return the gradients of x and gain for y = gain * unit, unit = inverse * x, given the gradient g of y."""
     product = g * unit
     along = (product @ gain).div_(gain.shape[0]).unsqueeze(-1)
     dgain = product.flatten(0, -2).sum(0)
@@ -132,7 +132,7 @@ class _NormLinear(torch.autograd.Function):
 
 
 def _linear_gradients(g: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of x, W and b, for y = W x + b and the gradient g of y; all with one axis of rows, in the type of g."""
+    """Return the gradients of x, W and b for y = W x + b, given the gradient g of y; x and g have one row axis."""
     dx = g @ weight.to(g.dtype)
     dweight = (g.T @ x).to(weight.dtype)
     return dx, dweight, g.sum(0).to(weight.dtype) if has_bias else None

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from jpeg_dlm.nn.lean import gelu_linear, norm_linear, rms_norm
 
-# rms_norm adds its eps to the mean square; 1e-16 there is the floor 1e-8 on the RMS to rounding (released).
+# rms_norm adds eps to the mean square; 1e-16 equals the floor of 1e-8 on the RMS up to rounding (released).
 NORM_EPS = 1e-16
 
 
 class CodecRMSNorm(nn.Module):
-    """x / max(rms(x), 1e-8) * gamma: the epsilon is a floor on the RMS, not an addend (released)."""
+    """x / max(rms(x), 1e-8) * gamma: epsilon is a floor on the RMS, not added to it (released)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class CodecRMSNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """LayerNorm, expansion, GELU, contraction; the names of `net` are those of the released checkpoints."""
+    """LayerNorm, expansion, GELU, contraction; the names in `net` match the released checkpoints."""
 
     def __init__(self, dim: int, ratio: float, dropout: float) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class PerceiverAttention(nn.Module):
         self.out = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor, ctx: Tensor, ctx_mask: Tensor | None = None) -> Tensor:
-        """`x` may be one row for all of a batch, as the learned queries of a first layer are: it is projected once."""
+        """Attend from `x` to itself and `ctx`; `x` may be one row shared by the batch (learned queries), projected once."""
         q, own = norm_linear(
             x, self.norm_latents.gamma, NORM_EPS, (self.to_q.weight, None), (self.to_kv_latents.weight, None)
         )  # fmt: skip
@@ -74,7 +74,7 @@ class PerceiverAttention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
     def _mask(self, ctx_mask: Tensor | None, n_own: int) -> Tensor | None:
-        """Padded context is not attended to; the latents' own positions always are."""
+        """Return the attention mask, which excludes padded context and includes all latents."""
         if ctx_mask is None:
             return None
         own = ctx_mask.new_ones(ctx_mask.shape[0], n_own)
@@ -83,7 +83,7 @@ class PerceiverAttention(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Two bias-free linears through a narrow middle."""
+    """Two bias-free linear layers with a narrow middle."""
 
     def __init__(self, dim_in: int, middle: int, dim_out: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Bottleneck(nn.Module):
 
 
 class Gate(nn.Module):
-    """y * (1 + w + b): a learned scalar, stored as the 1-to-1 linear of COSMOS's mask scale applied to m = 1."""
+    """y * (1 + w + b): a learned scalar, stored like the 1-to-1 linear layer of COSMOS's mask scale at m = 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class DecompressorLayer(nn.Module):
 
 
 def position_table(length: int, dim: int) -> nn.Embedding:
-    """A learned table of absolute positions, N(0, 1) at first (released)."""
+    """Return a learned table of absolute positions, initialized from N(0, 1) (released)."""
     return nn.Embedding(length, dim)
 
 
@@ -155,7 +155,7 @@ class Compressor(nn.Module):
 
     def forward(self, h_BLF: Tensor, mask_BL: Tensor | None = None) -> Tensor:
         ctx_BLD = self.in_proj(h_BLF) + self.position_scale * self.pos_emb.weight
-        z_BND = self.latent_norm(self.latents)[None]  # of one row until it attends to the context
+        z_BND = self.latent_norm(self.latents)[None]  # one row until it attends to the context
         for layer in self.layers:
             z_BND = layer(z_BND, ctx_BLD, mask_BL)
         return self.output_norm(z_BND)
@@ -180,7 +180,7 @@ class Decompressor(nn.Module):
 
     def forward(self, z_BND: Tensor) -> Tensor:
         query = self.query_gate(self.query_ffn(self.base_query)).float()  # no residual here (released)
-        x_BLD = query + self.position_scale * self.pos_emb.weight  # of one row until it attends to the context
+        x_BLD = query + self.position_scale * self.pos_emb.weight  # one row until it attends to the context
         ctx_BND = z_BND + self.position_scale * self.pos_latent.weight
         for layer in self.layers:
             x_BLD = layer(x_BLD, ctx_BND)

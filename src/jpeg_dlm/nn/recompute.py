@@ -1,4 +1,4 @@
-"""Activation checkpointing: a layer keeps its inputs only, and is computed again in backward (Chen et al. 2016)."""
+"""Activation checkpointing: a layer keeps only its inputs and is recomputed in backward (Chen et al. 2016)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute_in_backward(layer: nn.Module) -> None:
-    """Make `layer` forget what it computed until backward asks for it; names, results and dropout stay the same."""
+    """Make `layer` recompute its activations in backward; parameter names, results and dropout stay the same."""
     forward = layer.forward
 
     def recomputed(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args)
-        return checkpoint(forward, *args, use_reentrant=False)  # restores the random state, so dropout drops the same
+        return checkpoint(forward, *args, use_reentrant=False)  # restores the random state, so dropout repeats its mask
 
     layer.forward = recomputed

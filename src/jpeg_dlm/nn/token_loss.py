@@ -1,4 +1,4 @@
-"""Token cross-entropy that need not keep the logits of a large vocabulary."""
+"""Token cross-entropy that does not keep the logits of a large vocabulary."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jpeg_dlm.nn.precision import fp32_island
 
 
 def token_nll(project: Callable[[Tensor], Tensor], h_BLF: Tensor, tokens_BL: Tensor, chunk: int = 0) -> Tensor:
-    """-log p(token) at every position (B, L), with logits = project(h).
+    """Return -log p(token) at every position (B, L), with logits = project(h).
 
-    With `chunk` > 0 only that many rows of logits (positions, not sequences) exist at once: they are computed again in
-    backward, which trades one more projection for never holding B x L x V numbers.
+    With `chunk` > 0, only that many rows of logits (positions, not sequences) exist at once. They are recomputed in
+    backward, which costs one more projection and avoids storing B x L x V numbers.
     """
     rows, targets = h_BLF.flatten(0, 1), tokens_BL.flatten()
 
@@ -36,10 +36,10 @@ def token_nll(project: Callable[[Tensor], Tensor], h_BLF: Tensor, tokens_BL: Ten
 def linear_cross_entropy(
     x_RF: Tensor, weight_VF: Tensor, bias_V: Tensor, target_R: Tensor, share_R: Tensor, chunk: int = 0
 ) -> Tensor:  # fmt: skip
-    """The sum over rows of share * -log softmax(W x + b)[target], with the logits of `chunk` rows at once (0: chosen).
+    """Return the sum over rows of share * -log softmax(W x + b)[target], computed `chunk` rows at a time (0: automatic).
 
-    Since shares are known beforehand, gradients are made with the loss, chunk by chunk: nothing as wide as the vocabulary is
-    kept for backward or computed again there. Products are of autocast's type, the softmax and all sums in fp32.
+    Since shares are known beforehand, the gradients are computed together with the loss, chunk by chunk: no logits are kept
+    for backward or recomputed there. Products have autocast's type; the softmax and all sums are in fp32.
     """
     return _LinearCrossEntropy.apply(  # pyright: ignore[reportReturnType]
         x_RF, weight_VF, bias_V, target_R, share_R, logit_rows(chunk, len(weight_VF))
@@ -65,7 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 share_R1, target_R1 = share_R[rows, None].to(wide), target_R[rows, None]
                 logits = torch.addmm(bias, x[rows], weight.T).to(wide)
                 peak, picked = logits.amax(1, keepdim=True), logits.gather(1, target_R1)
-                p = logits.sub_(peak).exp_()  # in place from here on: logits become their own gradient
+                p = logits.sub_(peak).exp_()  # in place from here on: the logits turn into their gradient
                 total = p.sum(1, keepdim=True)
                 loss += (share_R1 * (total.log() + peak - picked)).sum()
                 if gradients is not None:
@@ -77,12 +77,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("the gradients of this loss were already taken")
-        return *(d.mul_(g) for d in gradients), None, None, None  # in place, since they are the largest tensors of a step
+            raise RuntimeError("backward through this loss was already called")
+        return *(d.mul_(g) for d in gradients), None, None, None  # in place: these are the largest tensors of a step
 
 
 def _add_gradients(gradients: tuple[Tensor, Tensor, Tensor], rows: slice, g: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Those of the rows of one chunk, whose logits have the gradient g."""
+    """Add the gradients of one chunk, whose logits have the gradient g."""
     dx, dweight, dbias = gradients
     dx[rows] = g @ weight
     dbias += g.sum(0)

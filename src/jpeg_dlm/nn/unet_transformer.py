@@ -1,7 +1,7 @@
-"""The diffusion network of COSMOS: a transformer over latents whose first half is joined to its second by long skips.
+"""The diffusion network of COSMOS: a transformer over latents with long skips from its first half to its second.
 
-Every layer is given the time and the self-conditioning anew. Layers are those of Llama: RMSNorm, rotary positions, SwiGLU,
-no biases. COSMOS's latents are as wide as its network; where ours are not, a linear map leads in and another out.
+Every layer receives the time and the self-conditioning. Layers follow Llama: RMSNorm, rotary positions, SwiGLU, no
+biases. COSMOS's latents are as wide as its network; if the widths differ, linear layers project in and out.
 Shapes: B batch, N latents, D latent width, H hidden width.
 """
 
@@ -17,11 +17,11 @@ from jpeg_dlm.nn.ddit import rotary_table, rotate_halves, zero_linear
 from jpeg_dlm.nn.perceiver import CodecRMSNorm
 from jpeg_dlm.nn.precision import fp32_island
 
-MAX_PERIOD = 10.0  # of the time's sinusoids; t lies in [0, 1] and is not rescaled (COSMOS)
+MAX_PERIOD = 10.0  # of the time sinusoids; t is in [0, 1] and not rescaled (COSMOS)
 
 
 def time_waves(t_B: Tensor, dim: int) -> Tensor:
-    """Cosines then sines of t at `dim / 2` frequencies from 1 down to 1 / MAX_PERIOD."""
+    """Return cosines then sines of t at `dim / 2` frequencies from 1 down to 1 / MAX_PERIOD."""
     half = dim // 2
     freqs = torch.exp(-math.log(MAX_PERIOD) * torch.arange(half, device=t_B.device, dtype=torch.float32) / half)
     angles = t_B.float()[:, None] * freqs
@@ -68,7 +68,7 @@ class UNetTransformer(nn.Module):
         self.out_proj = nn.Identity() if same else zero_linear(hidden, dim)  # assumed: the first prediction is the mean
 
     def forward(self, z_BND: Tensor, t_B: Tensor, s_BND: Tensor | None = None) -> Tensor:
-        """The predicted clean latents, given the prediction s before it (None: zeros)."""
+        """Predict the clean latents, given the previous prediction s (None: zeros)."""
         with fp32_island(z_BND):
             z_BND = z_BND.float()
             s_BND = torch.zeros_like(z_BND) if s_BND is None else s_BND.float()

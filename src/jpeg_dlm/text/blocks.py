@@ -1,7 +1,7 @@
-"""Reading a prepared folder: rows by number from memory-mapped shards, and the order in which training sees them.
+"""Read rows of a prepared folder from memory-mapped shards, and define the order in which training sees them.
 
-The order is a pure function of (seed, position): which rows a batch holds depends on the seed and the step alone, not on
-the number of processes, on what was read before, or on where a run was resumed.
+The order is a pure function of (seed, position): the rows of a batch depend only on the seed and the step, not on the
+number of processes, on earlier reads, or on where a run was resumed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from jpeg_dlm.rng import derive_seed
 from jpeg_dlm.strict_json import parse_json
 from jpeg_dlm.text.tokenizer import TextTokenizer
 
-FORMAT = 1  # of index.json and the shards
-INDEX_BYTES = 16 << 20  # a hundred thousand shards of 64 MB
+FORMAT = 1  # version of index.json and the shards
+INDEX_BYTES = 16 << 20  # largest index that is read; enough for a hundred thousand shards of 64 MB
 DTYPES = ("uint16", "uint32")
-SHARD_NAME = re.compile(r"(train|heldout)-\d{5,9}\.bin")  # a plain name, so that nothing outside the folder is read
+SHARD_NAME = re.compile(r"(train|heldout)-\d{5,9}\.bin")  # plain names only: nothing outside the folder is read
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The index of a prepared folder."""
+    """Read and check the index of a prepared folder."""
     path = folder / "index.json"
     try:
         with open(path, "rb") as file:
-            index = parse_json(file.read(INDEX_BYTES))  # a larger one is cut, so it is no JSON
+            index = parse_json(file.read(INDEX_BYTES))  # a larger file is cut off and fails to parse
         if index["format"] == FORMAT:
             _check_index(index)
     except FileNotFoundError as error:
@@ -47,7 +47,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def _check_index(index: dict[str, Any]) -> None:
-    """Everything that is read from an index is of the type and size it must have; raises whatever a lie leads to."""
+    """Check the types and sizes of all fields that are read from an index; raise whatever error a bad field causes."""
     data, texts = index["data"], (index["source"], index["tokenizer"], index["dtype"])
     if not isinstance(data, dict) or not all(isinstance(text, str) for text in texts):
         raise ValueError("a description is of the wrong type")
@@ -58,10 +58,10 @@ def _check_index(index: dict[str, Any]) -> None:
     for split in index["splits"].values():
         numbers += [shard["rows"] for shard in split["shards"]]
         if split["rows"] != sum(shard["rows"] for shard in split["shards"]):
-            raise ValueError("the shards have other rows than their split")
+            raise ValueError("the rows of the shards do not add up to the rows of their split")
         for shard in split["shards"]:
             if not SHARD_NAME.fullmatch(shard["file"]) or not isinstance(shard["sha256"], str):
-                raise ValueError(f"{shard['file']!r:.80} is no shard")
+                raise ValueError(f"{shard['file']!r:.80} is not a shard")
     if not all(type(number) is int and 1 <= number <= 1 << 40 for number in numbers):
         raise ValueError("a size is impossible")
     if {"train", "heldout"} - index["splits"].keys():
@@ -103,14 +103,14 @@ class Blocks:
         return hashlib.sha256(json.dumps(self.index, sort_keys=True).encode()).hexdigest()
 
     def tokenizer(self) -> TextTokenizer:
-        """The tokenizer that made the rows."""
+        """Load the tokenizer that made the rows."""
         tokenizer = TextTokenizer.from_file(self.folder / "tokenizer.json")
         if tokenizer.fingerprint != self.index["tokenizer"]:
             raise DataError(f"The tokenizer.json in '{self.folder}' is not the one that made its rows: prepare it again.")
         return tokenizer
 
     def verify(self) -> None:
-        """Compare every shard with its hash, and index, tokenizer and held-out text with theirs where there is a manifest."""
+        """Check the hash of every shard and, if there is a manifest, those of the index, tokenizer and held-out text."""
         check_listed(self.folder, remedy=f"delete '{self.folder}' and prepare it again")
         for shard in self._files:
             path = self.folder / shard["file"]
@@ -118,7 +118,7 @@ class Blocks:
                 raise DataError(f"The shard '{path}' is damaged (wrong hash): delete '{self.folder}' and prepare it again.")
 
     def rows(self, indices: Sequence[int] | np.ndarray) -> Tensor:
-        """The rows with these numbers, in this order, as int64 (B, L)."""
+        """Return the rows with the given indices, in the given order, as int64 (B, L)."""
         wanted = np.asarray(indices, np.int64)
         if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
             raise IndexError(f"rows {wanted.min()} to {wanted.max()} asked of {len(self)}")
@@ -135,12 +135,12 @@ class Blocks:
         return torch.from_numpy(out)
 
     def mask(self, rows: Tensor) -> Tensor | None:
-        """True where a row holds text rather than padding; None when the packing never pads."""
+        """Return a mask that is True on text and False on padding, or None when the packing never pads."""
         return rows != self.pad_id if self.index["padded"] else None
 
 
 class EpochOrder:
-    """Every row once per epoch, in a new order each; keeps the order of the epoch it was asked for last."""
+    """Visits every row once per epoch, in a new order each epoch; caches the order of the latest epoch."""
 
     def __init__(self, seed: int, n_rows: int) -> None:
         if n_rows < 1:
@@ -149,16 +149,16 @@ class EpochOrder:
         self._epoch, self._order = -1, np.zeros(0, np.int64)
 
     def order(self, epoch: int) -> np.ndarray:
-        """The permutation of one epoch."""
+        """Return the permutation of rows in one epoch."""
         if epoch != self._epoch:
-            # Sorting raw counter output instead of Generator.permutation: numpy promises that only the former
-            # stays the same between its versions.
+            # Sort raw counter output rather than call Generator.permutation: numpy guarantees only the former to stay
+            # the same across versions.
             raw = np.random.Philox(key=derive_seed(self.seed, "epoch", epoch)).random_raw(self.n_rows)
             self._epoch, self._order = epoch, np.argsort(raw, kind="stable")
         return self._order
 
     def rows(self, position: int, count: int) -> np.ndarray:
-        """The rows at stream positions `position` to `position + count - 1`; an epoch's end may lie in between."""
+        """Return the rows at stream positions `position` to `position + count - 1`, which may span epochs."""
         parts: list[np.ndarray] = []
         while count > 0:
             epoch, offset = divmod(position, self.n_rows)
@@ -169,5 +169,5 @@ class EpochOrder:
 
 
 def row_indices(seed: int, position: int, count: int, n_rows: int) -> np.ndarray:
-    """`EpochOrder.rows` for a single question."""
+    """Return `EpochOrder.rows` for a single call."""
     return EpochOrder(seed, n_rows).rows(position, count)

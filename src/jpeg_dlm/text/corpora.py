@@ -1,7 +1,7 @@
-"""Sources of text as streams of documents, always in the same order.
+"""Read sources of text as streams of documents, always in the same order.
 
-A document is a string whose paragraphs are lines; within a line, white space is collapsed. A record that has no "text" but
-"input_ids" is a row of token ids instead. What counts as a document:
+A document is a string with one paragraph per line and white space collapsed within lines. A record with "input_ids" but
+no "text" is a row of token ids instead. Each source is split into documents as follows:
 
 | source | documents |
 |---|---|
@@ -43,19 +43,20 @@ if TYPE_CHECKING:
 
 MARKER = "<|endoftext|>"
 SUFFIXES = (".txt", ".md", ".jsonl")
-BIG_FILE = 16 << 20  # a larger file of a folder is many documents, so that no document has to fit twice in memory
-LOOK_AHEAD = 1 << 20  # how far into a file we look for markers and blank lines
-LONGEST = 1 << 27  # characters of a line and of a document, which have to fit into memory; text8 is one line of 100 million
-BOMB_BYTES, BOMB_RATIO = 1 << 26, 100  # past so many bytes, a .gz that grew so many times is no text, which grows 3 to 10 times
-# How files begin, by the specifications of their formats; .docx, .epub and .odt are zip archives too.
+BIG_FILE = 16 << 20  # larger files in a folder are split into several documents, which limits memory
+LOOK_AHEAD = 1 << 20  # characters at the start of a file that are searched for markers and blank lines
+LONGEST = 1 << 27  # characters of a line or document, which must fit into memory; text8 is one line of 100 million
+# Text in a .gz file unpacks to 3 to 10 times its size. Past BOMB_BYTES, a ratio above BOMB_RATIO is refused.
+BOMB_BYTES, BOMB_RATIO = 1 << 26, 100
+# First bytes of each file format, from its specification; .docx, .epub and .odt are zip archives too.
 ARCHIVES = {
     b"PK\x03\x04": "a zip archive", b"PK\x05\x06": "a zip archive", b"7z\xbc\xaf\x27\x1c": "a 7z archive",
     b"Rar!\x1a\x07": "a rar archive", b"BZh91AY": "packed with bzip2", b"\xfd7zXZ\x00": "packed with xz",
     b"\x28\xb5\x2f\xfd": "packed with zstd", b"%PDF-": "a PDF document",
 }  # fmt: skip
-WIKIPEDIA_BYTES = 51_000_000  # measured: what the cleaner leaves of enwik8
-CAPTIONS_BYTES = 4_470_000  # measured: the sentences that are kept
-SPEECHES = {"sotu": "", "sotu-modern": "1945"}  # corpus and the first year it takes
+WIKIPEDIA_BYTES = 51_000_000  # measured: size of enwik8 after cleaning
+CAPTIONS_BYTES = 4_470_000  # measured: size of the sentences that are kept
+SPEECHES = {"sotu": "", "sotu-modern": "1945"}  # first year of each corpus
 HUB_SETS = {"lm1b": "dvruette/lm1b:train", "openwebtext": "Skylion007/openwebtext:train"}
 
 
@@ -65,7 +66,7 @@ Document = str | Ids
 
 @dataclass(frozen=True)
 class Corpus:
-    """A source that was found: its documents, about how many bytes they are, and a mark that changes when it does."""
+    """A source of documents, its approximate size in bytes, and a fingerprint that changes when the source changes."""
 
     stream: Callable[[int], Iterator[Document]]  # takes the number of documents to skip
     total_bytes: int | None
@@ -73,9 +74,9 @@ class Corpus:
 
 
 def bring(source: str, out: Path, console: Console) -> None:
-    """Download or write what a named corpus needs, unless it is prepared in `out` already.
+    """Download or generate the files of a named corpus, unless it is already prepared in `out`.
 
-    Its progress is shown on `console`, so that it is over before that of the preparation begins.
+    Progress is shown on `console`, and ends before the progress of the preparation begins.
     """
     if (out / "index.json").is_file():
         return
@@ -87,7 +88,7 @@ def bring(source: str, out: Path, console: Console) -> None:
 
 
 def open_corpus(source: str, detokenize: str = "none") -> Corpus:
-    """Find `source`; nothing is read yet but what is needed to know that it is there."""
+    """Find `source`; read only as much as is needed to know that it exists."""
     corpus = _find(source)
     if detokenize == "lm1b":
         spaced = lambda document: detokenize_lm1b(document) if isinstance(document, str) else document  # noqa: E731
@@ -96,13 +97,13 @@ def open_corpus(source: str, detokenize: str = "none") -> Corpus:
 
 
 def documents(source: str, detokenize: str = "none", skip: int = 0) -> Iterator[Document]:
-    """The documents of `source` after the first `skip`."""
+    """Return the documents of `source` after the first `skip`."""
     return open_corpus(source, detokenize).stream(skip)
 
 
 def _find(source: str) -> Corpus:
     if not source:
-        raise UsageError("No text was named: set data.source to a file or folder of text, to 'sotu', 'wikipedia' or hf:NAME.")
+        raise UsageError("data.source is not set: name a file or folder of text, 'sotu', 'wikipedia' or hf:NAME.")
     if source in HUB_SETS or source.startswith("hf:"):
         name = HUB_SETS.get(source, source.removeprefix("hf:"))
         return Corpus(lambda skip: _hub_documents(name, skip), None, f"hub:{name}")
@@ -127,9 +128,9 @@ def _find(source: str) -> Corpus:
     if source in SPEECHES:
         files = [p for p in _files(fetch("sotu")) if p.name >= SPEECHES[source]]  # names begin with the year
         return Corpus(lambda skip: _skipping(_documents(files), skip), _size(files), _pinned("sotu"))
-    path = Path(os.path.expanduser(source))  # Path's own refuses a user that does not exist
+    path = Path(os.path.expanduser(source))  # Path.expanduser fails for an unknown user
     if (path / "index.json").is_file():
-        raise DataError(f"'{path}' is already prepared: name it where blocks are read, or prepare from its original text.")
+        raise DataError(f"'{path}' is already prepared: pass it as the prepared folder, or prepare from the original text.")
     if path.is_dir():
         files = _files(path)
         return Corpus(lambda skip: _skipping(_documents(files), skip), _size(files), _mark(files, path))
@@ -153,26 +154,26 @@ def _skipping(stream: Iterator[Document], skip: int) -> Iterator[Document]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Text files below a folder in a fixed order; hidden ones are left alone."""
+    """Return the text files below a folder in a fixed order, without hidden ones."""
     found = [p for p in folder.rglob("*") if p.is_file() and _kind(p) and not p.relative_to(folder).as_posix().startswith(".")]
     if not found:
-        raise DataError(f"The folder '{folder}' holds no .txt, .md, .jsonl or .gz of these: name the folder with the text.")
+        raise DataError(f"The folder '{folder}' holds no .txt, .md or .jsonl files (or .gz): name the folder with the text.")
     return sorted(found, key=lambda p: p.relative_to(folder).as_posix())
 
 
 def _kind(path: Path) -> str:
-    """The suffix that says how to read the file, without .gz; empty when it is not text."""
+    """Return the suffix without .gz, or "" when the file is not a known kind of text."""
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
     return suffix if suffix in SUFFIXES else ""
 
 
 def _size(files: Iterable[Path]) -> int:
-    # Text is about a third of its size when packed; this only feeds a progress bar.
+    # Compressed text is about a third of its size; the estimate only feeds a progress bar.
     return sum(p.stat().st_size * (3 if p.name.endswith(".gz") else 1) for p in files)
 
 
 def _mark(files: list[Path], base: Path) -> str:
-    """Names, sizes and both ends of all files: cheap, and different for nearly every change."""
+    """Hash the names, sizes, first and last 64 KB of all files: cheap, and changes with nearly every edit."""
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
@@ -193,7 +194,7 @@ def _documents(files: Iterable[Path]) -> Iterator[Document]:
 
 
 def _file(path: Path) -> Iterator[Document]:
-    """The documents of one file; a file without any text is refused."""
+    """Return the documents of one file; raise `DataError` when it holds no text."""
     return _nonempty(_records(path) if _kind(path) == ".jsonl" else _parts(path), path)
 
 
@@ -206,7 +207,7 @@ def _nonempty(stream: Iterator[Document], path: Path) -> Iterator[Document]:
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """Lines of a text file, packed or not; anything that is not UTF-8 text is refused by name."""
+    """Yield the lines of a text file, plain or gzipped; raise `DataError` for anything that is not UTF-8 text."""
     seen = False
     try:
         with path.open("rb") as raw:
@@ -225,7 +226,7 @@ def text_lines(path: Path) -> Iterator[str]:
                 read += len(line)
                 if packed and read > most:
                     raise DataError(
-                        f"'{path}' unpacks to more than {BOMB_RATIO} times its size, which no text does: leave it out."
+                        f"'{path}' unpacks to more than {BOMB_RATIO} times its size, so it is not text: leave it out."
                     )
                 if "\0" in line:
                     raise DataError(f"'{path}' is a binary file (it holds NUL bytes): name a UTF-8 text file.")
@@ -242,7 +243,7 @@ def text_lines(path: Path) -> Iterator[str]:
 
 
 def _limited(lines: Iterable[str], path: Path) -> Iterator[str]:
-    """The lines of one document, which must fit into memory."""
+    """Yield the lines of one document; raise `DataError` when it is too long to fit into memory."""
     size = 0
     for line in lines:
         size += len(line)
@@ -254,7 +255,7 @@ def _limited(lines: Iterable[str], path: Path) -> Iterator[str]:
 
 
 def _paragraphs(lines: Iterable[str]) -> list[str]:
-    """Blank-line-separated paragraphs, each on one line; without a blank line, each line is one."""
+    """Return paragraphs separated by blank lines, each on one line; without blank lines, each line is a paragraph."""
     stripped = [collapse(line) for line in lines]
     while stripped and not stripped[-1]:
         stripped.pop()
@@ -265,7 +266,7 @@ def _paragraphs(lines: Iterable[str]) -> list[str]:
 
 
 def _parts(path: Path) -> Iterator[str]:
-    """Documents of one text file by the rule in the table above; the file's beginning decides which rule holds."""
+    """Yield the documents of one text file by the table above; the start of the file decides which rule applies."""
     head = list(itertools.islice(_budget(text_lines(path), LOOK_AHEAD), 1 << 20))
     marked = any(line.strip() == MARKER for line in head)
     blank = "" in [line.strip() for line in head]
@@ -295,7 +296,7 @@ def _records(path: Path) -> Iterator[Document]:
         if line.isspace():
             continue
         try:
-            document = _document_of(json.loads(line))  # not strictly: what else a record holds is no concern of ours
+            document = _document_of(json.loads(line))  # not strict: other fields of the record do not matter
         except (ValueError, RecursionError) as error:
             raise DataError(f"Line {number} of '{path}' is not a JSON object with a text field ({error}).") from error
         if document:
@@ -303,7 +304,7 @@ def _records(path: Path) -> Iterator[Document]:
 
 
 def _document_of(record: Any) -> Document:
-    """The text of a record, or its token ids: its field "text", else "input_ids", else its first field that is a string."""
+    """Return the text or token ids of a record: its field "text", else "input_ids", else its first string field."""
     if not isinstance(record, dict):
         raise ValueError("not an object")
     text = record.get("text")
@@ -328,7 +329,7 @@ def _hub_documents(name: str, skip: int) -> Iterator[Document]:
     try:
         stream = datasets.load_dataset(path, split=split or "train", streaming=True).skip(skip)
         for record in stream:
-            # Empty records stay, so that the number of documents read is the number to skip on resuming.
+            # Keep empty records: the number of documents read is the number to skip when resuming.
             yield _document_of(record)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
@@ -347,7 +348,7 @@ _LM1B_RULES = [
         (r"(?<=\ws) ' (?=[a-z])", "' "),  # the players ' union
         (r" (?=[.,;:!?%)\]}](?:\s|$|[\"'.,;:!?)]))", ""),
         (r"(?<=[(\[{$£€#]) ", ""),
-        (r"(?<=\d)(?:: | / )(?=\d)", lambda m: m[0].strip()),  # 10 : 30, whose first space is gone by now, and 3 / 4
+        (r"(?<=\d)(?:: | / )(?=\d)", lambda m: m[0].strip()),  # 10 : 30 (the first space is already removed) and 3 / 4
         (r"(?<=\S) @-@ (?=\S)", "-"),
     ]
 ]
@@ -366,7 +367,7 @@ def _detokenize_line(line: str) -> str:
 
 
 def _pair_quotes(line: str) -> str:
-    """Quotes that stand alone lean on the word they quote: every second one closes, `` opens and '' closes."""
+    """Attach stand-alone quotes to the word they quote: `` opens, '' closes, and " opens and closes in turn."""
     words: list[str] = []
     opened = lean = False  # lean: the next word follows an opening quote without a space
     for word in line.split():

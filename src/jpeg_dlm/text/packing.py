@@ -1,17 +1,17 @@
-"""Documents of token ids into rows of exactly L, as pure functions with the remainder in plain sight.
+"""Pack documents of token ids into rows of exactly L tokens, as pure functions with an explicit remainder.
 
-A document is a list of pieces: the whole text, its lines (when framed), or its sentences. `step` takes what was left
-over, one document, and returns full rows and what is left now; `pack` folds it over a stream. Because the remainder is
-a value, packing can stop after any document and go on elsewhere.
+A document is a list of pieces: the whole text, its lines (when framed), or its sentences. `step` takes the remainder and
+one document, and returns full rows and the new remainder; `pack` folds it over a stream. Because the remainder is a
+value, packing can stop after any document and resume later.
 
-| packing | rows | what is lost |
+| packing | rows | text that is lost |
 |---|---|---|
-| continuous | documents joined by eos, cut anywhere, the remainder opens the next row | the last unfilled row of the stream |
-| sentences | the same, but a row opens with a sentence: one cut at the end of a row opens the next row again | the same |
-| padded | each document cut into rows of its own, the last one with eos and then pad | nothing; `whole`: longer documents |
+| continuous | documents joined by eos, cut anywhere; the remainder starts the next row | the last unfilled row of the stream |
+| sentences | the same, but rows start with a sentence: one that is cut starts the next row again | the same |
+| padded | each document is cut into its own rows, the last one ends with eos and pad | none; with `whole`, longer documents |
 
-Framed rows are [begin] + payload + [eos], and in the payload a boundary id follows each piece instead of eos after each
-document (released, LM1B; the place of the frame is inferred from the names in its config).
+Framed rows are [begin] + payload + [eos]; in the payload, a boundary id follows each piece, and no eos follows a
+document (released, LM1B; the position of the frame is inferred from the names in its config).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torch import Tensor
 Document = Sequence[Sequence[int]]
 Carry = list[list[int]]
 
-# A sentence ends with . ! or ? (and closing quotes or brackets) before white space and something that can open a
-# sentence. Single letters ("J. Smith", "p. 3") and common titles do not end one; other abbreviations may, which costs little.
+# A sentence ends with . ! or ? (and closing quotes or brackets) before white space and a character that can start a
+# sentence. Single letters ("J. Smith", "p. 3") and common titles do not end one; other abbreviations may, at little cost.
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+(?=[\"'“‘(\[]?[A-Z0-9])")
 _NOT_AN_END = re.compile(r"(?:\b[A-Za-z]|\b(?:Mr|Mrs|Ms|Dr|St|Gen|Sen|Rep|Prof|Jr|No|vs|e\.g|i\.e|U\.S))\.$")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a row is built: its length, its special ids and how documents fill it."""
+    """Layout of a row: its length, its special ids and the packing of documents."""
 
     packing: Literal["continuous", "sentences", "padded"]
     token_len: int
@@ -48,12 +48,12 @@ class Layout:
 
     @property
     def payload(self) -> int:
-        """Positions of a row that carry the stream."""
+        """Number of positions in a row that hold document tokens."""
         return self.token_len - 2 if self.frame else self.token_len
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of `text`; joined with spaces they give it back."""
+    """Split `text` into sentences; joining them with spaces restores it."""
     found, start = [], 0
     for match in _SENTENCE_END.finditer(text):
         candidate = text[start : match.end()].strip()
@@ -65,7 +65,7 @@ def sentences(text: str) -> list[str]:
 
 
 def step(layout: Layout, carry: Carry, document: Document) -> tuple[list[list[int]], Carry]:
-    """The rows that `document` completes after the remainder `carry`, and the new remainder."""
+    """Return the rows that `document` completes after the remainder `carry`, and the new remainder."""
     pieces = _terminated(layout, document)
     if layout.packing == "padded":
         flat = _flat(pieces)
@@ -80,7 +80,7 @@ def step(layout: Layout, carry: Carry, document: Document) -> tuple[list[list[in
 
 
 def pack(layout: Layout, documents: Iterable[Document]) -> Iterator[list[int]]:
-    """Rows of a stream of documents; an unfilled last row is dropped."""
+    """Yield the rows of a stream of documents; drop an unfilled last row."""
     carry: Carry = []
     for document in documents:
         rows, carry = step(layout, carry, document)
@@ -88,10 +88,10 @@ def pack(layout: Layout, documents: Iterable[Document]) -> Iterator[list[int]]:
 
 
 def end_rows(tokens_BL: Tensor, eos_id: int, pad_id: int, given_L: Tensor | None = None) -> Tensor:
-    """Return rows with padding behind their first end token, for models of rows that end (`DataConfig.rows_end`).
+    """Replace all tokens after the first end token with padding, for models whose rows end (`DataConfig.rows_end`).
 
-    Padding is masked in training, so what such a model writes there means nothing. Text that was given (-1 elsewhere) is
-    kept: the end is looked for behind it.
+    Padding is masked in training, so tokens that such a model writes there are meaningless. Given text (`given_L`, -1
+    elsewhere) is kept: only end tokens after it count.
     """
     ends_BL = (tokens_BL == eos_id).long()
     if given_L is not None:
@@ -101,7 +101,7 @@ def end_rows(tokens_BL: Tensor, eos_id: int, pad_id: int, given_L: Tensor | None
 
 
 def lengths(rows: np.ndarray, pad_id: int) -> np.ndarray:
-    """Tokens of each padded row that are text: everything before the padding at its end."""
+    """Return the number of tokens before the padding in each row."""
     return (rows != pad_id).sum(axis=1)
 
 
@@ -110,7 +110,7 @@ def _flat(pieces: Iterable[Sequence[int]]) -> list[int]:
 
 
 def _terminated(layout: Layout, document: Document) -> Carry:
-    """The document's pieces with the mark that ends each piece (framed) or the document (else); empty ones vanish."""
+    """Append the boundary id to each piece (framed) or eos to the document (otherwise); drop empty pieces."""
     pieces = [list(p) for p in document if len(p)]
     if layout.frame:
         return [[*p, layout.boundary_id] for p in pieces]
@@ -125,8 +125,11 @@ def _cut_anywhere(width: int, stream: list[int]) -> tuple[list[list[int]], list[
 
 
 def _cut_at_sentences(width: int, pieces: Carry) -> tuple[list[list[int]], Carry]:
-    """Full payloads that open with a piece. Repeating the cut piece loses no text and costs half a sentence a row;
-    only a piece that alone overfills a row is continued where it was cut, as nothing else would ever get past it."""
+    """Return full payloads that start with a piece, and the remaining pieces.
+
+    A piece that is cut starts the next row again, which loses no text and costs half a sentence per row. A piece longer
+    than a row continues where it was cut, as the packing could not advance otherwise.
+    """
     payloads: list[list[int]] = []
     first, filled, i = 0, 0, 0  # the open row holds pieces[first:i], `filled` ids
     while i < len(pieces):

@@ -1,15 +1,15 @@
-"""Text into a folder of token blocks: shards of rows, their hashes, the tokenizer, and held-out text.
+"""Turn text into a folder of token blocks: shards of rows, their hashes, the tokenizer, and held-out text.
 
     out/index.json           shapes, hashes, counts and options; written last, so its presence means complete
     out/tokenizer.json
     out/train-00000.bin ...  rows of token_len little-endian uint16 or uint32, at most 64 MB each
     out/heldout-00000.bin ...
     out/heldout.jsonl        the first held-out rows as text, for scorers
-    out/manifest.json        hashes of the files above but the shards, whose hashes are in the index
+    out/manifest.json        hashes of the files above except the shards, whose hashes are in the index
 
-Work is saved whenever a shard is full: `state.npz` holds the place in the stream, the remainders of packing and the rows
-of unfinished shards, in one file so that it is always consistent. A killed preparation goes on from there and ends with
-the same bytes as one that was never interrupted.
+Progress is saved whenever a shard is full: `state.npz` holds the position in the stream, the remainders of packing and
+the rows of unfinished shards, in one file so that it is always consistent. A killed preparation resumes from there and
+writes the same bytes as one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 from jpeg_dlm.wording import counted
 
 SHARD_BYTES = 64 << 20
-BPE_SAMPLE = 16 << 20  # characters a tokenizer is trained on at most (assumed enough for vocabularies of this size)
-HEAD = 4 << 20  # characters looked at before the split is decided
-LONG_HEAD = 64 << 20  # and as many more where documents are long, until ...
-HEAD_HELD = 4  # ... so many whole ones can be expected to be held out (assumed: the rest then follows the share closely)
+BPE_SAMPLE = 16 << 20  # most characters a tokenizer is trained on (assumed enough for vocabularies of this size)
+HEAD = 4 << 20  # characters read before the split is chosen
+LONG_HEAD = 64 << 20  # most characters read for it when documents are long: reading goes on until HEAD_HELD is reached
+HEAD_HELD = 4  # expected number of whole documents to hold out (assumed: the rest then follows the share closely)
 BATCH = 1 << 18  # characters tokenized at once
-TEXT_ROWS = 4096  # held-out rows also kept as text
+TEXT_ROWS = 4096  # held-out rows that are also kept as text
 
 Progress = Callable[[int, int | None], None]
 Item = TypeVar("Item")
@@ -51,7 +51,7 @@ Item = TypeVar("Item")
 
 @dataclass
 class Part:
-    """What is known of one split while it grows."""
+    """State of one split while it is being written."""
 
     carry: Carry = field(default_factory=list)
     shards: list[dict[str, Any]] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Part:
     tokens: int = 0
     unk: int = 0
     rows: int = 0
-    padded: bool = False  # given rows end in padding
+    padded: bool = False  # given rows of ids end in padding
     pending: list[np.ndarray] = field(default_factory=list)  # chunks of rows not yet in a shard
 
 
@@ -71,9 +71,9 @@ def prepare(
     shard_bytes: int = SHARD_BYTES,
     check: Callable[[], None] = lambda: None,
 ) -> Prepared:
-    """Turn `data.source` into blocks below `out`, or return the ones that are there already.
+    """Write the blocks of `data.source` to `out`, or return those that are already there.
 
-    `progress` is told (bytes done, bytes in all or None). A given `tokenizer` is used instead of the one `data` names.
+    `progress` is called with (bytes done, total bytes or None). A given `tokenizer` replaces the one that `data` names.
     `check` is called often and may raise to stop.
     """
     finished = reuse(data, out, tokenizer)
@@ -85,7 +85,7 @@ def prepare(
         return _Run(data, out, corpus, progress or (lambda done, total: None), check, tokenizer, shard_bytes).run()
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free some space and run the same command again, it goes on from there" if full else "name another folder"
+        remedy = "free some space and run the same command again to resume" if full else "name another folder"
         raise DataError(f"Cannot write to '{out}' ({error.strerror or error}): {remedy}.") from error
 
 
@@ -93,7 +93,7 @@ def prepare(
 
 
 class _Run:
-    """One preparation from the first document, or from saved state, to the index."""
+    """One preparation, from the first document or saved state to the index."""
 
     def __init__(
         self, data: DataConfig, out: Path, corpus: Corpus, progress: Progress, check: Callable[[], None],
@@ -103,7 +103,7 @@ class _Run:
         self.head, self.whole = _head(self._stream(0), data.holdout)
         if not any(self.head):
             raise DataError(f"'{data.source}' holds no text: name another source.")
-        self.given = not isinstance(self.head[0], str)  # rows of ids, taken as they are
+        self.given = not isinstance(self.head[0], str)  # rows of ids, used as they are
         if self.given:
             self._check_options(tokenizer)
         known = sum(map(len, self.head))
@@ -114,7 +114,7 @@ class _Run:
         self.layout = _layout(data, self.tokenizer)
         self.dtype = np.dtype("<u2") if self.tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
         self.shard_rows = max(1, shard_bytes // (data.token_len * self.dtype.itemsize))
-        self.place, self.done_bytes, self.long = START, 0, 0  # `long`: documents that were cut
+        self.place, self.done_bytes, self.long = START, 0, 0  # `long`: number of documents that were cut
         self.parts = {name: Part() for name in SPLITS}
         compared = {k: v for k, v in asdict(data).items() if k not in UNCOMPARED}
         split = [self.split.longest, self.split.stretch, self.split.period]
@@ -147,19 +147,19 @@ class _Run:
 
     def _check_options(self, tokenizer: TextTokenizer | None) -> None:
         if self.data.tokenizer == "bpe" and tokenizer is None:
-            raise UsageError(f"'{self.data.source}' holds token ids and no text: name their tokenizer with --data.tokenizer.")
+            raise UsageError(f"'{self.data.source}' holds token ids, not text: name their tokenizer with --data.tokenizer.")
         if self.data.detokenize != "none":
             raise UsageError(f"data.detokenize is for text, and '{self.data.source}' holds token ids: leave it out.")
 
     def _pieces(self, start: Place) -> Iterator[Piece]:
-        """The text after a place, in the pieces it is split by."""
+        """Yield the pieces of the stream after the place `start`."""
         rest = iter(()) if self.whole else self._stream(max(start.document, len(self.head)))
         return self.split.pieces(itertools.chain(self.head[start.document :], rest), start)
 
     def _tokenizer(self) -> TextTokenizer:
         if self.data.tokenizer != "bpe":
             return load_tokenizer(self.data.tokenizer)
-        # Held-out text stays out of the tokenizer too.
+        # The tokenizer is not trained on held-out text.
         texts = (str(piece.content) for piece in self._pieces(START) if piece.split == "train")
         lines = (line for text in _budgeted(texts, BPE_SAMPLE, len) for line in text.split("\n"))
         return train_bpe(lines, self.data.vocab_size, self.check)
@@ -173,10 +173,10 @@ class _Run:
         return np.concatenate([np.zeros((0, self.data.token_len), self.dtype), *chunks])
 
     def _encode(self, batch: list[Document]) -> list[list[list[int]]]:
-        """Each document as pieces of ids, all pieces of the batch tokenized in one call."""
+        """Return each document as pieces of ids; tokenize all pieces of the batch in one call."""
         texts, rows = [d for d in batch if isinstance(d, str)], [d for d in batch if not isinstance(d, str)]
         if texts if self.given else rows:
-            raise DataError(f"'{self.data.source}' holds both text and token ids: prepare them apart.")
+            raise DataError(f"'{self.data.source}' holds both text and token ids: prepare them separately.")
         if self.given:
             return [[self._row(row)] for row in rows]
         by_sentence = self.data.packing == "sentences"
@@ -209,7 +209,7 @@ class _Run:
             part.pending.append(np.asarray(rows, self.dtype))
 
     def _flush(self, finish: bool) -> bool:
-        """Write full shards, and at the end the last ones; true when something was written."""
+        """Write full shards, and the last partial ones if `finish`; return True if anything was written."""
         wrote = False
         for name, part in self.parts.items():
             if sum(map(len, part.pending)) < (1 if finish else self.shard_rows):
@@ -238,7 +238,7 @@ class _Run:
             np.savez(file, state=text, train=train, heldout=heldout)
 
     def _resume(self) -> None:
-        """Take up saved state when it belongs to this very preparation and its shards are all there."""
+        """Load saved state if it belongs to this preparation and all its shards are intact."""
         try:
             with np.load(self.out / "state.npz", allow_pickle=False) as saved:
                 state = json.loads(saved["state"].tobytes())
@@ -253,7 +253,7 @@ class _Run:
                 if hashlib.sha256((self.out / shard["file"]).read_bytes()).hexdigest() != shard["sha256"]:
                     return
         except (OSError, ValueError, LookupError, TypeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile):
-            return  # no state, or a damaged one: everything is made again
+            return  # no state or a damaged one: start from the beginning
         self.parts, self.place, self.done_bytes, self.long = parts, place, state["done_bytes"], state["long"]
 
     # ---------------------------------------------------------------- the end
@@ -304,7 +304,7 @@ class _Run:
         }
 
     def _tidy(self) -> None:
-        """Remove the state, and what an earlier unfinished preparation with other options left behind."""
+        """Remove the saved state and shards left by an unfinished preparation with other options."""
         listed = {shard["file"] for part in self.parts.values() for shard in part.shards}
         stale = [p for name in SPLITS for p in self.out.glob(f"{name}-[0-9]*.bin") if p.name not in listed]
         for path in [self.out / "state.npz", *stale]:
@@ -313,7 +313,7 @@ class _Run:
 
 
 def _head(stream: Iterator[Document], share: float) -> tuple[list[Document], bool]:
-    """The first documents, and whether they are all there are."""
+    """Return the first documents, and True if the stream has no more."""
     head: list[Document] = []
     size = 0
     for document in stream:
@@ -325,12 +325,12 @@ def _head(stream: Iterator[Document], share: float) -> tuple[list[Document], boo
 
 
 def _bytes(document: Document) -> int:
-    """About what a document takes in its file: a JSON list of ids has some six characters each."""
+    """Estimate the bytes of a document in its file; a JSON list of ids has about six characters per id."""
     return len(document.encode()) if isinstance(document, str) else 6 * len(document)
 
 
 def _budgeted(items: Iterable[Item], characters: int, length: Callable[[Item], int]) -> Iterator[Item]:
-    """Items until more than `characters` were given."""
+    """Yield items until their total length exceeds `characters`."""
     for item in items:
         yield item
         characters -= length(item)
@@ -344,7 +344,7 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def _units(document: str, by_sentence: bool, by_line: bool) -> list[str]:
-    """What is tokenized apart: sentences, lines, or the whole document."""
+    """Split a document into the units that are tokenized separately: sentences, lines, or the whole document."""
     if by_sentence:
         return [s for line in document.split("\n") for s in sentences(line)]
     return document.split("\n") if by_line else [document]

@@ -1,4 +1,4 @@
-"""A finished preparation: what it tells, and whether it is the one that is asked for again."""
+"""A finished preparation: its summary, and the check that it matches the requested data and can be reused."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Prepared:
     vocab_size: int
     tokenizer: str  # fingerprint
     reused: bool
-    note: str = ""  # what a user should know of the split
+    note: str = ""  # remark on the split for the user
 
 
 def reuse(data: DataConfig, out: Path, tokenizer: TextTokenizer | None) -> Prepared | None:
-    """The finished preparation in `out` when it is the one asked for; None when there is none yet."""
+    """Return the finished preparation in `out`, or None when there is none; raise `DataError` when it does not match."""
     if not (out / "index.json").is_file():
         return None
     index = read_index(out)
     old, new = index["data"], asdict(data)
-    packing = ("packing",) if index.get("given_rows") else ()  # found in the rows, not asked for
+    packing = ("packing",) if index.get("given_rows") else ()  # determined from the rows, not an option
     for name in new:
-        if name not in (*UNCOMPARED, *packing) and old.get(name, new[name]) != new[name]:  # what it does not name came later
+        if name not in (*UNCOMPARED, *packing) and old.get(name, new[name]) != new[name]:  # newer options are not in the index
             raise DataError(
                 f"'{out}' was prepared with data.{name} {old[name]!r}, not {new[name]!r}: name another folder or delete it."
             )
@@ -52,27 +52,27 @@ def reuse(data: DataConfig, out: Path, tokenizer: TextTokenizer | None) -> Prepa
 
 def _changed(data: DataConfig, fingerprint: str) -> bool:
     if not fingerprint.startswith("files:"):
-        return False  # pinned or named: nothing to compare without a download
+        return False  # a named corpus: comparing would need a download
     try:
         return open_corpus(data.source).fingerprint != fingerprint
     except DataError:
-        return False  # the text is no longer there; its blocks are
+        return False  # the text is gone, but its blocks remain
 
 
 def describe(out: Path, index: dict[str, Any], reused: bool) -> Prepared:
-    """The preparation in `out` that `index` describes."""
+    """Return a summary of the preparation in `out`, read from its `index`."""
     rows = {name: index["splits"][name]["rows"] for name in SPLITS}
     facts = index["token_len"], index["vocab_size"], index["tokenizer"]
     return Prepared(out, rows["train"], rows["heldout"], *facts, reused, _note(index))
 
 
 def _note(index: dict[str, Any]) -> str:
-    """A sentence on documents that are in both parts; empty where all are whole."""
+    """Return a sentence about documents that are split between both parts, or "" when there are none."""
     long = index.get("long_documents", 0)
     if not long:
         return ""
     train, heldout = (index["splits"][name]["rows"] for name in SPLITS)
     return (
-        f"{counted(long, 'document')} {'is' if long == 1 else 'are'} longer than all the text to hold out, so stretches inside "
-        f"are held out ({heldout / max(1, train + heldout):.1%} of the blocks)."
+        f"{counted(long, 'document')} {'is' if long == 1 else 'are'} longer than all the text to hold out, so parts of long "
+        f"documents are held out ({heldout / max(1, train + heldout):.1%} of the blocks)."
     )

@@ -1,7 +1,7 @@
-"""Which text is held out: a function of a document's place and of lengths, so that any point of a stream can be taken up again.
+"""Choose the held-out text as a function of document numbers and lengths, so that reading can resume anywhere.
 
-Documents are held out whole, by a hash of their number. One that is longer than all the text that is to be held out
-cannot be: stretches inside it are, evenly spaced over all such documents. Lengths are characters, which tokens follow.
+Whole documents are held out by a hash of their number. A document that is longer than all the text to hold out is cut
+instead: evenly spaced stretches of such documents are held out. Lengths are in characters, as a proxy for tokens.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from jpeg_dlm.rng import derive_seed
 from jpeg_dlm.text.corpora import Document
 from jpeg_dlm.text.packing import sentences
 
-STRETCHES = 8  # held-out places inside long documents (assumed: several parts of a book, each long enough to read)
-CHUNK = 1 << 20  # characters of a long document in one piece at most: what is tokenized at once, and between two saves
-TOLERANCE = 0.25  # of the share: how far the documents that were drawn may be off (assumed)
+STRETCHES = 8  # held-out stretches inside long documents (assumed: several parts of a book, each long enough to read)
+CHUNK = 1 << 20  # most characters in one piece of a long document: tokenized at once, and between two saves
+TOLERANCE = 0.25  # largest relative deviation of the held-out text from the share (assumed)
 
 Name = Literal["train", "heldout"]
 
 
 class Place(NamedTuple):
-    """A point between two pieces."""
+    """A position between two pieces of the stream."""
 
-    document: int = 0  # documents before the one it is in
-    piece: int = 0  # pieces of that one before it
-    long: int = 0  # characters of long documents before that one
+    document: int = 0  # number of the current document
+    piece: int = 0  # pieces of that document before this position
+    long: int = 0  # characters of long documents before that document
 
 
 START = Place()
@@ -43,26 +43,26 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """The share of the text that is held out, and what was decided on the documents that were looked at first."""
+    """The share of text to hold out, and the choices made from the first documents of the stream."""
 
     share: float
-    held: frozenset[int]  # of the first `known` documents
+    held: frozenset[int]  # held-out documents among the first `known`
     known: int
-    longest: float  # of a document that stays whole
-    stretch: int = 1  # characters that are held out at a time in longer ones
-    period: int = 2  # and from the beginning of one stretch to the next
+    longest: float  # most characters of a document that stays whole
+    stretch: int = 1  # length of a held-out stretch in longer documents
+    period: int = 2  # distance from the start of one stretch to the start of the next
 
     def of(self, number: int) -> Name:
-        """The split of a document that stays whole."""
+        """Return the split of a document that stays whole."""
         held = number in self.held if number < self.known else draw(number) < self.share
         return "heldout" if held else "train"
 
     def pieces(self, documents: Iterable[Document], start: Place = START) -> Iterator[Piece]:
-        """The pieces after `start`, where `documents` begins with the document that `start` is in."""
+        """Yield the pieces after `start`; `documents` begins with the document that `start` is in."""
         _, skip, long = start
         for number, document in enumerate(documents, start.document):
             whole, parts = True, self._whole(document, number)
-            if isinstance(document, str) and len(document) > self.longest:  # a row of ids has the length it must have
+            if isinstance(document, str) and len(document) > self.longest:  # rows of ids are never cut
                 whole, parts = False, self._stretches(document, long)
             for i, (part, name) in enumerate(parts):
                 if i >= skip:
@@ -74,7 +74,7 @@ class Split:
         yield document, self.of(number)
 
     def _stretches(self, text: str, before: int) -> Iterator[tuple[Document, Name]]:
-        """The parts of a long document, in which `before` characters of other long ones have been passed."""
+        """Yield the parts of a long document; earlier long documents have `before` characters in total."""
         lead, start, ideal = (self.period - self.stretch) // 2, 0, 0
         while ideal < len(text):
             phase = (before + ideal - lead) % self.period
@@ -87,18 +87,18 @@ class Split:
 
 
 def draw(number: int) -> float:
-    """A number in [0, 1) that belongs to a document's place alone."""
+    """Return a pseudo-random number in [0, 1) that depends only on the document number."""
     return derive_seed(0, "holdout", number) / 2**63
 
 
 def choose_split(
     head: Sequence[Document], share: float, token_len: int, rest: int = 0, by: Literal["tokens", "documents"] = "tokens"
 ) -> Split:
-    """The split for a stream that begins with `head` and has about `rest` more characters.
+    """Choose the split of a stream that begins with `head` and has about `rest` more characters.
 
-    There is a row's worth of text in the held-out part, and something to train on, wherever `head` has as much.
+    If `head` has enough text, the held-out part gets at least one row of it and some is left for training.
     """
-    row = 8 * token_len  # more characters than a row of tokens has
+    row = 8 * token_len  # upper bound on the characters of a row
     lengths = {i: len(document) for i, document in enumerate(head)}
     total = sum(lengths.values()) + rest
     longest = max(share * total, row) if by == "tokens" or len(head) == 1 else float("inf")
@@ -112,10 +112,10 @@ def choose_split(
 
 
 def _drawn(lengths: dict[int, int], share: float, least: int, balance: bool) -> frozenset[int]:
-    """The documents to hold out among those that stay whole, with at least `least` characters; one is left for training.
+    """Choose whole documents to hold out, with at least `least` characters in total; leave at least one for training.
 
-    They are those whose draw lies below the share. Where documents are so few or so uneven that these hold far more or
-    less than the share of the text, the first in the order of the draw are taken until they hold it.
+    These are the documents whose draw is below the share. If that holds out far more or less than the share of the text,
+    because documents are few or uneven, take documents in the order of their draws until the share is reached.
     """
     order = sorted(lengths, key=draw)
     held = [i for i in order if draw(i) < share]
@@ -136,7 +136,7 @@ def _drawn(lengths: dict[int, int], share: float, least: int, balance: bool) -> 
 
 
 def _boundary(text: str, low: int, at: int) -> int:
-    """Where to cut `text` between `low` and `at`: after the last line there, else sentence, else word, else at `at`."""
+    """Return where to cut `text` between `low` and `at`: after the last line, else sentence, else word, else at `at`."""
     if at >= len(text):
         return len(text)
     window = text[low:at]

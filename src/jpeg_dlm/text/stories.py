@@ -1,7 +1,7 @@
-"""Children's stories written by stories15M: any amount of text that a small model can learn.
+"""Generate children's stories with stories15M: any amount of text that a small model can learn.
 
-Story i is drawn with numbers of its own, in parts of fixed stories that are kept in the cache, so a killed writer goes on
-with the part it was in and leaves the same files. Rounding may differ between machines, and a story with it.
+Story i has its own random numbers, and stories are cached in parts of fixed size, so a killed writer resumes with the
+part it was writing and produces the same files. Rounding, and thus a story, may differ between machines.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
     from jpeg_dlm.training.console import Console
 
-STORIES = 20_000  # of the source `stories`: about 4 M tokens of stories15M, an hour of one core
+STORIES = 20_000  # for the source `stories`: about 4 M tokens of stories15M, an hour on one core
 MOST = 1_000_000
-PART = 64  # stories written at once; their keys and values take 225 MB
+PART = 64  # stories generated at once; their keys and values take 225 MB
 NUCLEUS = 0.95  # measured: without it about one story of three is garbled
-TOP = 512  # pieces that are sorted; a nucleus that is larger (assumed to be rare) makes it all of them
-DROPPED = 0.75  # share of rows still written at which the finished ones are dropped: each time copies the cache
-VERSION = 1  # of what follows here: other stories need another folder
+TOP = 512  # pieces that are sorted first; all are sorted when a nucleus is larger (assumed to be rare)
+DROPPED = 0.75  # finished rows are dropped when this share is still being written; each drop copies the cache
+VERSION = 1  # of the generator below: different stories need another folder
 _LAST_END = re.compile(r"^.*[.!?][\"']?(?=\s|$)", re.DOTALL)
 
 
@@ -44,12 +44,12 @@ def stories_of(source: str) -> int | None:
     if not colon:
         return STORIES
     if not re.fullmatch(r"[0-9]{1,9}", count) or not 2 <= int(count) <= MOST:
-        raise UsageError(f"'{source}' names no number of stories from 2 to {MOST:,}: write for example stories:20000.")
+        raise UsageError(f"'{source}' needs a number of stories from 2 to {MOST:,}: write for example stories:20000.")
     return int(count)
 
 
 def written(count: int, console: Console | None = None) -> list[Path]:
-    """Return the files of the first parts with at least `count` stories, after writing those that are missing."""
+    """Return the files of the first parts that hold at least `count` stories; write those that are missing."""
     from jpeg_dlm.training.console import Console
 
     console = console or Console()
@@ -68,7 +68,7 @@ def written(count: int, console: Console | None = None) -> list[Path]:
 
 
 class Writer:
-    """Writes parts. Beside them lie the pieces that can be drawn: all that were in a nucleus of part 0."""
+    """Generates the parts; later parts draw only from the pieces that occurred in a nucleus of part 0 (`pieces.json`)."""
 
     def __init__(self, model: LlamaForCausalLM, tokenizer: Tokenizer, context: int, folder: Path, size: int) -> None:
         self.model, self.tokenizer, self.context, self.size = model, tokenizer, context, size
@@ -78,7 +78,7 @@ class Writer:
         """Return the stories of one part."""
         if number and not self.pieces.is_file():
             self.part(0)
-        # The head has 60% of all multiplications, and most of its pieces belong to other text.
+        # The head takes 60% of all multiplications, and most of its pieces never occur in stories.
         pieces = torch.tensor(json.loads(self.pieces.read_text("utf-8"))) if number else None
         rows, seen = self._draw(number, pieces)
         if pieces is None:
@@ -87,7 +87,7 @@ class Writer:
 
     @torch.no_grad()
     def _draw(self, number: int, pieces: Tensor | None) -> tuple[list[list[int]], Tensor]:
-        """Ids of each story, its end included where it came, and which pieces were in a nucleus."""
+        """Return the ids of each story, including its end token if it was drawn, and a mask of the pieces in any nucleus."""
         rows = range(number * self.size, (number + 1) * self.size)
         u_BL = RowNoise(0, rows).uniform("story", self.context)
         whole_VH = self.model.lm_head.weight
@@ -102,7 +102,7 @@ class Writer:
             cache = read.past_key_values
             chosen, kept = nucleus_draw((read.last_hidden_state[:, 0] @ head_VH.T).softmax(-1), u_BL[alive, place])
             last = chosen if pieces is None else pieces[chosen]
-            seen[kept] = True  # of the whole head: with `pieces` nobody asks
+            seen[kept] = True  # only meaningful for the whole head, without `pieces`
             for row, token in zip(alive[writing].tolist(), last[writing].tolist(), strict=True):
                 stories[row].append(token)
             writing &= last >= len(SPECIALS)
@@ -114,7 +114,7 @@ class Writer:
         return stories, seen
 
     def _text(self, ids: list[int]) -> str:
-        """The story; one that filled the context ends with its last whole sentence."""
+        """Return the text of a story; cut one that filled the context after its last full sentence."""
         whole = ids[-1] < len(SPECIALS)
         text = self.tokenizer.decode(ids[:-1] if whole else ids, skip_special_tokens=False).strip()
         ended = None if whole else _LAST_END.match(text)
@@ -122,12 +122,12 @@ class Writer:
 
 
 def nucleus_draw(p_BV: Tensor, u_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a piece for each row, drawn from the fewest that have a probability of `NUCLEUS`, and all these pieces."""
+    """Draw a piece per row by nucleus sampling with mass `NUCLEUS`; return the pieces and all pieces in the nuclei."""
     top, places = p_BV.topk(min(TOP, p_BV.shape[1]))
     if top.shape[1] < p_BV.shape[1] and (top.sum(1) < NUCLEUS).any():
         top, places = p_BV.sort(descending=True)
     sums = top.double().cumsum(1)
-    inside = sums - top < NUCLEUS  # the piece that crosses it is kept
+    inside = sums - top < NUCLEUS  # keep the piece that crosses the threshold
     mass = torch.where(inside, sums, 0.0).amax(1)
     drawn = torch.searchsorted(sums, (u_B.double() * mass)[:, None], right=True).clamp(max=top.shape[1] - 1)
     return places.gather(1, drawn)[:, 0], places[inside]

@@ -1,6 +1,6 @@
-"""stories15M, a language model of 15 M parameters that knows children's stories: its weights and its tokenizer.
+"""Load stories15M, a language model of children's stories with 15 M parameters, and its tokenizer.
 
-One file holds both, as llama2.c wrote them: seven sizes, the weights in fp32, then the pieces of a SentencePiece BPE.
+One file in the format of llama2.c holds both: seven sizes, the weights in fp32, then the pieces of a SentencePiece BPE.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
 NAME = "stories15M"
-BOS = 1  # begins a story and, in the training of stories15M, follows its end
+BOS = 1  # starts a story and, in the training data of stories15M, follows its end
 SPECIALS = ("<unk>", "<s>", "</s>")  # ids 0 to 2; the 256 bytes follow
-# llama2.c: the sizes that its header does not hold.
+# Constants of llama2.c that are not in the header.
 ROPE_BASE, NORM_EPS = 10_000.0, 1e-5
 HEADER = struct.Struct("<7i")
 
 
 def load_stories15m(path: Path) -> tuple[LlamaForCausalLM, Tokenizer, int]:
-    """Return the model, its tokenizer and its context from weights and tokenizer in one file."""
+    """Load the model, its tokenizer and its context length from one file."""
     try:
         with open(path, "rb") as file:
             dim, inner, layers, heads, kv_heads, vocabulary, context = HEADER.unpack(file.read(HEADER.size))
-            shared, vocabulary = vocabulary > 0, abs(vocabulary)  # llama2.c: a negative number means a head of its own
+            shared, vocabulary = vocabulary > 0, abs(vocabulary)  # llama2.c: negative means that the head is not shared
             narrow = dim * kv_heads // heads
 
             def take(*shape: int) -> torch.Tensor:
@@ -48,7 +48,7 @@ def load_stories15m(path: Path) -> tuple[LlamaForCausalLM, Tokenizer, int]:
             for name, shape in shapes.items():
                 tensors |= {f"blk.{i}.{name}.weight": w for i, w in enumerate(take(layers, *shape))}
             tensors["output_norm.weight"] = take(dim)
-            take(2, context, dim // heads // 2)  # cosines and sines of the positions, which the model computes itself
+            take(2, context, dim // heads // 2)  # skip the rotary cosines and sines, which the model computes itself
             if not shared:
                 tensors["output.weight"] = take(vocabulary, dim)
             state = llama_state(tensors, heads, kv_heads)
@@ -58,12 +58,12 @@ def load_stories15m(path: Path) -> tuple[LlamaForCausalLM, Tokenizer, int]:
             return build_llama(sizes, state), _tokenizer(file.read(), vocabulary), context
     except Exception as error:  # whatever sizes and numbers that do not belong together lead to
         raise AssetError(
-            f"'{path}' is no llama2.c model with its tokenizer ({reason_of(error)}): delete it and fetch it again."
+            f"'{path}' is not a llama2.c model with its tokenizer ({reason_of(error)}): delete it and fetch it again."
         ) from error
 
 
 def _tokenizer(raw: bytes, vocabulary: int) -> Tokenizer:
-    """The tokenizer of llama2.c's older layout: the longest piece, then score, length and bytes of each piece."""
+    """Parse the tokenizer in llama2.c's older layout: the longest piece, then score, length and bytes of each piece."""
     pieces, scores, at = [], [], 4
     for _ in range(vocabulary):
         score, length = struct.unpack_from("<fi", raw, at)
@@ -72,7 +72,7 @@ def _tokenizer(raw: bytes, vocabulary: int) -> Tokenizer:
         at += 8 + length
     names = [*SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256))]
     ids = {piece: i for i, piece in enumerate(names + pieces[len(names) :])}
-    # Two pieces become one where that is a piece, the one of the highest score first: what SentencePiece does.
+    # Like SentencePiece, merge two pieces when their concatenation is a piece, highest score first.
     order = sorted(range(len(names), vocabulary), key=lambda i: (-scores[i], i))
     halves = ((pieces[i][:cut], pieces[i][cut:]) for i in order for cut in range(1, len(pieces[i])))
     merges = [(a, b) for a, b in halves if a in ids and b in ids]

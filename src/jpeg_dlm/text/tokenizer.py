@@ -1,8 +1,8 @@
-"""Text to token ids and back: one wrapper around `tokenizers.Tokenizer`, whatever file or hub it came from.
+"""Convert text to token ids and back: one wrapper around `tokenizers.Tokenizer` for files and hub tokenizers.
 
-Special tokens are found by name, so a saved tokenizer.json is all that a prepared folder or a checkpoint has to keep.
-Only this package places special ids: text that happens to contain the name of a special token is encoded as plain
-characters, or without the name where a tokenizer cannot do that.
+Special tokens are found by name, so a prepared folder or a checkpoint only has to keep tokenizer.json. Only this package
+inserts special ids: the name of a special token in a text is encoded as plain characters, or dropped if the tokenizer
+cannot do that.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from jpeg_dlm.errors import DataError, JpegDlmError, UsageError, reason_of
 from jpeg_dlm.files import write_atomic
 
 SPECIALS = ("<pad>", "</s>", "<unk>", "<mask>", "<s>", "<line>")  # ids 0 to 5 of a tokenizer trained here
-SMALLEST_BPE = 256 + len(SPECIALS)  # every byte has an id, so nothing is ever unknown
-# Bytes of a word that training looks at in one: longer than the words of any language with spaces, and 32 characters of
-# one without, of whose neighbors it parts one pair in 32. Training takes the longer the longer words are, without end.
+SMALLEST_BPE = 256 + len(SPECIALS)  # every byte has an id, so no text is unknown
+# BPE training splits words into chunks of this many bytes, as its time grows without bound with the length of words.
+# Words of languages with spaces are shorter; in a language without, this is 32 characters, and one in 32 adjacent pairs
+# is split.
 LONGEST_WORD = 96
-LARGEST_FILE = 1 << 27  # bytes of a tokenizer.json; those with a quarter of a million ids have 35 MB
+LARGEST_FILE = 1 << 27  # bytes of a tokenizer.json; one with 250 thousand ids takes 35 MB
 T5_HUB_NAME = "t5-small"  # released
-OLDER_FILES = ("spiece.model", "tokenizer.model", "vocab.json", "vocab.txt")  # what came before tokenizer.json
+OLDER_FILES = ("spiece.model", "tokenizer.model", "vocab.json", "vocab.txt")  # formats older than tokenizer.json
 
-# Names by which each role is known, best first. T5 has no begin, line or mask token: the released code takes its
-# first two sentinels for the first two, and we take the third one for the mask. BERT's [CLS] also parts lines (MDLM, Duo).
+# Names of each role, in order of preference. T5 has no begin, line or mask token: the released code uses its first two
+# sentinels for begin and line, and we use the third for the mask. BERT's [CLS] also separates lines (MDLM, Duo).
 _PAD = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
 _EOS = ("</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>", "[SEP]", "<|im_end|>")
 _UNK = ("<unk>", "[UNK]")
@@ -46,20 +47,20 @@ _MASK = ("<mask>", "[MASK]", "<extra_id_2>")
 
 
 def collapse(text: str) -> str:
-    """`text` with every run of white space as one space, none at the ends, and lone surrogates replaced."""
+    """Collapse runs of white space to one space, strip the ends, and replace lone surrogates."""
     text = " ".join(text.split())
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 class TextTokenizer:
-    """A tokenizer that adds nothing by itself and knows which ids are special."""
+    """A tokenizer that adds no tokens by itself and knows its special ids."""
 
     def __init__(self, backend: Tokenizer) -> None:
-        backend.no_truncation()  # files from the hub may carry both, and would silently cut documents
+        backend.no_truncation()  # hub files may set both, which would silently cut documents
         backend.no_padding()
         backend.encode_special_tokens = True  # "</s>" in a text is five characters, not the end of a document
         self._backend = backend
-        # One more than the largest id, not how many there are: a file may leave ids out, and a model needs a row for each.
+        # The largest id plus one, not the number of ids: a file may skip ids, and a model needs an embedding for each.
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         eos = self._find(_EOS)
         if eos is None:
@@ -78,7 +79,7 @@ class TextTokenizer:
         return next((i for i in ids if i is not None), None)
 
     def _leaking(self) -> re.Pattern[str] | None:
-        """Names of special tokens that plain text would still turn into their ids: T5's are pieces of its model."""
+        """Return a pattern of special token names that plain text still encodes to special ids, as in T5's model."""
         names = [t.content for t in self._backend.get_added_tokens_decoder().values() if t.special]
         ids = set(self._backend.encode(" ".join(names), add_special_tokens=False).ids)
         leaking = [n for n in names if self._backend.token_to_id(n) in ids - {self.unk_id}]
@@ -89,53 +90,53 @@ class TextTokenizer:
 
     @classmethod
     def from_file(cls, path: Path) -> TextTokenizer:
-        """The tokenizer of a tokenizer.json."""
+        """Load a tokenizer.json."""
         try:
             with open(path, "rb") as file:
                 raw = file.read(LARGEST_FILE + 1)
             if len(raw) > LARGEST_FILE:
-                raise DataError(f"'{path}' is larger than {LARGEST_FILE} bytes, which no tokenizer is: name another.")
+                raise DataError(f"'{path}' is larger than {LARGEST_FILE} bytes, too large for a tokenizer: name another.")
             return cls(Tokenizer.from_str(raw.decode("utf-8")))
         except OSError as error:
             raise DataError(f"Cannot read the tokenizer '{path}': {error.strerror or error}.") from error
         except (JpegDlmError, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
-        except BaseException as error:  # for what it cannot parse the library raises bare Exception, or panics
+        except BaseException as error:  # the library raises bare Exception or panics when it cannot parse
             raise DataError(
                 f"'{path}' is not a tokenizer.json ({reason_of(error)}): prepare the data again or name another."
             ) from error
 
     def save(self, path: Path) -> None:
-        """Write tokenizer.json, whole or not at all."""
+        """Write tokenizer.json atomically."""
         write_atomic(path, self.to_json())
 
     def to_json(self) -> str:
-        """The content of its tokenizer.json."""
+        """Return the content of tokenizer.json."""
         return self._backend.to_str(pretty=False)
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of the tokenizer.json in canonical form: equal exactly when all ids mean the same."""
+        """sha256 of the canonical tokenizer.json: equal exactly when all ids have the same meaning."""
         canonical = json.dumps(json.loads(self._backend.to_str()), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     @cached_property
     def starts_with_space(self) -> bool:
-        """Whether pieces that are encoded apart read as separate words when their ids are joined."""
+        """True if texts that are encoded separately decode as separate words when their ids are concatenated."""
         return self.decode(self.encode("a") + self.encode("b")) == "a b"
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, white space collapsed, nothing added."""
+        """Return the token ids of `text` with white space collapsed and no special tokens added."""
         return self._backend.encode(self._plain(text), add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str], following: bool = False) -> list[list[int]]:
-        """Ids of each text; `following` makes each read as a new word after whatever ids come before it."""
+        """Return the ids of each text; with `following`, each decodes as a new word after any preceding ids."""
         lead = " " if following and not self.starts_with_space else ""
         encoded = self._backend.encode_batch_fast([lead + self._plain(t) for t in texts], add_special_tokens=False)
         return [e.ids for e in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`: special tokens vanish, a line boundary separates, white space is collapsed."""
+        """Return the text of `ids`; drop special tokens, turn line boundaries into spaces, and collapse white space."""
         segments: list[list[int]] = [[]]
         for i in map(int, ids):
             if i == self.boundary_id:
@@ -147,16 +148,16 @@ class TextTokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, check: Callable[[], None] = lambda: None) -> TextTokenizer:
-    """A byte-level BPE tokenizer; the same texts give the same tokenizer, and every text survives a round trip.
+    """Train a byte-level BPE tokenizer; it is deterministic, and every text survives a round trip.
 
-    `check` is called ten times a second meanwhile, and may raise to give up.
+    `check` is called ten times a second during training and may raise to stop it.
     """
     if vocab_size < SMALLEST_BPE:
         raise UsageError(f"data.vocab_size {vocab_size} is too small for 'bpe', which needs at least {SMALLEST_BPE}.")
     backend = Tokenizer(models.BPE())
-    # The added space makes the first word of a text the same token as inside it, so cutting documents changes no ids.
+    # The added space gives the first word of a text the same token as elsewhere, so cutting documents changes no ids.
     words = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    bounded = pre_tokenizers.Split(Regex(f".{{{LONGEST_WORD}}}"), "isolated")  # of words already turned into bytes
+    bounded = pre_tokenizers.Split(Regex(f".{{{LONGEST_WORD}}}"), "isolated")  # words are bytes by now
     backend.pre_tokenizer = pre_tokenizers.Sequence([words, bounded])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -171,7 +172,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, check: Callable[[], None] =
 
 
 def _interruptibly(train: Callable[[Iterator[str]], None], texts: Iterator[str], check: Callable[[], None]) -> None:
-    """Run `train(texts)` in a thread: the library computes for minutes without letting a signal through to Python."""
+    """Run `train(texts)` in a thread, because the library blocks Python's signal handlers for minutes."""
     given_up, future = threading.Event(), Future[None]()
 
     def feed() -> Iterator[str]:
@@ -183,10 +184,10 @@ def _interruptibly(train: Callable[[Iterator[str]], None], texts: Iterator[str],
     def work() -> None:
         try:
             future.set_result(train(feed()))
-        except BaseException as error:  # whatever it is, it belongs to the caller
+        except BaseException as error:  # re-raised in the caller
             future.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True)  # a daemon, which no exit waits for
+    thread = threading.Thread(target=work, daemon=True)  # a daemon, so that exit does not wait for it
     thread.start()
     try:
         while thread.is_alive():
@@ -194,13 +195,13 @@ def _interruptibly(train: Callable[[Iterator[str]], None], texts: Iterator[str],
             check()
     finally:
         given_up.set()
-        thread.join(1)  # while it still reads it ends at once
+        thread.join(1)  # ends at once if it is still reading
     future.result()
 
 
 def load_tokenizer(spec: str) -> TextTokenizer:
-    """'t5', a tokenizer.json, a folder that holds a tokenizer, or a hub name."""
-    path = Path(os.path.expanduser(spec))  # Path's own refuses a user that does not exist
+    """Load a tokenizer from 't5', a tokenizer.json, a folder that holds a tokenizer, or a hub name."""
+    path = Path(os.path.expanduser(spec))  # Path.expanduser fails for an unknown user
     if spec == "t5":
         return _from_hub(T5_HUB_NAME) or TextTokenizer.from_file(fetch("t5-tokenizer"))
     if path.is_file():
@@ -218,12 +219,12 @@ def load_tokenizer(spec: str) -> TextTokenizer:
         return found
     found = None if spec == "bpe" or path.is_absolute() else _from_hub(spec)
     if found is None:
-        raise DataError(f"No tokenizer '{spec}': it is no file or folder, and neither the hub nor its local cache has it.")
+        raise DataError(f"No tokenizer '{spec}': it is not a file or folder, and neither the hub nor its local cache has it.")
     return found
 
 
 def _from_hub(name: str) -> TextTokenizer | None:
-    """A hub tokenizer, from the local cache when it is there; None when neither has it."""
+    """Load a hub tokenizer, from the local cache if possible; return None when neither has it."""
     for local in (True, False) if _hub_reachable() else (True,):
         file = _hub_file(name, "tokenizer.json", local)
         if file:
@@ -238,12 +239,12 @@ def _hub_file(name: str, file: str, local: bool) -> Path | None:
 
     try:
         return Path(hf_hub_download(name, file, local_files_only=local))
-    except (OSError, ValueError):  # not found, no network, or not a valid name: all of the hub's errors are one of these
+    except (OSError, ValueError):  # not found, no network or invalid name: all hub errors are one of these
         return None
 
 
 def _through_transformers(name: str, local: bool) -> TextTokenizer | None:
-    """For tokenizers kept in an older form, such as a SentencePiece model alone: transformers converts them."""
+    """Let transformers convert a tokenizer in an older format, such as a bare SentencePiece model."""
     from transformers import AutoTokenizer
 
     try:
@@ -255,11 +256,11 @@ def _through_transformers(name: str, local: bool) -> TextTokenizer | None:
 
 
 def _hub_reachable() -> bool:
-    """A quick look, because the hub's own client retries for most of a minute on a machine without network."""
+    """Check quickly for a network, because the hub's client retries for most of a minute without one."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return False
     if urllib.request.getproxies():
-        return True  # the proxy resolves names, so looking from here would say nothing
+        return True  # the proxy resolves names, so a direct check would say nothing
     endpoint = urllib.parse.urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     try:
         with socket.create_connection((endpoint.hostname or "", endpoint.port or 443), timeout=3):

@@ -1,4 +1,4 @@
-"""Prose out of a Wikipedia dump: a streaming cleaner of MediaWiki markup."""
+"""Extract prose from a Wikipedia dump: a streaming cleaner of MediaWiki markup."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHORTEST_ARTICLE = 200
 
 
 def wikipedia_articles(lines: Iterable[str]) -> Iterator[str]:
-    """The articles of a MediaWiki dump as prose: no redirects, lists, tables, templates, references or markup."""
+    """Yield the articles of a MediaWiki dump as prose, without redirects, lists, tables, templates, references or markup."""
     for page in _pages(lines):
         title, text = _between(page, "<title>", "</title>"), _between(page, "<text", "</text>")
         if not text or _NAMESPACE.match(title):
@@ -47,7 +47,7 @@ def wikipedia_articles(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _pages(lines: Iterable[str]) -> Iterator[str]:
-    """The text between <page> and </page>, streamed; a last page that is cut off (enwik8's is) is dropped."""
+    """Yield the text between <page> and </page>; drop a truncated last page (as in enwik8)."""
     page: list[str] | None = None
     for line in lines:
         if "<page>" in line:
@@ -64,21 +64,21 @@ def _between(text: str, left: str, right: str) -> str:
 
 
 def clean_wikitext(text: str) -> str:
-    """The prose of one article, one paragraph a line; empty for redirects and disambiguation pages."""
+    """Return the prose of one article, one paragraph per line, or "" for redirects and disambiguation pages."""
     if _REDIRECT.match(text) or _DISAMBIGUATION.search(text):
         return ""
     text = _DROPPED.sub(" ", text)
     text = _innermost_first(_TEMPLATE, "", text)
     text = _innermost_first(_TABLE, "\n", text)
-    text = _TAG.sub("", _BREAK.sub(" ", text))  # no space for the others: H<sub>2</sub>O is one word
-    text = _innermost_first(_LINK, _link_text, text)  # captions of images hold links themselves
+    text = _TAG.sub("", _BREAK.sub(" ", text))  # other tags leave no space: H<sub>2</sub>O is one word
+    text = _innermost_first(_LINK, _link_text, text)  # image captions contain links themselves
     text = _URL.sub("", _EXTERNAL.sub(r"\1", text))
     lines = (_clean_line(line) for line in html.unescape(text).split("\n") if line[:1] not in "*#:;|!={}" or not line)
     return "\n".join(line for line in lines if _is_prose(line))
 
 
 def _innermost_first(pattern: re.Pattern[str], replacement: str | Callable[[re.Match[str]], str], text: str) -> str:
-    for _ in range(8):  # deeper nesting does not occur in prose; what remains is dropped with its line
+    for _ in range(8):  # prose is not nested deeper; lines with leftovers are dropped
         text, count = pattern.subn(replacement, text)
         if not count:
             break
