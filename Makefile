@@ -38,8 +38,8 @@ all-tests: $(STAMP) browser
 	$(PYTEST) --dist worksteal -m 'slow or not slow'
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks tools
+	$(BIN)/ruff format --check src tests benchmarks tools
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(STAMP)

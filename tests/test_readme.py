@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import yaml
 
 from jpeg_dlm.cli.main import VERBS, build_parser
 from jpeg_dlm.cli.options import parse_overrides, split_overrides
@@ -53,3 +56,20 @@ def test_options_and_files_named_in_the_docs_exist(page: Path):
         assert name.replace("-", "_") in OPTIONS, name
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / link).exists(), link
+
+
+def test_badges_and_citation_say_what_the_package_says():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    titles = {path.stem: ET.parse(path).getroot()[0].text for path in (ROOT / "docs").glob("badge-*.svg")}
+    assert titles == {
+        "badge-python": f"python: {project['requires-python'].removeprefix('>=')}+",
+        "badge-license": f"license: {project['license']}",
+        "badge-tests": "tests: make test",
+    }
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    said = {"title": "name", "version": "version", "license": "license", "abstract": "description"}
+    assert {key: citation[key] for key in said} == {key: project[name] for key, name in said.items()}
+    paper = citation["preferred-citation"]
+    page = (ROOT / "README.md").read_text("utf-8")
+    assert paper["title"] in " ".join(page.split())
+    assert all(f"{author['given-names']} {author['family-names']}" in page for author in paper["authors"])

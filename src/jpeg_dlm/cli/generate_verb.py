@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from jpeg_dlm.api import Model
+    from jpeg_dlm.cli.forming import Recorder
+    from jpeg_dlm.methods.base import Watch
 
 DTYPES = ("auto", "fp32", "bf16", "int8")  # auto and the types of `sampling.linear`, which imports torch; `--help` must not
 SLOW_S = 10.0  # seconds of sampling above which an export to a faster runtime is suggested (assumed)
@@ -63,7 +65,8 @@ def add_arguments(parser: Parser) -> None:
         "same texts as fp32)",
     )  # fmt: skip
     parser.add_argument("--compile", action="store_true", help="of jpeg-dlm: fuse operations; no gain on a CPU (measured)")
-    parser.add_argument("--watch", action="store_true", help="show how the first text forms step by step")
+    parser.add_argument("--watch", action="store_true", help="show the first text form step by step")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write an animated picture of the first texts as they form")
     parser.add_argument("--tokens", action="store_true", help="print token ids instead of text")
     parser.add_argument("--out", type=Path, help="write JSON lines to this file instead of printing")
     document_options(parser, ("sampler",))
@@ -74,8 +77,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     options = {name.removeprefix("sampler.").replace("-", "_"): value for name, value in extra.items()}
     options |= {name: getattr(args, name) for name in SHORTHANDS if getattr(args, name) is not None}
     options |= {"fast": True} if args.fast else {}
-    if args.out and args.out.exists():
-        raise UsageError(f"'{args.out}' already exists: name another file, nothing was overwritten.")
+    for path in (args.out, args.svg):
+        if path and path.exists():
+            raise UsageError(f"'{path}' already exists: name another file, nothing was overwritten.")
 
     from jpeg_dlm.api import load
     from jpeg_dlm.files import write_atomic
@@ -87,11 +91,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     on_cpu = device_of(model.method).type == "cpu"
     if reduced and on_cpu and (cost := slower(args.dtype)):
         print(f"{cost} --dtype auto is the fastest that writes the texts of fp32.", file=sys.stderr)
-    watch = None
-    if args.watch:
-        from jpeg_dlm.cli.watch import Watcher
-
-        watch = Watcher(model)
+    watch, picture = watchers(args, model, given)
     began = time.monotonic()
     tokens = model.sample(args.n, seed=args.seed, batch=args.batch, watch=watch, given=given, **options)
     seconds = time.monotonic() - began
@@ -103,6 +103,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     else:
         for i, row in enumerate(tokens.tolist()):
             print(" ".join(map(str, row)) if texts is None else f"[{i}] {texts[i]}")
+    if picture is not None:
+        write_atomic(args.svg, picture.svg(), new=True)
+        print(f"Wrote {args.svg}.", file=sys.stderr)
     print(f"{counted(args.n, 'text')} of {tokens.shape[1]} tokens in {seconds:.1f} s", file=sys.stderr)
     if seconds > SLOW_S and on_cpu and not reduced and model.can_accelerate and args.checkpoint:
         print(
@@ -113,6 +116,18 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if reduced:
         print(price(model, tokens, args, options), file=sys.stderr)
     return 0
+
+
+def watchers(args: argparse.Namespace, model: Model, given: Tensor | None) -> tuple[Watch | None, Recorder | None]:
+    """Return what the sampler shall call at each step, and the part of it that records a picture."""
+    if not args.watch and not args.svg:
+        return None, None
+    from jpeg_dlm.cli.forming import Recorder
+    from jpeg_dlm.cli.watch import Watcher, together
+
+    picture = Recorder(model, given) if args.svg else None
+    seen = [Watcher(model, given)] if args.watch else []
+    return together(*seen, *([picture] if picture else [])), picture
 
 
 def slower(dtype: str) -> str | None:

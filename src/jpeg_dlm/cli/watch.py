@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.live import Live
@@ -13,6 +14,9 @@ from rich.text import Text
 from torch import Tensor
 
 from jpeg_dlm.api import Model
+from jpeg_dlm.methods.base import Watch
+
+Aged = tuple[str, int]  # a word, and for how many moments it has stood at its place
 
 HOLE = "_"
 AGES = ("bright_black", "yellow", "cyan", "bold green")  # colors of a word, from just changed to settled
@@ -22,12 +26,12 @@ PLAIN_LINES = 8  # approximate number of lines printed if the output is not a te
 class Watcher:
     """Callback of the sampler that redraws a panel on a terminal and prints lines elsewhere; shows the first batch only."""
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
+    def __init__(self, model: Model, given: Tensor | None = None) -> None:
+        self.model, self.given = model, given
         self.console = Console(stderr=True)
         self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
         self.done = False
-        self.words: list[tuple[str, int]] = []  # each with the number of updates it has survived
+        self.words: list[Aged] = []
 
     def __call__(self, step: int, steps: int, t: float, tokens: Callable[[], Tensor]) -> None:
         if self.done:
@@ -35,30 +39,46 @@ class Watcher:
         last = step == steps
         if self.live is None and not last and step % max(1, steps // PLAIN_LINES):
             return
-        text = self.text(self.model.ended(tokens()[:1])[0].tolist())
+        text = readable(self.model, self.model.ended(tokens()[:1], self.given)[0].tolist())
         if self.live is None:
             print(f"  step {step:>3}/{steps}  t={t:.2f}  {text}", file=sys.stderr)
         else:
             if step == 0:
                 self.live.start()
             self.live.update(
-                Panel(self.aged(text), title=f"step {step}/{steps}, t = {t:.2f}", width=min(100, self.console.width)),
+                Panel(self.colored(text), title=f"step {step}/{steps}, t = {t:.2f}", width=min(100, self.console.width)),
                 refresh=True,
             )
             if last:
                 self.live.stop()
         self.done = last
 
-    def aged(self, text: str) -> Text:
-        """Color each word by how long it has been at its place: gray is new, green is settled."""
-        before = itertools.chain(self.words, itertools.repeat(("", 0)))
-        self.words = [(word, age + 1 if word == old else 0) for word, (old, age) in zip(text.split(), before, strict=False)]
-        colored = [(word, AGES[min(age, len(AGES) - 1)]) for word, age in self.words]
-        return Text(" ").join(Text(word, style) for word, style in colored)
+    def colored(self, text: str) -> Text:
+        """Return the text with each word colored by how long it has stood at its place: gray is new, green is settled."""
+        self.words = aged(text, self.words)
+        return Text(" ").join(Text(word, AGES[min(age, len(AGES) - 1)]) for word, age in self.words)
 
-    def text(self, row: list[int]) -> str:
-        """Decode a row, with `HOLE` for every token that is still masked."""
-        tokenizer = self.model.tokenizer
-        holes = {i for i in row if not 0 <= i < tokenizer.vocab_size} | {tokenizer.mask_id}
-        runs = [(hole, list(ids)) for hole, ids in itertools.groupby(row, lambda i: i in holes)]
-        return " ".join(HOLE * len(ids) if hole else tokenizer.decode(ids) for hole, ids in runs)
+
+def together(*watchers: Watch) -> Watch:
+    """Return one watcher that calls all of these, which share what the sampler decodes for a step."""
+
+    def see(step: int, steps: int, t: float, tokens: Callable[[], Tensor]) -> None:
+        shared = functools.cache(tokens)
+        for watcher in watchers:
+            watcher(step, steps, t, shared)
+
+    return see
+
+
+def aged(text: str, before: Sequence[Aged]) -> list[Aged]:
+    """Return the words of a text, each one moment older if it stood at the same place before."""
+    old = itertools.chain(before, itertools.repeat(("", 0)))
+    return [(word, age + 1 if word == known else 0) for word, (known, age) in zip(text.split(), old, strict=False)]
+
+
+def readable(model: Model, row: Sequence[int]) -> str:
+    """Return a row of token ids as text, with a sign for every token that is still to be written."""
+    tokenizer = model.tokenizer
+    holes = {i for i in row if not 0 <= i < tokenizer.vocab_size} | {tokenizer.mask_id}
+    runs = [(hole, list(ids)) for hole, ids in itertools.groupby(row, lambda i: i in holes)]
+    return " ".join(HOLE * len(ids) if hole else tokenizer.decode(ids) for hole, ids in runs)
