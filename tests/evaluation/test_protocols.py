@@ -8,9 +8,9 @@ import torch
 
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.evaluate import Evaluation, Request
-from jpeg_dlm.evaluation.parts import Parts
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol, protocol
 from jpeg_dlm.evaluation.sources import FileSource, file_sources
+from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.training.console import Console
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures

@@ -18,12 +18,12 @@ from jpeg_dlm.errors import MissingPackageError
 from jpeg_dlm.evaluation.figures import figures, ids_are_the_scorers, mauve_or_reason
 from jpeg_dlm.evaluation.lengths import length_overlap
 from jpeg_dlm.evaluation.mauve_score import mauve_installed
-from jpeg_dlm.evaluation.parts import Parts
 from jpeg_dlm.evaluation.protocols import Protocol
 from jpeg_dlm.evaluation.scoring import PAPER_SCORER_TOKENS, Scorer
 from jpeg_dlm.evaluation.sources import ModelSource, Real, Source, Texts
 from jpeg_dlm.evaluation.summary import summarize
 from jpeg_dlm.evaluation.text_metrics import shuffle_words
+from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.rng import generator
 from jpeg_dlm.training.console import Console
 from jpeg_dlm.wording import counted

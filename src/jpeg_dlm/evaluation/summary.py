@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jpeg_dlm.results.spread import spread
 from jpeg_dlm.wording import counted
 
 # Assumed: differences that seeds do not explain and that a reader should look at before believing a low perplexity.
@@ -15,15 +16,6 @@ REPETITION_ABOVE = 0.1  # share of repeated 4-grams over real text's
 DEGENERATE_ABOVE = 0.05  # share of texts that mostly repeat themselves, over real text's
 
 SPREAD = ("gen_ppl", "entropy", "distinct_1", "distinct_2", "distinct_3", "repetition_4", "degenerate_share")
-
-
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Mean and sample deviation; one value has no deviation."""
-    return {
-        "mean": statistics.fmean(values),
-        "sd": statistics.stdev(values) if len(values) > 1 else None,
-        "values": list(values),
-    }
 
 
 def summarize(runs: Sequence[Mapping[str, Any]], beside: Mapping[str, Any]) -> dict[str, Any]:

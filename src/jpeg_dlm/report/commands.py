@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jpeg_dlm.config_io import flatten
-from jpeg_dlm.report.blocks import Block, Command, Paragraph, plain
+from jpeg_dlm.report.blocks import Block, Command, Paragraph
 from jpeg_dlm.training.record import INVOCATIONS, read_rows
 
 AGAIN = "AGAIN"  # the folder of the repetition
@@ -22,7 +22,7 @@ def training_commands(folder: Path, config: Mapping[str, Any], threads: int) -> 
         taken = [{"config": config, "threads": threads, "processes": 1}]
     else:
         said = "To train it again:" if len(taken) == 1 else "To train it again, in this order, as its options were changed:"
-    blocks: list[Block] = [Paragraph(plain(said))]
+    blocks: list[Block] = [Paragraph(said)]
     for i, row in enumerate(taken):
         after = taken[i + 1] if i + 1 < len(taken) else None
         first = ["--config", str(folder / "config.json")]
@@ -33,7 +33,7 @@ def training_commands(folder: Path, config: Mapping[str, Any], threads: int) -> 
         blocks.append(Command(shlex.join([*_program(row["processes"]), "train", *words])))
         if after and after["stage"] != config.get("method"):
             place = f"at step {after['step']:,} of its stage '{after['stage']}'"
-            blocks.append(Paragraph(plain(f"This one was stopped {place}, before the next began.")))
+            blocks.append(Paragraph(f"This one was stopped {place}, before the next began."))
     return blocks
 
 
