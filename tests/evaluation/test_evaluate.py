@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import fields
 
 import pytest
 from conftest import made_up_text
@@ -10,6 +11,7 @@ from jpeg_dlm.api import load
 from jpeg_dlm.evaluation.entry_pictures import draw_lengths, draw_sweep
 from jpeg_dlm.evaluation.entry_tables import evaluation_tables
 from jpeg_dlm.evaluation.evaluate import Evaluation, Request
+from jpeg_dlm.evaluation.figures import TextFigures
 from jpeg_dlm.evaluation.paper import comparable_rows, paper_figures, paper_tables
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
 from jpeg_dlm.evaluation.samples import REAL, read_samples
@@ -119,7 +121,8 @@ def test_the_table_never_shows_a_perplexity_alone(micro, scorer, reference, tmp_
 
 
 def test_warnings_of_degenerate_text():
-    real = {"entropy": 4.0, "repetition_4": 0.02, "degenerate_share": 0.0}
+    nothing = dict.fromkeys((field.name for field in fields(TextFigures)), 0)
+    real = TextFigures(**nothing | {"entropy": 4.0, "repetition_4": 0.02, "degenerate_share": 0.0})
     fine = {"entropy": spread([3.8]), "repetition_4": spread([0.05]), "degenerate_share": spread([0.01])}
     assert warnings(fine, real) == []
     bad = {"entropy": spread([2.0]), "repetition_4": spread([0.6]), "degenerate_share": spread([0.5])}
