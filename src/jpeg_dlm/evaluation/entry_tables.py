@@ -80,7 +80,7 @@ def _paper_row(row: Mapping[str, Any]) -> list[str]:
 
 
 def _sentence(entry: Mapping[str, Any]) -> str:
-    """What the table has no column for."""
+    """Say what the table has no column for."""
     parts = []
     if entry["way_from_shuffled_to_real"] is not None:
         parts.append(f"Way from shuffled to real text, in log perplexity: {entry['way_from_shuffled_to_real']:.2f}.")
@@ -107,7 +107,7 @@ LIKELIHOOD_COLUMNS = ("model", "perplexity", "", "95% interval", "nats/token", "
 
 
 def likelihood_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """How probable each model finds held-out text; a sentence for those that cannot say."""
+    """Return the likelihood of held-out text under each model; a sentence for those that cannot say."""
     found = [row for row in rows if row["kind"]]
     notes = tuple(f"{row['name']}: {row['reason']}" for row in rows if not row["kind"])
     if not found:

@@ -22,7 +22,7 @@ SPREAD = ("gen_ppl", "entropy", "distinct_1", "distinct_2", "distinct_3", "repet
 
 @dataclass(frozen=True)
 class ScoredRun:
-    """What the texts of one seed, or of one run of a file, scored."""
+    """The scores of the texts of one seed, or of one file."""
 
     run: int
     identity: Mapping[str, Any]
@@ -37,7 +37,7 @@ class ScoredRun:
 
 @dataclass(frozen=True)
 class Summary:
-    """What an entry of an evaluation says of its runs."""
+    """The runs of an entry put together."""
 
     measures: Mapping[str, Mapping[str, Any]]  # each a `spread`
     figures: Mapping[str, TextFigures]  # of generated, real and shuffled text
@@ -72,7 +72,7 @@ def summarize(runs: Sequence[ScoredRun], real: TextFigures, shuffled: TextFigure
 
 
 def way(generated: float, shuffled: float, real: float) -> float | None:
-    """How far from shuffled (0) to real text (1) in log perplexity; None where the two are the same."""
+    """Return the place between shuffled (0) and real text (1) in log perplexity; None where the two are the same."""
     span = math.log(shuffled / real)
     return math.log(shuffled / generated) / span if abs(span) > 1e-9 else None
 
@@ -93,7 +93,7 @@ def warnings(measures: Mapping[str, Any], real: TextFigures) -> list[str]:
 
 
 def notes(runs: Sequence[ScoredRun], real: TextFigures) -> list[str]:
-    """What was passed over, cut or could not be measured."""
+    """Return sentences on what was passed over, cut or could not be measured."""
     counts = {name: sum(getattr(run.figures, name) for run in runs) for name in ("skipped", "truncated", "dropped")}
     counts["cut"] = sum(run.cut_lines for run in runs)
     sentences = {

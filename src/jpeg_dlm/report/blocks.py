@@ -1,4 +1,4 @@
-"""What a report is made of. Text is kept as it is: each way of writing the report escapes it for itself."""
+"""The blocks of a report. Text is kept as it is: each way of writing the report escapes it for itself."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ AGAIN = "AGAIN"  # the folder of the repetition
 
 
 def training_commands(folder: Path, config: Mapping[str, Any], threads: int) -> list[Block]:
-    """What has to be called, in order, for the same weights."""
+    """Return the commands that give the same weights, in order."""
     taken = effective(read_rows(folder / INVOCATIONS), str(config.get("method")))
     if not taken or taken[0]["step"]:
         said = "How it was begun is not recorded; unless its options were changed on the way, this trains it again:"

@@ -24,7 +24,7 @@ class Trouble:
     sentences: list[str] = field(default_factory=list)
 
     def attempt(self, what: str, make: Callable[[], T], otherwise: T) -> T:
-        """What `make` gives; if it fails, `otherwise` and a sentence."""
+        """Return what `make` gives; if it fails, return `otherwise` and keep a sentence."""
         try:
             return make()
         except (JpegDlmError, OSError) as error:
@@ -66,7 +66,7 @@ def shown(value: Any) -> str:
 
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> Facts:
-    """Those pairs that have a value; text that is already styled stays so."""
+    """Return the pairs that have a value; text that is already styled stays so."""
     return Facts(tuple((name, v if isinstance(v, Span) else shown(v)) for name, v in pairs if v not in (None, "")))
 
 

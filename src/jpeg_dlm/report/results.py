@@ -1,4 +1,4 @@
-"""What a report says of evaluations, comparisons and studies: each is a JSON file with its tables, and pictures."""
+"""Sections on evaluations, comparisons and studies: each is a JSON file with its tables, and pictures."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _blocks(value: Mapping[str, Any], label: str) -> list[Block]:
 
 
 def _pictures(paths: Sequence[Path], alt: str, caption: str, trouble: Trouble) -> list[Figure]:
-    """Those that exist: not every result can be drawn."""
+    """Read the pictures that exist: not every result can be drawn."""
     there = [path for path in paths if path.is_file()]
     found = [trouble.attempt(path.name, lambda path=path: read_figure(path, alt, caption), None) for path in there]
     return [figure for figure in found if figure is not None]
@@ -125,12 +125,12 @@ def _capital(text: str) -> str:
 
 
 def _natural(path: Path) -> list[int]:
-    """So that lengths-10.png follows lengths-9.png."""
+    """Return a key by which lengths-10.png follows lengths-9.png."""
     return [int(number) for number in re.findall(r"\d+", path.stem)]
 
 
 def _entries(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What was measured: the entries of an evaluation; the rows of a comparison or study, or the entries within them."""
+    """Return what was measured: the entries of an evaluation; the rows of a comparison or study, or the entries within them."""
     return [row.get("entry", row) for row in (*result.get("entries", ()), *result.get("rows", ()))]
 
 
@@ -165,7 +165,7 @@ def _provenance(result: Mapping[str, Any], entries: Sequence[Mapping[str, Any]])
 
 
 def _identity(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What was scored, exactly; nothing for a row that only holds numbers."""
+    """Return what identifies a scored model; nothing for a row that only holds numbers."""
     return entry.get("identity", entry if "checkpoint_sha256" in entry else {})
 
 

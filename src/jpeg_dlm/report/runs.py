@@ -1,4 +1,4 @@
-"""What a report says of trainings: one run at length, several in a table; and of the models made from them."""
+"""Sections on trainings: one run at length, several in a table; and of the models made from them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory says, as far as it can be read."""
+    """The content of a run directory, as far as it can be read."""
 
     folder: Path
     config: dict[str, Any]
@@ -212,7 +212,7 @@ def _losses(run: Run) -> Table:
 
 
 def _diagnosis(run: Run) -> list[Block]:
-    """What the last evaluation found out about denoiser and samples, and the picture of all of them."""
+    """Show the last diagnosis of denoiser and samples, and the picture of all of them."""
     found = diagnoses(run.folder / "metrics.jsonl")
     if not found:
         return []
@@ -275,7 +275,7 @@ def split_samples(text: str) -> tuple[str, ...]:
 
 
 def config_blocks(config: Mapping[str, Any]) -> list[Block]:
-    """What differs from the preset, and folded all options."""
+    """Show the options that differ from the preset, and folded all options."""
     if not config:
         return []
     options = flatten(config)

@@ -89,7 +89,7 @@ def visible(text: str) -> str:
 
 
 def is_numeric(cells: Sequence[str]) -> bool:
-    """Whether most cells of a column that hold anything hold a number; a word such as 'failed' may be among them."""
+    """Return whether most filled cells of a column hold a number; a word such as 'failed' may be among them."""
     filled = [cell for cell in cells if cell]
     return 2 * sum(_NUMBER.fullmatch(cell) is not None for cell in filled) > len(filled)
 

@@ -1,4 +1,4 @@
-"""What a study is made of: configurations or models, an evaluation, and an outcome of tables and a picture."""
+"""The parts of a study: configurations or models, an evaluation, and an outcome of tables and a picture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Variants:
-    """What a study trains, and a sentence for each of the paper's rows that the preset has no room for."""
+    """The variants that a study trains, and a sentence for each of the paper's rows that the preset has no room for."""
 
     variants: list[Variant]
     left_out: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class TrainingStudy:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of a study of trained models."""
+    """The request to a study of trained models."""
 
     n: int  # texts
     seeds: tuple[int, ...]
