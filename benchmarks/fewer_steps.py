@@ -26,15 +26,16 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from jpeg_dlm.config import steps_within
+from jpeg_dlm.evaluation.entry_pictures import draw_against_evaluations
 from jpeg_dlm.evaluation.evaluate import Evaluation, Request
 from jpeg_dlm.evaluation.heldout import model_sources
-from jpeg_dlm.evaluation.parts import Parts
-from jpeg_dlm.evaluation.pictures import INK, draw_against_evaluations
 from jpeg_dlm.evaluation.protocols import protocol
-from jpeg_dlm.evaluation.report import markdown_table, plus_minus
 from jpeg_dlm.evaluation.scoring import build_scorer
 from jpeg_dlm.evaluation.sources import ModelSource
-from jpeg_dlm.evaluation.summary import spread
+from jpeg_dlm.results.pictures import INK
+from jpeg_dlm.results.resumable import Parts
+from jpeg_dlm.results.spread import plus_minus, spread
+from jpeg_dlm.results.table import markdown_table
 from jpeg_dlm.training.console import Console
 
 TEXTS, SEEDS = 100, 3  # the fewest texts for MAUVE; three seeds show the variation that differences must exceed

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jpeg_dlm.evaluation.paper import OWN
+from jpeg_dlm.results.table import markdown
 from jpeg_dlm.studies import cost
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -30,8 +31,8 @@ def measure(short: bool = False) -> dict[str, Any]:
         outcome = cost.study(asked, {"data.token_len": 512, "model.latent_len": 128, "sampler.steps": 32})
     result = dict(outcome.result)
     return {
-        "title": "How cost grows with the length of a text", "markdown": outcome.table, "rows": result["by_length"],
-        "ratios": speed_over_full_length(result), "study": result,
+        "title": "How cost grows with the length of a text", "markdown": markdown(outcome.tables),
+        "rows": result["by_length"], "ratios": speed_over_full_length(result), "study": result,
     }  # fmt: skip
 
 

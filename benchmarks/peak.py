@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from jpeg_dlm.evaluation.report import markdown_table
+from jpeg_dlm.results.table import markdown_table
 from jpeg_dlm.sampling.linear import DTYPES, ZERO_POINT, DenseLinear, Dtype, Int8Linear, linear_maker
 
 ROWS, WIDTH, OUT = 1024, 1024, 2048  # sizes of the product; the DiT at batch 64 has 2816, 768 and 4096

@@ -40,8 +40,8 @@ from reliability_runs import (
     write_text,
 )
 
-from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.methods.registry import METHODS
+from jpeg_dlm.results.table import markdown_table
 from jpeg_dlm.training.checkpoint import latest_checkpoint, save_checkpoint, verify_run
 from jpeg_dlm.training.console import Console
 

@@ -215,7 +215,8 @@ def full_disk_case(point: str, data: Path, scratch: Path, straight: dict[str, ob
 # ---------------------------------------------------------------- interruptions of real processes
 
 SERVER = multiprocessing.get_context("forkserver")  # starts children quickly, from a process that never trained
-SERVER.set_forkserver_preload(["pytest", "jpeg_dlm.cli.train_verb", "jpeg_dlm.training.run", "jpeg_dlm.evaluation.report"])
+PRELOADED = ["pytest", "jpeg_dlm.cli.train_verb", "jpeg_dlm.training.run", "jpeg_dlm.evaluation.entry_tables"]
+SERVER.set_forkserver_preload(PRELOADED)
 
 MOMENTS = {  # name -> the function whose first call starts it
     "while preparing text": ("jpeg_dlm.text.prepare", "write_atomic"),

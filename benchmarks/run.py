@@ -25,8 +25,8 @@ import torch
 
 from jpeg_dlm.allocator import keep_freed_memory
 from jpeg_dlm.cpu import cpu_facts, instruction_limit, make_safe
-from jpeg_dlm.evaluation.pictures import LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.files import write_atomic
+from jpeg_dlm.results.pictures import LINE_COLORS, dress, new_figure, save_png
 
 BENCHMARKS = ("peak", "sampling", "shares", "training", "fewer_steps", "price", "growth", "service")
 RECORD = Path(__file__).parent / "ratios.json"

@@ -32,13 +32,13 @@ from jpeg_dlm.allocator import keep_freed_memory
 from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import override
 from jpeg_dlm.evaluation.counts import sampling_macs
-from jpeg_dlm.evaluation.pictures import INK, LINE_COLORS, dress, new_figure, save_png
-from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.export.folder import FORMATS, written_and_opened
 from jpeg_dlm.export.networks import DECODE, DENOISE
 from jpeg_dlm.export.sampler import ExportedSampler
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.presets import preset
+from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
+from jpeg_dlm.results.table import markdown_table
 from jpeg_dlm.sampling.engine import Engine
 from jpeg_dlm.sampling.linear import DTYPES, Dtype, computes_in_bf16
 from jpeg_dlm.training.console import Console

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import jpeg_dlm
-from jpeg_dlm.evaluation.pictures import LINE_COLORS, dress, new_figure, save_png
-from jpeg_dlm.evaluation.report import markdown_table
+from jpeg_dlm.results.pictures import LINE_COLORS, dress, new_figure, save_png
+from jpeg_dlm.results.table import markdown_table
 from jpeg_dlm.sampling.batching import BatchingService
 
 OPTIONS = {"steps": 8, "solver": "multistep"}

@@ -12,9 +12,9 @@ import torch
 from sampling import ENGINES, REFERENCE, contestant_of, trained_like
 from torch.profiler import ProfilerActivity, profile
 
-from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.presets import preset
+from jpeg_dlm.results.table import markdown_table
 
 BATCH = 64
 # Prefixes of the profiler's names of operations; all others move data or are elementwise.

@@ -7,12 +7,13 @@ import sys
 import pytest
 
 from jpeg_dlm.cli.show import show
-from jpeg_dlm.evaluation.report import COLUMNS, markdown_table
+from jpeg_dlm.evaluation.entry_tables import COLUMNS
+from jpeg_dlm.results.table import Table, emphasis, markdown
 
 OWN = ["bundled (JPEG-DLM, 3 x 256)", "64 euler steps", "123.4 ± 5.6", "118.2 to 128.1", "4.123 ± 0.012", "0.951 ± 0.004",
        "0.912 ± 0.010", "0.023 ± 0.002", "12.34", "degenerate?"]  # fmt: skip
 REAL = ["real (256)", "", "80.2", "75.1 to 85.2", "4.234", "", "0.900", "0.010", "", ""]
-RESULT = f"Gen-PPL by *smollm2*.\n\n{markdown_table(COLUMNS, [OWN, REAL])}\n\nFirst [bold] sentence.\nSecond sentence."
+RESULT = Table.of("Gen-PPL by smollm2.", COLUMNS, [OWN, REAL], ["First [bold] sentence.", "Second sentence."])
 
 
 class Screen(io.StringIO):
@@ -20,7 +21,7 @@ class Screen(io.StringIO):
     isatty = lambda self: True  # noqa: E731
 
 
-def seen(monkeypatch, text: str, width: int) -> str:
+def seen(monkeypatch, table: Table, width: int) -> str:
     """What a terminal of this width shows, without styles."""
     screen = Screen()
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
@@ -28,7 +29,7 @@ def seen(monkeypatch, text: str, width: int) -> str:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setattr(sys, "stdout", screen)
-    show(text)
+    show([table])
     return re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue())
 
 
@@ -47,23 +48,15 @@ def test_a_terminal_gets_whole_numbers_in_columns(width, monkeypatch):
 
 
 def test_numbers_stand_below_each_other(monkeypatch):
-    lines = seen(monkeypatch, markdown_table(("name", "value"), [["a", "1.5"], ["b", "100.25"]]), 80).splitlines()
+    lines = seen(monkeypatch, Table.of("", ("name", "value"), [["a", "1.5"], ["b", "100.25"]]), 80).splitlines()
     assert [line.rstrip() for line in lines] == ["name   value", "────────────", "a        1.5", "b     100.25"]
 
 
 def test_what_would_command_the_terminal_is_shown(monkeypatch):
-    text = seen(monkeypatch, markdown_table(("name",), [["a\x1b]0;title\x07b"]]), 80)
+    text = seen(monkeypatch, Table.of("a\x1b[2J", ("name",), [[emphasis("a\x1b]0;title\x07b")]]), 80)
     assert "\x1b" not in text and "\x07" not in text and "[U+001B]" in text
 
 
 def test_a_pipe_gets_markdown(capsys):
-    show(RESULT)
-    assert capsys.readouterr().out == RESULT + "\n"
-
-
-def test_columns_without_content_are_left_out():
-    without = [[*row[:5], "", *row[6:9], ""] for row in (OWN, REAL)]
-    heading, _, own, real = markdown_table(COLUMNS, without).splitlines()
-    assert heading == "| text | steps | Gen-PPL | 95% interval | entropy (nats) | distinct-2 | repeated 4-grams | texts/s |"
-    assert own.count("|") == real.count("|") == heading.count("|")
-    assert markdown_table(("a", "b"), []) == "| a | b |\n| --- | --- |"
+    show([RESULT])
+    assert capsys.readouterr().out == markdown([RESULT]) + "\n"

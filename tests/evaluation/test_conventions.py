@@ -9,10 +9,10 @@ import torch
 import transformers
 
 from jpeg_dlm.evaluation.evaluate import Evaluation, Request
-from jpeg_dlm.evaluation.parts import Parts
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
 from jpeg_dlm.evaluation.scoring import TransformersScorer
 from jpeg_dlm.evaluation.sources import file_sources
+from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.training.console import Console
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures

@@ -2,21 +2,25 @@
 
 import json
 import math
+from dataclasses import fields
 
 import pytest
 from conftest import made_up_text
 
 from jpeg_dlm.api import load
+from jpeg_dlm.evaluation.entry_pictures import draw_lengths, draw_sweep
+from jpeg_dlm.evaluation.entry_tables import evaluation_tables
 from jpeg_dlm.evaluation.evaluate import Evaluation, Request
+from jpeg_dlm.evaluation.figures import TextFigures
 from jpeg_dlm.evaluation.paper import comparable_rows, paper_figures, paper_tables
-from jpeg_dlm.evaluation.parts import Parts
-from jpeg_dlm.evaluation.pictures import draw_lengths, draw_sweep
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
-from jpeg_dlm.evaluation.report import table
 from jpeg_dlm.evaluation.samples import REAL, read_samples
 from jpeg_dlm.evaluation.scoring import TransformersScorer
 from jpeg_dlm.evaluation.sources import ModelSource
-from jpeg_dlm.evaluation.summary import spread, warnings, way
+from jpeg_dlm.evaluation.summary import warnings, way
+from jpeg_dlm.results.resumable import Parts
+from jpeg_dlm.results.spread import spread
+from jpeg_dlm.results.table import markdown
 from jpeg_dlm.training.console import Console
 
 pytest_plugins = ["tiny_evaluation", "stand_in"]  # fixtures
@@ -104,7 +108,7 @@ def test_a_result_says_everything_needed_to_repeat_it(micro, scorer, reference):
 
 def test_the_table_never_shows_a_perplexity_alone(micro, scorer, reference, tmp_path):
     result = run(micro, scorer, reference, seeds=(0,), steps=(1, 2), solvers=("euler", "heun"))
-    text = table(result)
+    text = markdown(evaluation_tables(result))
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert [r.split(" | ")[1] for r in rows[2:6]] == ["1 euler steps", "2 euler steps", "1 heun steps", "2 heun steps"]
     assert rows[6].startswith("| real") and rows[7].startswith("| shuffled") and len(rows) == 8
@@ -117,7 +121,8 @@ def test_the_table_never_shows_a_perplexity_alone(micro, scorer, reference, tmp_
 
 
 def test_warnings_of_degenerate_text():
-    real = {"entropy": 4.0, "repetition_4": 0.02, "degenerate_share": 0.0}
+    nothing = dict.fromkeys((field.name for field in fields(TextFigures)), 0)
+    real = TextFigures(**nothing | {"entropy": 4.0, "repetition_4": 0.02, "degenerate_share": 0.0})
     fine = {"entropy": spread([3.8]), "repetition_4": spread([0.05]), "degenerate_share": spread([0.01])}
     assert warnings(fine, real) == []
     bad = {"entropy": spread([2.0]), "repetition_4": spread([0.6]), "degenerate_share": spread([0.5])}
@@ -190,9 +195,9 @@ def test_several_systems_in_one_table(micro, micro_folders, scorer, reference):
     result |= {"scorer": "gpt2-large", "protocol": {"name": "lm1b"}}
     for entry in result["entries"]:
         entry["preset"] = "lm1b"
-    rows = [line.split(" | ")[0] for line in table(result).splitlines() if line.startswith("| ")][2:]
+    rows = [line.split(" | ")[0] for line in markdown(evaluation_tables(result)).splitlines() if line.startswith("| ")][2:]
     ours = [row for row in rows if "1 x 3" in row]
     assert ours == ["| mdlm (MDLM, 1 x 3)"] * 2 + ["| ar (AR, 1 x 3)"] + ["| jpeg-dlm (JPEG-DLM, 1 x 3)"] * 2
     papers = rows[rows.index("| MDLM") :]  # those of the systems above first
     assert papers[:3] == ["| MDLM", "| AR", "| JPEG-DLM"] and "| Duo" in papers[3:]
-    assert "reconstructed" not in table(result)
+    assert "reconstructed" not in markdown(evaluation_tables(result))

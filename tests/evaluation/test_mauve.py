@@ -10,15 +10,15 @@ import pytest
 
 from jpeg_dlm.errors import MissingPackageError
 from jpeg_dlm.evaluation import figures as figures_module
+from jpeg_dlm.evaluation.entry_tables import texts_table
 from jpeg_dlm.evaluation.evaluate import Evaluation, Request
 from jpeg_dlm.evaluation.figures import mauve_or_reason
 from jpeg_dlm.evaluation.lengths import length_overlap
 from jpeg_dlm.evaluation.mauve_score import KMEANS_SEEDS, mauve_score
-from jpeg_dlm.evaluation.parts import Parts
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
-from jpeg_dlm.evaluation.report import table
 from jpeg_dlm.evaluation.scoring import TransformersScorer
 from jpeg_dlm.evaluation.sources import file_sources
+from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.training.console import Console
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
@@ -130,4 +130,4 @@ def test_the_whole_way_equals_the_package_on_texts(byte_gpt2, tmp_path):
     want = mauve.compute_mauve(p_text=real, q_text=generated, **options).mauve
     assert found["values"][0] == pytest.approx(want, abs=1e-4) and 0 < want < 1
     assert found["tokens"] == 16 and entry["measures"]["mauve"]["kmeans_sd"] == pytest.approx(found["kmeans_sd"])
-    assert "MAUVE" in table({"entries": [entry], "scorer": "x", "protocol": {"name": "lm1b"}})
+    assert "MAUVE" in texts_table({"entries": [entry], "scorer": "x", "protocol": {"name": "lm1b"}}).columns

@@ -8,9 +8,9 @@ import torch
 
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.evaluate import Evaluation, Request
-from jpeg_dlm.evaluation.parts import Parts
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol, protocol
 from jpeg_dlm.evaluation.sources import FileSource, file_sources
+from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.training.console import Console
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
@@ -145,9 +145,9 @@ def test_entropy_over_the_models_own_ids(fake, micro):
         rule = replace(PROTOCOLS[name], batch_rule=0)
         frame = Frame(limit=8, cut=None, budget=2, own_entropy=rule.entropy == "model", ids=False)
         found = Evaluation(fake, Request(rule), Parts(), Console(quiet=True)).figures("x", texts, frame, 8)
-        assert found["entropy_ids"] == whose
+        assert found.entropy_ids == whose
         by_scorer = (math.log(3) + (math.log(3) - 2 / 3 * math.log(2))) / 2
-        assert found["entropy"] == pytest.approx(by_scorer if want is None else want)
+        assert found.entropy == pytest.approx(by_scorer if want is None else want)
 
 
 def test_special_tokens_stand_in_the_text_where_the_protocol_keeps_them(micro):

@@ -11,6 +11,7 @@ import torch
 
 from jpeg_dlm.config_io import override, to_dict
 from jpeg_dlm.presets import preset
+from jpeg_dlm.results.table import Table, emphasis, write_result
 from jpeg_dlm.training.checkpoint import save_checkpoint
 from jpeg_dlm.training.metrics import MetricsLog
 
@@ -45,8 +46,8 @@ def make_run(folder: Path, text: str = "The farmer plants corn.", steps: int = 2
     return folder
 
 
-def make_results(folder: Path, name: str = "results", key: str = "entries", text: str = "one") -> Path:
-    """An evaluation; with other names a comparison or a study."""
+def make_results(folder: Path, name: str = "results", key: str = "entries", text: str = "one", earlier: bool = False) -> Path:
+    """An evaluation; with other names a comparison or a study. Earlier versions kept its table as Markdown alone."""
     folder.mkdir(parents=True, exist_ok=True)
     entry = {
         "name": text, "sampler_label": "8 euler steps", "seeds": [0, 1],
@@ -56,9 +57,10 @@ def make_results(folder: Path, name: str = "results", key: str = "entries", text
     }  # fmt: skip
     rows = [entry] if key == "entries" else [{"entry": entry}, {"error": "no luck"}]
     result = {"version": "0.1.0", "scorer": "small", "title": "a title", "protocol": {"name": "default"}, key: rows}
-    (folder / f"{name}.json").write_text(json.dumps(result))
-    table = "| system | Gen-PPL |\n| --- | --- |\n| *real text* | 12.5 ± 0.1 |\n"
-    (folder / f"{name}.md").write_text(f"By {text}.\n\n{table}\nA `code`.\n", "utf-8")
+    table = Table(f"By {text}.", ("system", "Gen-PPL"), ((emphasis("real text"), "12.5 ± 0.1"),), (f"A note on {text}.",))
+    write_result(folder / name, result, [table])
+    if earlier:
+        (folder / f"{name}.json").write_text(json.dumps(result))
     return folder
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from report_folders import HOSTILE, make_results, make_run, make_workshop
 
-from jpeg_dlm.evaluation.pictures import dress, new_figure, save_png
-from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.report.collect import collect
 from jpeg_dlm.report.write import write_report
+from jpeg_dlm.results.pictures import dress, new_figure, save_png
+from jpeg_dlm.results.table import Table, write_result
 from jpeg_dlm.studies.compare_report import OURS, PAPER
 
 pytestmark = pytest.mark.slow
@@ -96,8 +96,7 @@ def test_a_wide_table_scrolls_in_its_box_and_keeps_its_names(tmp_path, browser):
     """At 1,200 pixels, where a comparison has more columns than there is room for."""
     heading = [*OURS, *(f"paper, lm1b: {name}" for name in PAPER)]
     cells = [["JPEG-DLM", *["123.45 ± 10.25"] * (len(heading) - 1)]]
-    (tmp_path / "shop").mkdir()
-    (tmp_path / "shop" / "compare.md").write_text(markdown_table(heading, cells))
+    write_result(tmp_path / "shop" / "compare", {}, [Table.of("", heading, cells)])
     browser.set_window_size(1200, 900)
     browser.get(write_report(collect([tmp_path / "shop"]), tmp_path / "out")[0].as_uri())
     beyond, bar, left, right = browser.execute_script(EDGES, 0)

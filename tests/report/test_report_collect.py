@@ -11,13 +11,14 @@ from jpeg_dlm.cli.main import Parser, main
 from jpeg_dlm.cli.options import parse_overrides, split_overrides
 from jpeg_dlm.config_io import read_json_file
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.evaluation.parts import key_of
 from jpeg_dlm.files import sha256_file
 from jpeg_dlm.report import markdown, page
-from jpeg_dlm.report.blocks import Command, Details, Facts, Figure, Note, Samples, Table, figures, text_of
+from jpeg_dlm.report.blocks import Command, Details, Facts, Figure, Note, Paragraph, Samples, Verbatim, figures
 from jpeg_dlm.report.collect import collect
 from jpeg_dlm.report.results import evaluate_command
 from jpeg_dlm.report.runs import split_samples
+from jpeg_dlm.results.resumable import key_of
+from jpeg_dlm.results.table import Table
 from jpeg_dlm.training.alarms import ADVICE
 
 pytest_plugins = ["stand_in"]  # fixtures
@@ -37,11 +38,11 @@ def only(kind, blocks):
 
 
 def values(facts):
-    return {name: text_of(value) for name, value in facts.pairs}
+    return {name: str(value) for name, value in facts.pairs}
 
 
 def cells(table):
-    return [[text_of(cell) for cell in row] for row in table.rows]
+    return [[str(cell) for cell in row] for row in table.rows]
 
 
 def test_a_run(tmp_path):
@@ -80,10 +81,34 @@ def test_a_workshop(workshop):
     assert [block.summary.partition(":")[0] for block in only(Details, runs.blocks)] == ["ar-2", "jpeg-dlm-1"]
     compare = collect([workshop]).sections[0]
     assert cells(only(Table, compare.blocks)[0]) == [["real text", "12.5 ± 0.1"]]
+    assert [block.text for block in only(Paragraph, compare.blocks)] == ["By one.", "A note on one."]
     assert only(Figure, compare.blocks)[0].size == (900, 300) and not only(Note, compare.blocks)
     samples = only(Details, parts(compare)["Samples"])[0]
     assert samples.summary == "one, 8 euler steps" and samples.blocks == (Samples(("one", "second")),)
     assert "c" * 64 in cells(only(Table, parts(compare)["Provenance"])[0])[0]
+
+
+def test_results_of_earlier_versions_show_their_markdown(tmp_path):
+    folder = make_results(tmp_path / "old", text=HOSTILE, earlier=True)
+    (section,) = collect([folder]).sections
+    (text,) = only(Verbatim, section.blocks)
+    assert text.text == (folder / "results.md").read_text("utf-8") and "| *real text* | 12.5 ± 0.1 |" in text.text
+    assert not only(Table, section.blocks)
+    (said,) = only(Paragraph, section.blocks)
+    assert "results.md" in said.text and "earlier versions" in said.text
+    assert set(parts(section)) == {"Samples", "Configuration", "Provenance"}  # these come from the JSON, as before
+    (folder / "results.json").unlink()
+    (section,) = collect([folder]).sections
+    assert only(Verbatim, section.blocks) == [text]
+
+
+@pytest.mark.parametrize("tables", [5, [3], [{}], [{"title": "", "columns": ["a"], "rows": [["1", "2"]], "notes": []}]])
+def test_tables_of_another_shape_are_a_sentence(tables, tmp_path):
+    folder = make_results(tmp_path / "eval")
+    result = json.loads((folder / "results.json").read_text())
+    (folder / "results.json").write_text(json.dumps(result | {"tables": tables}))
+    report = collect([folder])
+    assert "tables cannot be shown" in only(Note, report.sections[0].blocks)[-1].text and page.render(report)
 
 
 def test_several_runs_are_held_against_each_other(tmp_path):
@@ -135,7 +160,7 @@ def damages(folder):
 
 def test_damage_is_a_sentence(tmp_path):
     folder = make_results(make_run(tmp_path / "run"), "study-rates", "rows")
-    make_results(folder)
+    make_results(folder, earlier=True)
     (folder / "request.json").write_text("{}")
     (folder / "lengths.png").write_bytes(tiny_png())
     told = set()
@@ -144,7 +169,7 @@ def test_damage_is_a_sentence(tmp_path):
         assert page.render(report) and markdown.render(report, dict.fromkeys(figures(report), "x.png"))
         if any(only(Note, section.blocks) for section in report.sections):
             told.add(path.name)
-    known = {"config.json", "metrics.jsonl", "metrics.png", "manifest.json", "state.json", "study-rates.json", "study-rates.md"}
+    known = {"config.json", "metrics.jsonl", "metrics.png", "manifest.json", "state.json", "study-rates.json"}
     assert told >= known | {"results.json", "results.md", "lengths.png"}
     (folder / "metrics.png").write_bytes(b"<svg>")
     assert "metrics.png cannot be shown: it is not a PNG." in [

@@ -69,7 +69,7 @@ def test_what_is_not_recorded_is_said(tmp_path):
 
     def told() -> tuple[str, list[str]]:
         blocks = training_commands(folder, config, 2)
-        said = ["".join(span.text for span in block.content) for block in blocks if isinstance(block, Paragraph)]
+        said = [block.text for block in blocks if isinstance(block, Paragraph)]
         return " ".join(said), [block.text for block in blocks if isinstance(block, Command)]
 
     said, lines = told()

@@ -15,13 +15,12 @@ from jpeg_dlm.report.blocks import (
     Report,
     Samples,
     Section,
-    Table,
+    Verbatim,
     code,
-    plain,
-    visible,
 )
 from jpeg_dlm.report.collect import collect
 from jpeg_dlm.report.page import render
+from jpeg_dlm.results.table import Table, emphasis, visible
 
 VOID = {"meta", "img", "link", "br", "hr", "input"}
 OURS = {
@@ -98,13 +97,18 @@ def test_policy_landmarks_and_names(tmp_path):
 
 def test_blocks():
     figure = Figure(tiny_png(1000, 40), "what it shows", "caption")
-    table = Table("t", (plain("system"), plain("Gen-PPL"), ()), tuple(
-        (plain(name), plain(value), plain(note)) for name, value, note in
-        [("a", "4755.9 ± 489.7", "x"), ("b", "1.6 min", ""), ("c", "failed", ""), ("d", "", "3"), ("e", "-0.5", "y")]
-    ))  # fmt: skip
-    facts = Facts((("Seed", plain("7")), ("Hash", code("abc"))))
+    rows = (
+        ("a", "4755.9 ± 489.7", "x"),
+        ("b", "1.6 min", ""),
+        ("c", "failed", ""),
+        ("d", "", "3"),
+        (emphasis("e"), "-0.5", "y"),
+    )
+    table = Table("t", ("system", "Gen-PPL", ""), rows)
+    facts = Facts((("Seed", "7"), ("Hash", code("abc"))))
     section = Section(
-        "s", (Note("careful"), Paragraph(plain("p")), figure, table, facts, Details("more", (Samples(("x\ny",)),)))
+        "s",
+        (Note("careful"), Paragraph("p"), Verbatim("| <v> |"), figure, table, facts, Details("more", (Samples(("x\ny",)),))),
     )
     text = render(Report("title", "about", (section,)))
     page = Page(text)
@@ -113,7 +117,8 @@ def test_blocks():
     assert base64.b64decode(image["src"].partition(",")[2]) == figure.png
     assert [attrs.get("class") for attrs in page.all("th") if attrs["scope"] == "col"] == [None, "number"]
     assert sum(attrs.get("class") == "number" for attrs in page.all("td")) == 5  # the words beside them are not
-    assert page.text("dt") == ["Seed", "Hash"] and page.text("code") == ["abc"] and page.text("summary") == ["more"]
+    assert page.text("dt") == ["Seed", "Hash"] and page.text("code") == ["| <v> |", "abc"] and page.text("summary") == ["more"]
+    assert page.text("em") == ["e"] and page.all("div")[1]["aria-label"] == "t" and "<pre" in text
     assert "x\ny" in page.text("li") and page.all("details") == [{}] and '<p class="note">careful</p>' in text
 
 

@@ -13,6 +13,7 @@ from jpeg_dlm.evaluation.protocols import protocol
 from jpeg_dlm.evaluation.scoring import build_scorer
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.presets import preset
+from jpeg_dlm.results.table import markdown
 from jpeg_dlm.studies import workshop as workshop_module
 from jpeg_dlm.studies.budget import parse_budget
 from jpeg_dlm.studies.compare import ORDER, Comparison, compare, method_names
@@ -46,7 +47,7 @@ def test_two_systems(corpus_file, byte_gpt2, tmp_path, monkeypatch):
     assert ar["entry"]["figures"]["real"] == jpeg["entry"]["figures"]["real"]  # held against the very same text
     assert [row["name"] for row in result["speed"]["rows"]] == ["AR", "AR, KV cache", "JPEG-DLM"]
     assert result["speed"]["rows"][0]["ratio"] == 1 and result["budget"]["text"] == "6steps"
-    text = compare_table(result)
+    text = markdown([compare_table(result)])
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     names = [line.split(" | ")[0].removeprefix("| ").split(" (degenerate")[0] for line in lines[2:]]
     assert names == ["AR", "AR, KV cache", "JPEG-DLM", "*real text*", "*shuffled text*"]
@@ -68,7 +69,7 @@ def test_a_failing_system_does_not_cost_the_others(corpus_file, byte_gpt2, tmp_p
     ar, jpeg = result["rows"]
     assert ar["error"] == "RuntimeError: no luck" and "entry" not in ar and "entry" in jpeg
     assert "no luck" in (tmp_path / "error-ar.txt").read_text()
-    text = compare_table(result)
+    text = markdown([compare_table(result)])
     assert "| AR | failed |" in text and "AR failed: RuntimeError: no luck" in text
 
 

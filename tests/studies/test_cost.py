@@ -12,10 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config_io import override
 from jpeg_dlm.evaluation import counts
-from jpeg_dlm.evaluation.parts import Parts
 from jpeg_dlm.evaluation.trial import Trial, run_trial
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.presets import preset
+from jpeg_dlm.results.resumable import Parts
+from jpeg_dlm.results.table import markdown
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.studies import cost
 from jpeg_dlm.studies.compare import CACHED, UNCACHED
@@ -122,7 +123,7 @@ def test_measured_points_are_medians_in_turns(tmp_path, monkeypatch):
     outcome = cost.study(asked(tmp_path, measure=True, lengths="12", rates="0.25", repeats=3, batch=2), MICRO)
     assert calls[: len(calls) // 3] == calls[len(calls) // 3 : 2 * len(calls) // 3]  # each round has all of them
     full = next(row for row in outcome.result["by_length"] if row["system"] == cost.FULL)
-    assert full["measured"]["seconds"] == 2.0 and "| 1 |" in outcome.table  # two texts at once
+    assert full["measured"]["seconds"] == 2.0 and "| 1 |" in markdown(outcome.tables)  # two texts at once
     assert outcome.write(tmp_path, "cost")[-1].stat().st_size > 10_000
     again = len(calls)
     assert (

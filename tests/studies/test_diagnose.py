@@ -8,8 +8,9 @@ from conftest import micro_flags
 from matplotlib.image import imread
 
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.report.blocks import Facts, Figure, Table, text_of
+from jpeg_dlm.report.blocks import Facts, Figure
 from jpeg_dlm.report.collect import collect
+from jpeg_dlm.results.table import Table
 from jpeg_dlm.studies.diagnose import run_of, way
 from jpeg_dlm.training import run as training
 from jpeg_dlm.training.diagnosis_plot import diagnoses, plot_diagnosis
@@ -51,10 +52,10 @@ def test_the_report_shows_it(runs):
     table, known, picture = parts["Diagnosis"]
     assert isinstance(table, Table) and isinstance(known, Facts) and isinstance(picture, Figure)
     last = diagnoses(runs / "latent" / "metrics.jsonl")[12]
-    ratios = next(row for row in table.rows if text_of(row[0]) == "ratio")
-    assert text_of(ratios[3]) == f"{last['ratio_0.3']:.3g}"
+    ratios = next(row for row in table.rows if str(row[0]) == "ratio")
+    assert str(ratios[3]) == f"{last['ratio_0.3']:.3g}"
     real, shuffled = (f"{last[f'trigram_{kind}']:.4g}" for kind in ("real", "shuffled"))
-    assert text_of(dict(known.pairs)["Trigram perplexity"]) == (
+    assert str(dict(known.pairs)["Trigram perplexity"]) == (
         f"{last['trigram']:.4g} (real text {real}, shuffled text {shuffled})"
     )
     titles = [part.title for section in collect([runs / "ar"]).sections for part in section.parts]

@@ -12,8 +12,9 @@ from matplotlib.image import imread
 
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.evaluation.heldout import model_sources
-from jpeg_dlm.evaluation.parts import Parts
 from jpeg_dlm.methods.base import Batch
+from jpeg_dlm.results.resumable import Parts
+from jpeg_dlm.results.table import markdown
 from jpeg_dlm.studies import geometry
 from jpeg_dlm.studies.latents import heldout_of
 from jpeg_dlm.studies.study import Asked
@@ -68,7 +69,7 @@ def test_the_sentence_tells_a_collapse(run, monkeypatch):
     for z, words, wrong in ((filled, "does not look collapsed", 0), (point, "looks collapsed: ", 3)):
         monkeypatch.setattr(geometry, "clean_latents", lambda *_, z=z: z)
         outcome = geometry.analyze([source], asked())
-        assert words in outcome.table and len(outcome.result["rows"][0]["collapsed"]) == wrong
+        assert words in markdown(outcome.tables) and len(outcome.result["rows"][0]["collapsed"]) == wrong
 
 
 def test_a_jackknife_knows_the_deviation():

@@ -101,8 +101,8 @@ def test_both_systems(micro_folders, byte_gpt2, corpus_file, tmp_path, monkeypat
 
 def test_the_ends_of_the_path_are_the_texts_own_reconstructions(micro_folders, corpus_file, tmp_path, monkeypatch):
     from jpeg_dlm.evaluation.heldout import model_sources
-    from jpeg_dlm.evaluation.parts import Parts
     from jpeg_dlm.methods.base import Batch
+    from jpeg_dlm.results.resumable import Parts
     from jpeg_dlm.studies.study import Asked
     from jpeg_dlm.training.console import Console
 
@@ -118,8 +118,8 @@ def test_the_ends_of_the_path_are_the_texts_own_reconstructions(micro_folders, c
 
 
 def test_text_that_vanished_is_told(fake):
-    from jpeg_dlm.evaluation.parts import Parts
     from jpeg_dlm.evaluation.protocols import PROTOCOLS
+    from jpeg_dlm.results.resumable import Parts
 
     nothing = interpolation._scored("x", ["", " "], fake, PROTOCOLS["default"], Parts())
     assert nothing["gen_ppl"] is None and interpolation._cell(nothing) == "no text"

@@ -7,9 +7,10 @@ import pytest
 
 from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.evaluation.parts import Parts
 from jpeg_dlm.evaluation.scoring import build_scorer
 from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.results.resumable import Parts
+from jpeg_dlm.results.table import markdown
 from jpeg_dlm.studies import steps
 from jpeg_dlm.studies.study import Asked
 from jpeg_dlm.text.blocks import Blocks
@@ -62,15 +63,15 @@ def test_a_sweep_beside_the_papers(sources, byte_gpt2, tmp_path, monkeypatch):
     found = [(e["name"], e["sampler"].get("steps"), e["evaluations"]) for e in outcome.result["entries"]]
     assert found == [("jpeg-dlm", 1, 2), ("jpeg-dlm", 2, 3), ("jpeg-dlm", 3, 4), ("ar", None, 12)]
     assert outcome.result["protocol"] == "default" and outcome.result["enough"]["ar"] is None
-    lines = [line for line in outcome.table.splitlines() if line.startswith("| ")]
+    lines = [line for line in markdown(outcome.tables).splitlines() if line.startswith("| ")]
     assert len(lines) == 2 + 4 + 1 + 6  # heading, ours, real text, the paper's
     assert lines[-1] == "| JPEG-DLM | 256 | 257 | 64.07 | 4.23 | 0.933 |  | paper |"
     assert "± " in lines[2] and "jpeg-dlm (JPEG-DLM) | 1 | 2 |" in lines[2]
     written = outcome.write(tmp_path, "steps")
-    assert json.loads(written[0].read_text()) == outcome.result and written[2].stat().st_size > 10_000
+    assert outcome.result.items() <= json.loads(written[0].read_text()).items() and written[2].stat().st_size > 10_000
     # Each point is the evaluation of that sampler, so a second look finds it done.
     monkeypatch.setattr(ModelSource, "write", lambda *a, **k: pytest.fail("written twice"))
-    assert steps.analyze(sources, asked(byte_gpt2, tmp_path / "parts")).table == outcome.table
+    assert steps.analyze(sources, asked(byte_gpt2, tmp_path / "parts")).tables == outcome.tables
 
 
 def test_models_of_the_paper_are_scored_by_its_protocol(sources):

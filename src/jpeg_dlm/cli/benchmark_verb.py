@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
     from jpeg_dlm.cli.show import show
     from jpeg_dlm.evaluation.throughput import measure, throughput_table
-    from jpeg_dlm.files import write_atomic
+    from jpeg_dlm.results.table import write_result
     from jpeg_dlm.training.console import Console
 
     console = Console(args.quiet)
@@ -78,11 +77,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     subjects = _subjects(_models(args, names), args, sampler, console)
     with console.progress(f"Measuring {len(subjects)} samplers", "batches") as progress:
         result = measure(subjects, args.batch, args.repeats, args.warmup, dtype=args.dtype, progress=progress)
-    show(throughput_table(result))
+    tables = [throughput_table(result)]
+    show(tables)
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        write_atomic(args.out / "benchmark.json", json.dumps(result, indent=1) + "\n", new=True)
-        write_atomic(args.out / "benchmark.md", throughput_table(result) + "\n")
+        write_result(args.out / "benchmark", result, tables, new=True)
     return 0
 
 

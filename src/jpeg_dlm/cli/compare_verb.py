@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from jpeg_dlm.cli.show import show
     from jpeg_dlm.evaluation.evaluate import Request
     from jpeg_dlm.evaluation.scoring import build_scorer
-    from jpeg_dlm.files import write_atomic
+    from jpeg_dlm.results.table import write_result
     from jpeg_dlm.studies.budget import parse_budget
     from jpeg_dlm.studies.compare import Comparison, compare, method_names
     from jpeg_dlm.studies.compare_report import compare_table, draw_comparison
@@ -57,10 +56,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet))
     result = compare(asked, workshop, lambda: build_scorer(args.scorer, console=workshop.console), request)
     result["command"] = args.command
-    text = compare_table(result, base.preset if base.preset == "owt1024" else "lm1b")
-    show(text)
-    write_atomic(args.out / "compare.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    write_atomic(args.out / "compare.md", text + "\n")
+    tables = [compare_table(result, base.preset if base.preset == "owt1024" else "lm1b")]
+    show(tables)
+    write_result(args.out / "compare", result, tables)
     draw_comparison(result, args.out / "compare.png")
     workshop.console.say(f"Wrote {args.out / 'compare.json'}, compare.md and compare.png.")
     return 1 if any("error" in row for row in result["rows"]) else 0

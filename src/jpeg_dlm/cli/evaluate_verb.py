@@ -17,9 +17,9 @@ from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
 if TYPE_CHECKING:
     from jpeg_dlm.api import Model
     from jpeg_dlm.evaluation.evaluate import Request
-    from jpeg_dlm.evaluation.parts import Parts
     from jpeg_dlm.evaluation.samples import SampleFile
     from jpeg_dlm.evaluation.sources import Source
+    from jpeg_dlm.results.resumable import Parts
     from jpeg_dlm.text.blocks import Blocks
     from jpeg_dlm.training.console import Console
 
@@ -72,10 +72,11 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     from jpeg_dlm import __version__
     from jpeg_dlm.cli.show import show
+    from jpeg_dlm.evaluation.entry_tables import evaluation_tables
     from jpeg_dlm.evaluation.evaluate import Evaluation, Request
-    from jpeg_dlm.evaluation.parts import Parts
-    from jpeg_dlm.evaluation.report import table
     from jpeg_dlm.evaluation.scoring import build_scorer
+    from jpeg_dlm.results.resumable import Parts
+    from jpeg_dlm.results.table import write_result
     from jpeg_dlm.training.console import Console
     from jpeg_dlm.training.dist import read_ranks
 
@@ -96,9 +97,11 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
             entries += evaluation.entries(source)
     result = evaluation.result(entries) if evaluation else {"version": __version__, "entries": []}
     result |= ({"likelihood": likelihoods} if args.likelihood else {}) | {"request": asked}
-    show(table(result))
+    tables = evaluation_tables(result)
+    show(tables)
     if args.out:
-        _write(args.out, result, console)
+        write_result(args.out / "results", result, tables)
+        _draw(args.out, result, console)
     return 0
 
 
@@ -214,13 +217,9 @@ def _heldout(model: Model, args: argparse.Namespace, reference: SampleFile | Non
     return heldout_blocks(model, args.data, console)
 
 
-def _write(out: Path, result: dict[str, Any], console: Console) -> None:
-    from jpeg_dlm.evaluation.pictures import draw_lengths, draw_sweep
-    from jpeg_dlm.evaluation.report import table
-    from jpeg_dlm.files import write_atomic
+def _draw(out: Path, result: dict[str, Any], console: Console) -> None:
+    from jpeg_dlm.evaluation.entry_pictures import draw_lengths, draw_sweep
 
-    write_atomic(out / "results.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    write_atomic(out / "results.md", table(result) + "\n")
     entries = [entry for entry in result["entries"] if entry["runs"][0]["lengths"]]
     for i, entry in enumerate(entries):
         draw_lengths(entry, out / ("lengths.png" if len(entries) == 1 else f"lengths-{i + 1}.png"))

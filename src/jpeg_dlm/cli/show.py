@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,59 +12,55 @@ from rich.console import Console
 from rich.table import Table as Drawing
 from rich.text import Text
 
-from jpeg_dlm.report.blocks import Rich, Table, is_numeric, text_of, visible
-from jpeg_dlm.report.markdown import inline, parse
+from jpeg_dlm.results.table import Cell, Table, is_numeric, markdown, visible
 
-STYLES = {"text": "", "emphasis": "italic", "strong": "bold", "code": "bold"}
+STYLES = {"emphasis": "italic", "code": "bold"}
 GAP = 2  # characters between columns, one of them a border that is not drawn
 
 
-def show(markdown: str) -> None:
-    """Print a result that consists of pipe tables and sentences."""
+def show(tables: Sequence[Table]) -> None:
+    """Print tables with their titles and notes, blank lines between them."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        print(markdown)
+        print(markdown(tables))
         return
     sys.stdout.flush()
-    for is_table, lines in itertools.groupby(markdown.splitlines(), lambda line: line.startswith("|")):
-        for block in parse("\n".join(lines), "") if is_table else ():
-            assert isinstance(block, Table)
-            for i, drawing in enumerate(drawings(block, console.width)):
-                console.print(*[""][:i], drawing, sep="\n")
-        for line in () if is_table else lines:
-            console.print(_text(inline(line)))
+    parts = [part for table in tables for part in (table.title, *drawings(table, console.width), *table.notes) if part]
+    for i, part in enumerate(parts):
+        console.print(*[""][:i], _text(part) if isinstance(part, str) else part, sep="\n")
 
 
 @dataclass(frozen=True)
 class Column:
     """Cells below their heading, as wide as its words need or as the cells would like."""
 
-    cells: Sequence[Rich]
+    heading: str
+    cells: Sequence[Cell]
 
     @cached_property
     def numeric(self) -> bool:
-        return is_numeric([text_of(cell) for cell in self.cells[1:]])
+        return is_numeric(list(map(str, self.cells)))
 
     @cached_property
     def least(self) -> int:
         """Headings and sentences may continue on the next line between words, numbers with their units may not."""
-        heading, *body = map(text_of, self.cells)
-        return max(map(len, [*heading.split(), *(body if self.numeric else " ".join(body).split())]), default=1)
+        body = list(map(str, self.cells))
+        return max(map(len, [*self.heading.split(), *(body if self.numeric else " ".join(body).split())]), default=1)
 
     @cached_property
     def most(self) -> int:
-        return max(self.least, *(len(text_of(cell)) for cell in self.cells))
+        return max(self.least, len(self.heading), *(len(str(cell)) for cell in self.cells))
 
 
 def drawings(table: Table, width: int) -> Iterator[Drawing]:
     """The table, or if it is too wide even with cells of several lines, several that begin with the same column."""
-    columns = [Column([row[i] for row in (table.heading, *table.rows)]) for i in range(len(table.heading))]
-    for group in _groups(columns, width):
+    columns = [Column(name, [row[i] for row in table.rows]) for i, name in enumerate(table.columns)]
+    for group in _groups(columns, width) if columns else ():
         drawing = Drawing(box=box.SIMPLE_HEAD, padding=(0, GAP - 1, 0, 0), pad_edge=False, show_edge=False)
         for column, wide in zip(group, _widths(group, width), strict=True):
             side = "right" if column.numeric else "left"
-            drawing.add_column(_text(column.cells[0]), justify=side, width=wide, overflow="fold")
-        for cells in zip(*(column.cells[1:] for column in group), strict=True):
+            drawing.add_column(_text(column.heading), justify=side, width=wide, overflow="fold")
+        for cells in zip(*(column.cells for column in group), strict=True):
             drawing.add_row(*map(_text, cells))
         yield drawing
 
@@ -92,6 +87,6 @@ def _widths(columns: Sequence[Column], width: int) -> list[int]:
     return widths
 
 
-def _text(content: Rich) -> Text:
+def _text(cell: Cell) -> Text:
     """Styled text; what would command the terminal is made visible."""
-    return Text.assemble(*((visible(span.text), STYLES[span.style]) for span in content))
+    return Text(visible(str(cell)), "" if isinstance(cell, str) else STYLES[cell.style])

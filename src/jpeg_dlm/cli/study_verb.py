@@ -100,7 +100,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if outcome is None:
         return 0
     outcome.result["command"] = args.command
-    show(outcome.table)
+    show(outcome.tables)
     written = outcome.write(args.out, args.study)
     if not args.quiet:
         print(f"Wrote {', '.join(str(path) for path in written)}.")
@@ -182,8 +182,8 @@ def _dismiss(worker: subprocess.Popen[bytes], log: Path, console: Console) -> No
 
 def _run_models(args: argparse.Namespace, rest: Sequence[str]) -> Outcome:
     from jpeg_dlm.evaluation.heldout import model_sources
-    from jpeg_dlm.evaluation.parts import Parts
     from jpeg_dlm.evaluation.scoring import build_scorer
+    from jpeg_dlm.results.resumable import Parts
     from jpeg_dlm.studies.study import Asked
     from jpeg_dlm.training.console import Console
     from jpeg_dlm.training.dist import read_ranks

@@ -15,15 +15,15 @@ from typing import Any, Literal
 from jpeg_dlm import __version__
 from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.errors import MissingPackageError
-from jpeg_dlm.evaluation.figures import figures, ids_are_the_scorers, mauve_or_reason
+from jpeg_dlm.evaluation.figures import TextFigures, figures, ids_are_the_scorers, mauve_or_reason
 from jpeg_dlm.evaluation.lengths import length_overlap
 from jpeg_dlm.evaluation.mauve_score import mauve_installed
-from jpeg_dlm.evaluation.parts import Parts
 from jpeg_dlm.evaluation.protocols import Protocol
 from jpeg_dlm.evaluation.scoring import PAPER_SCORER_TOKENS, Scorer
 from jpeg_dlm.evaluation.sources import ModelSource, Real, Source, Texts
-from jpeg_dlm.evaluation.summary import summarize
+from jpeg_dlm.evaluation.summary import ScoredRun, summarize
 from jpeg_dlm.evaluation.text_metrics import shuffle_words
+from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.rng import generator
 from jpeg_dlm.training.console import Console
 from jpeg_dlm.wording import counted
@@ -120,7 +120,7 @@ class Evaluation:
                 "reconstruction": self.reconstruction(source, 4 * len(first.texts)),
             }  # fmt: skip
         about["identity"] = {k: v for k, v in source.identity(runs[0], sampler).items() if k != "seed"}
-        return about | summarize(parts, beside)
+        return about | asdict(summarize(parts, **beside))
 
     def n(self, source: Source) -> int | None:
         return self.request.n or (self.protocol.n if source.model else None)
@@ -169,7 +169,7 @@ class Evaluation:
 
     def scored(
         self, source: Source, run: int, sampler: dict[str, Any], texts: Texts | None, real: Real, frame: Frame
-    ) -> dict[str, Any]:
+    ) -> ScoredRun:
         """Return figures, lengths and MAUVE of one run."""
         texts = texts or self.texts(source, run, sampler)
         asked = self.request.mauve != "off" and mauve_installed()
@@ -180,24 +180,26 @@ class Evaluation:
 
         def make() -> dict[str, Any]:
             generated_lengths, real_lengths = self.lengths(texts), self.lengths(real.texts)
-            return {
-                "run": run,
-                "identity": source.identity(run, sampler),
-                "figures": self.figures(f"{self.label(source, sampler)}, seed {run}", texts, frame, frame.limit),
-                "lengths": length_overlap(generated_lengths, real_lengths) if generated_lengths and real_lengths else None,
-                "mauve": mauve_or_reason(
+            return asdict(ScoredRun(
+                run=run,
+                identity=source.identity(run, sampler),
+                figures=self.figures(f"{self.label(source, sampler)}, seed {run}", texts, frame, frame.limit),
+                lengths=length_overlap(generated_lengths, real_lengths) if generated_lengths and real_lengths else None,
+                mauve=mauve_or_reason(
                     self.request.mauve, len(generated_lengths), len(real_lengths),
                     lambda: (self.features(texts, frame.budget), self.features(real.texts, frame.budget)),
                 ) | {"tokens": frame.budget},
-                "throughput": throughput(texts),
-                "cut_lines": texts.cut_lines,
-                "samples": texts.texts[:SHOWN],
-                "texts_sha256": texts.sha256,
-            }  # fmt: skip
+                throughput=throughput(texts),
+                cut_lines=texts.cut_lines,
+                samples=texts.texts[:SHOWN],
+                texts_sha256=texts.sha256,
+            ))  # fmt: skip
 
-        return self.parts.get_or_make(f"scores-{self.label(source, sampler)}-seed{run}", depends, make)
+        found = self.parts.get_or_make(f"scores-{self.label(source, sampler)}-seed{run}", depends, make)
+        found["figures"] = TextFigures(**found["figures"])
+        return ScoredRun(**found)
 
-    def real_figures(self, source: Source, real: Real, frame: Frame) -> dict[str, Any]:
+    def real_figures(self, source: Source, real: Real, frame: Frame) -> dict[str, TextFigures]:
         """Score the real texts and their shuffled words like the generated ones."""
         limit = min(frame.limit, frame.cut or frame.limit)
         depends = self.conditions | {
@@ -210,13 +212,13 @@ class Evaluation:
             mixed = [shuffle_words(text, g) for text in real.texts.texts]
             own = [source.model.tokenizer.encode(text) for text in mixed] if frame.own_entropy and source.model else None
             return {
-                "real": self.figures("real text", real.texts, frame, limit, ids=False),
-                "shuffled": self.figures("shuffled text", Texts(mixed, own), frame, limit, ids=False),
+                "real": asdict(self.figures("real text", real.texts, frame, limit, ids=False)),
+                "shuffled": asdict(self.figures("shuffled text", Texts(mixed, own), frame, limit, ids=False)),
             }
 
-        return self.parts.get_or_make("real", depends, make)
+        return {name: TextFigures(**values) for name, values in self.parts.get_or_make("real", depends, make).items()}
 
-    def figures(self, title: str, texts: Texts, frame: Frame, limit: int, ids: bool = True) -> dict[str, Any]:
+    def figures(self, title: str, texts: Texts, frame: Frame, limit: int, ids: bool = True) -> TextFigures:
         kept = len(texts.texts)
         if self.protocol.batch_rule and kept >= self.protocol.batch_rule:
             kept -= kept % self.protocol.batch_rule
@@ -228,7 +230,7 @@ class Evaluation:
         own = texts.ids[:kept] if frame.own_entropy and texts.ids else None
         window = (limit if self.protocol.stride else min(limit, self.scorer.context)) - self.protocol.bos
         truncated = sum(length > window for length in self.lengths(Texts(texts.texts[:kept])))
-        return asdict(figures(scores, self.protocol.aggregate, own, truncated, len(texts.texts) - kept))
+        return figures(scores, self.protocol.aggregate, own, truncated, len(texts.texts) - kept)
 
     def features(self, texts: Texts, budget: int) -> Any:
         key = (texts.sha256, budget)

@@ -25,7 +25,7 @@ from jpeg_dlm.evaluation.text_metrics import (
 
 @dataclass(frozen=True)
 class TextFigures:
-    """What one set of texts scores."""
+    """The scores of one set of texts."""
 
     texts: int
     skipped: int  # blank, or too short to be scored
@@ -64,7 +64,7 @@ def figures(
 
 
 def ids_are_the_scorers(scorer: Scorer, texts: Texts, rows: int = 8) -> bool:
-    """Whether a model's ids mean the same to the scorer, so that they can be scored without going through text."""
+    """Return whether a model's ids mean the same to the scorer, so that they can be scored without going through text."""
     if not texts.ids:
         return False
     for text, ids in list(zip(texts.texts, texts.ids, strict=True))[:rows]:

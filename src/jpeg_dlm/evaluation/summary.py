@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from jpeg_dlm.evaluation.figures import TextFigures
+from jpeg_dlm.results.spread import spread
 from jpeg_dlm.wording import counted
 
 # Assumed: differences that seeds do not explain and that a reader should look at before believing a low perplexity.
@@ -17,64 +20,82 @@ DEGENERATE_ABOVE = 0.05  # share of texts that mostly repeat themselves, over re
 SPREAD = ("gen_ppl", "entropy", "distinct_1", "distinct_2", "distinct_3", "repetition_4", "degenerate_share")
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Mean and sample deviation; one value has no deviation."""
-    return {
-        "mean": statistics.fmean(values),
-        "sd": statistics.stdev(values) if len(values) > 1 else None,
-        "values": list(values),
-    }
+@dataclass(frozen=True)
+class ScoredRun:
+    """The scores of the texts of one seed, or of one file."""
+
+    run: int
+    identity: Mapping[str, Any]
+    figures: TextFigures
+    lengths: Mapping[str, Any] | None
+    mauve: Mapping[str, Any]  # `skipped` says why there is none
+    throughput: Mapping[str, float] | None
+    cut_lines: int
+    samples: Sequence[str]
+    texts_sha256: str
 
 
-def summarize(runs: Sequence[Mapping[str, Any]], beside: Mapping[str, Any]) -> dict[str, Any]:
-    """What an entry says of its runs; `beside` holds the figures of real and shuffled text."""
-    real, shuffled = beside["real"], beside["shuffled"]
-    measures = {name: spread([run["figures"][name] for run in runs]) for name in SPREAD}
-    mauve = [run["mauve"]["mauve"] for run in runs if "mauve" in run["mauve"]]
+@dataclass(frozen=True)
+class Summary:
+    """The runs of an entry put together."""
+
+    measures: Mapping[str, Mapping[str, Any]]  # each a `spread`
+    figures: Mapping[str, TextFigures]  # of generated, real and shuffled text
+    way_from_shuffled_to_real: float | None
+    entropy_gap: float
+    degenerate: Sequence[str]
+    notes: Sequence[str]
+    runs: Sequence[ScoredRun]
+
+
+def summarize(runs: Sequence[ScoredRun], real: TextFigures, shuffled: TextFigures) -> Summary:
+    """Put the runs of an entry together and hold them against real and shuffled text."""
+    measures = {name: spread([getattr(run.figures, name) for run in runs]) for name in SPREAD}
+    mauve = [run.mauve["mauve"] for run in runs if "mauve" in run.mauve]
     if len(mauve) == len(runs):
-        measures["mauve"] = spread(mauve) | {"kmeans_sd": statistics.fmean(r["mauve"]["kmeans_sd"] or 0.0 for r in runs)}
-    speed = [run["throughput"]["texts_per_second"] for run in runs if run["throughput"]]
+        measures["mauve"] = spread(mauve) | {"kmeans_sd": statistics.fmean(run.mauve["kmeans_sd"] or 0.0 for run in runs)}
+    speed = [run.throughput["texts_per_second"] for run in runs if run.throughput]
     if speed:
         measures["texts_per_second"] = spread(speed)
-    overlap = [run["lengths"]["overlap"] for run in runs if run["lengths"] and run["lengths"]["enough"]]
+    overlap = [run.lengths["overlap"] for run in runs if run.lengths and run.lengths["enough"]]
     if overlap:
         measures["length_overlap"] = spread(overlap)
-    return {
-        "measures": measures,
-        "figures": {"generated": runs[0]["figures"], "real": real, "shuffled": shuffled},
-        "way_from_shuffled_to_real": way(measures["gen_ppl"]["mean"], shuffled["gen_ppl"], real["gen_ppl"]),
-        "entropy_gap": measures["entropy"]["mean"] - real["entropy"],
-        "degenerate": warnings(measures, real),
-        "notes": notes(runs, real),
-        "runs": [dict(run) for run in runs],
-    }
+    return Summary(
+        measures=measures,
+        figures={"generated": runs[0].figures, "real": real, "shuffled": shuffled},
+        way_from_shuffled_to_real=way(measures["gen_ppl"]["mean"], shuffled.gen_ppl, real.gen_ppl),
+        entropy_gap=measures["entropy"]["mean"] - real.entropy,
+        degenerate=warnings(measures, real),
+        notes=notes(runs, real),
+        runs=runs,
+    )
 
 
 def way(generated: float, shuffled: float, real: float) -> float | None:
-    """How far from shuffled (0) to real text (1) in log perplexity; None where the two are the same."""
+    """Return the place between shuffled (0) and real text (1) in log perplexity; None where the two are the same."""
     span = math.log(shuffled / real)
     return math.log(shuffled / generated) / span if abs(span) > 1e-9 else None
 
 
-def warnings(measures: Mapping[str, Any], real: Mapping[str, Any]) -> list[str]:
+def warnings(measures: Mapping[str, Any], real: TextFigures) -> list[str]:
     """Signs that a perplexity is low because the text is degenerate; empty when there are none."""
     found = []
-    gap = real["entropy"] - measures["entropy"]["mean"]
+    gap = real.entropy - measures["entropy"]["mean"]
     if gap > ENTROPY_BELOW:
         found.append(f"entropy {gap:.2f} nats below real text")
     repeated = measures["repetition_4"]["mean"]
-    if repeated > real["repetition_4"] + REPETITION_ABOVE:
-        found.append(f"{100 * repeated:.0f}% of 4-grams repeated (real: {100 * real['repetition_4']:.0f}%)")
+    if repeated > real.repetition_4 + REPETITION_ABOVE:
+        found.append(f"{100 * repeated:.0f}% of 4-grams repeated (real: {100 * real.repetition_4:.0f}%)")
     share = measures["degenerate_share"]["mean"]
-    if share > real["degenerate_share"] + DEGENERATE_ABOVE:
-        found.append(f"{100 * share:.0f}% of texts mostly repeat themselves (real: {100 * real['degenerate_share']:.0f}%)")
+    if share > real.degenerate_share + DEGENERATE_ABOVE:
+        found.append(f"{100 * share:.0f}% of texts mostly repeat themselves (real: {100 * real.degenerate_share:.0f}%)")
     return found
 
 
-def notes(runs: Sequence[Mapping[str, Any]], real: Mapping[str, Any]) -> list[str]:
-    """What was passed over, cut or could not be measured."""
-    counts = {name: sum(run["figures"][name] for run in runs) for name in ("skipped", "truncated", "dropped")}
-    counts["cut"] = sum(run["cut_lines"] for run in runs)
+def notes(runs: Sequence[ScoredRun], real: TextFigures) -> list[str]:
+    """Return sentences on what was passed over, cut or could not be measured."""
+    counts = {name: sum(getattr(run.figures, name) for run in runs) for name in ("skipped", "truncated", "dropped")}
+    counts["cut"] = sum(run.cut_lines for run in runs)
     sentences = {
         "skipped": "blank or too short to be scored",
         "truncated": "longer than what is scored of a text",
@@ -82,9 +103,9 @@ def notes(runs: Sequence[Mapping[str, Any]], real: Mapping[str, Any]) -> list[st
         "cut": "cut off in the middle of a line, left out",
     }
     found = [f"texts {said}: {counts[name]}" for name, said in sentences.items() if counts[name]]
-    if real["skipped"]:
-        found.append(f"real texts blank or too short to be scored: {real['skipped']}")
-    if real["texts"] < runs[0]["figures"]["texts"]:
-        found.append(f"only {counted(real['texts'], 'real text')} beside {runs[0]['figures']['texts']} generated")
-    found += sorted({run["mauve"]["skipped"] for run in runs if "skipped" in run["mauve"]})
+    if real.skipped:
+        found.append(f"real texts blank or too short to be scored: {real.skipped}")
+    if real.texts < runs[0].figures.texts:
+        found.append(f"only {counted(real.texts, 'real text')} beside {runs[0].figures.texts} generated")
+    found += sorted({run.mauve["skipped"] for run in runs if "skipped" in run.mauve})
     return found

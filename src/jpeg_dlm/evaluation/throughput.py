@@ -18,8 +18,8 @@ from jpeg_dlm import __version__
 from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.cpu import make_safe, with_limit
 from jpeg_dlm.evaluation.paper import paper_figures
-from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.methods.base import Method
+from jpeg_dlm.results.table import Table
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.sampling.sampler import device_of
 
@@ -116,13 +116,13 @@ def _device_name(subject: Subject) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def throughput_table(result: dict[str, Any]) -> str:
+def throughput_table(result: dict[str, Any]) -> Table:
     """Format the result as Markdown."""
     head = (
         f"{result['dtype']}, batch {result['batch']}, median of {result['repeats']} on {result['device']}; "
         "model loading and detokenization excluded."
     )
-    return "\n".join([head, "", markdown_table(COLUMNS, map(_cells, result["rows"]))])
+    return Table.of(head, COLUMNS, map(_cells, result["rows"]))
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

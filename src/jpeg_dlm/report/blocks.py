@@ -1,66 +1,23 @@
-"""What a report is made of. Text is kept as it is: each way of writing the report escapes it for itself."""
+"""The blocks of a report. Text is kept as it is: each way of writing the report escapes it for itself."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+
+from jpeg_dlm.results.table import Cell, Span, Table
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"  # PNG specification, 5.2
 PNG_END = b"IEND\xaeB`\x82"  # the type of the last chunk and its checksum, which is always the same
 
-# Characters that hide, reorder or break what stands around them: controls, half surrogates, marks of writing direction.
-_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
 
-
-def visible(text: str) -> str:
-    """`text` with every character that could disturb its surroundings replaced by its code."""
-    return _UNSEEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", text.replace("\r\n", "\n"))
-
-
-@dataclass(frozen=True)
-class Span:
-    """Text in one style."""
-
-    text: str
-    style: Literal["text", "emphasis", "strong", "code"] = "text"
-
-
-Rich = tuple[Span, ...]
-_NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]?\d+)?( ?(±|to|of) ?[-+−]?\d[\d.,]*)?( ?(%|[A-Za-zµ]{1,3}))?")
-
-
-def is_numeric(cells: Sequence[str]) -> bool:
-    """Whether most cells of a column that hold anything hold a number; a word such as 'failed' may be among them."""
-    filled = [cell for cell in cells if cell]
-    return 2 * sum(_NUMBER.fullmatch(cell) is not None for cell in filled) > len(filled)
-
-
-def plain(text: object) -> Rich:
-    return (Span(str(text)),)
-
-
-def code(text: object) -> Rich:
-    return (Span(str(text), "code"),)
-
-
-def text_of(content: Rich) -> str:
-    """Without styles."""
-    return "".join(span.text for span in content)
-
-
-@dataclass(frozen=True)
-class Heading:
-    """A heading inside a section, 1 for the highest."""
-
-    level: int
-    content: Rich
+def code(text: object) -> Span:
+    return Span(str(text), "code")
 
 
 @dataclass(frozen=True)
 class Paragraph:
-    content: Rich
+    text: str
 
 
 @dataclass(frozen=True)
@@ -71,19 +28,10 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Table:
-    """Rows as long as the heading; `label` says what it holds to those who do not see it."""
-
-    label: str
-    heading: tuple[Rich, ...]
-    rows: tuple[tuple[Rich, ...], ...]
-
-
-@dataclass(frozen=True)
 class Facts:
     """Names and values."""
 
-    pairs: tuple[tuple[str, Rich], ...]
+    pairs: tuple[tuple[str, Cell], ...]
 
 
 @dataclass(frozen=True)
@@ -96,6 +44,13 @@ class Samples:
 @dataclass(frozen=True)
 class Command:
     """A command line."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Verbatim:
+    """Lines that are shown as they are."""
 
     text: str
 
@@ -129,7 +84,8 @@ class Details:
     unfolded: bool = False
 
 
-Block = Heading | Paragraph | Note | Table | Facts | Samples | Command | Figure | Details
+# The title of a `Table` says what it holds to those who do not see it; its notes are paragraphs of their own.
+Block = Paragraph | Note | Table | Facts | Samples | Command | Verbatim | Figure | Details
 
 
 @dataclass(frozen=True)

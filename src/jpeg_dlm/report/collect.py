@@ -1,4 +1,4 @@
-"""What is found in the folders that a report is asked of."""
+"""Find what the folders of a report hold."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def collect(paths: Sequence[Path], title: str | None = None) -> Report:
 
 
 def folder_sections(folder: Path) -> list[Section]:
-    """What a folder is itself, then what lies in it: results at length, runs in one table."""
+    """Return sections on a folder itself, then on what lies in it: results at length, runs in one table."""
     sections = result_sections(folder)
     if is_run(folder):
         return [*sections, run_section(folder)]  # what lies in a run are its own parts

@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from jpeg_dlm.config_io import flatten
-from jpeg_dlm.report.blocks import Block, Command, Paragraph, plain
+from jpeg_dlm.report.blocks import Block, Command, Paragraph
 from jpeg_dlm.training.record import INVOCATIONS, read_rows
 
 AGAIN = "AGAIN"  # the folder of the repetition
 
 
 def training_commands(folder: Path, config: Mapping[str, Any], threads: int) -> list[Block]:
-    """What has to be called, in order, for the same weights."""
+    """Return the commands that give the same weights, in order."""
     taken = effective(read_rows(folder / INVOCATIONS), str(config.get("method")))
     if not taken or taken[0]["step"]:
         said = "How it was begun is not recorded; unless its options were changed on the way, this trains it again:"
         taken = [{"config": config, "threads": threads, "processes": 1}]
     else:
         said = "To train it again:" if len(taken) == 1 else "To train it again, in this order, as its options were changed:"
-    blocks: list[Block] = [Paragraph(plain(said))]
+    blocks: list[Block] = [Paragraph(said)]
     for i, row in enumerate(taken):
         after = taken[i + 1] if i + 1 < len(taken) else None
         first = ["--config", str(folder / "config.json")]
@@ -33,7 +33,7 @@ def training_commands(folder: Path, config: Mapping[str, Any], threads: int) -> 
         blocks.append(Command(shlex.join([*_program(row["processes"]), "train", *words])))
         if after and after["stage"] != config.get("method"):
             place = f"at step {after['step']:,} of its stage '{after['stage']}'"
-            blocks.append(Paragraph(plain(f"This one was stopped {place}, before the next began.")))
+            blocks.append(Paragraph(f"This one was stopped {place}, before the next began."))
     return blocks
 
 

@@ -21,7 +21,7 @@ SHOWN = 2  # samples (assumed): enough to see what a run writes
 
 
 def overview(folder: Path) -> dict[str, Any]:
-    """Everything `format_overview` shows, as JSON values; what cannot be read is in `trouble`."""
+    """Return everything `format_overview` shows, as JSON values; what cannot be read is in `trouble`."""
     if (folder / STATE).is_file():  # a checkpoint: its run tells more
         folder = folder.parent.parent
     if not (is_run(folder) or is_model(folder)):

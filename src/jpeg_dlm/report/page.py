@@ -13,24 +13,20 @@ from jpeg_dlm.report.blocks import (
     Details,
     Facts,
     Figure,
-    Heading,
     Note,
     Paragraph,
     Report,
-    Rich,
     Samples,
     Section,
-    Table,
-    is_numeric,
-    text_of,
-    visible,
+    Verbatim,
 )
+from jpeg_dlm.results.table import Cell, Table, is_numeric, visible
 
 # Whatever a file smuggled in, the browser loads and runs nothing.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 LONG_CELL = 28  # characters; longer ones may be broken into lines
 WIDE_PIXELS = 800  # a picture of more than one panel
-_TAGS = {"emphasis": "em", "strong": "strong", "code": "code"}
+_TAGS = {"emphasis": "em", "code": "code"}
 
 
 def render(report: Report) -> str:
@@ -67,54 +63,51 @@ def _contents(sections: Sequence[Section], prefix: str) -> str:
 
 
 def _section(section: Section, anchor: str, level: int) -> str:
-    blocks = "\n".join(_block(block, level + 1) for block in section.blocks)
+    blocks = "\n".join(_block(block) for block in section.blocks)
     parts = "\n".join(_section(part, f"{anchor}-{i}", level + 1) for i, part in enumerate(section.parts, 1))
     heading = f'<h{level} id="{anchor}" dir="auto">{_escape(section.title)}</h{level}>'
     return f'<section aria-labelledby="{anchor}">\n{heading}\n{blocks}\n{parts}</section>'
 
 
-def _block(block: Block, level: int) -> str:
+def _block(block: Block) -> str:
     match block:
-        case Heading(below, content):
-            tag = f"h{min(6, level + below - 1)}"
-            return f"<{tag}>{_rich(content)}</{tag}>"
-        case Paragraph(content):
-            return f"<p>{_rich(content)}</p>"
+        case Paragraph(text):
+            return f"<p>{_escape(text)}</p>"
         case Note(text):
             return f'<p class="note">{_escape(text)}</p>'
         case Table():
             return _table(block)
         case Facts(pairs):
-            rows = "\n".join(f"<div><dt>{_escape(name)}</dt><dd>{_rich(value)}</dd></div>" for name, value in pairs)
+            rows = "\n".join(f"<div><dt>{_escape(name)}</dt><dd>{_cell(value)}</dd></div>" for name, value in pairs)
             return f"<dl>\n{rows}\n</dl>"
         case Samples(texts):
             items = "\n".join(f'<li dir="auto">{_escape(text)}</li>' for text in texts)
             return f'<ol class="samples" start="0">\n{items}\n</ol>'
-        case Command(text):
+        case Command(text) | Verbatim(text):
             return f'<pre tabindex="0"><code>{_escape(text)}</code></pre>'
         case Figure():
             return _figure(block)
         case Details(summary, blocks, unfolded):
-            inner = "\n".join(_block(one, level + 1) for one in blocks)
+            inner = "\n".join(_block(one) for one in blocks)
             return f"<details{' open' if unfolded else ''}>\n<summary>{_escape(summary)}</summary>\n{inner}\n</details>"
 
 
 def _table(table: Table) -> str:
-    kinds = [_kind([text_of(row[i]) for row in table.rows]) for i in range(len(table.heading))]
+    kinds = [_kind(table.column(i)) for i in range(len(table.columns))]
     heading = "".join(
-        f'<th scope="col"{kind}>{_rich(content)}</th>' if content else f"<td{kind}></td>"
-        for kind, content in zip(kinds, table.heading, strict=True)
+        f'<th scope="col"{kind}>{_escape(name)}</th>' if name else f"<td{kind}></td>"
+        for kind, name in zip(kinds, table.columns, strict=True)
     )
     rows = "\n".join(f"<tr>{_row(row, kinds)}</tr>" for row in table.rows)
     # A region that scrolls must be reachable with the keyboard and say what it is.
     return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{_escape(table.label)}">\n'
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{_escape(table.title)}">\n'
         f"<table>\n<thead><tr>{heading}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>"
     )
 
 
-def _row(row: Sequence[Rich], kinds: Sequence[str]) -> str:
-    first, *others = (f"{kind}>{_rich(content)}" for kind, content in zip(kinds, row, strict=True))
+def _row(row: Sequence[Cell], kinds: Sequence[str]) -> str:
+    first, *others = (f"{kind}>{_cell(content)}" for kind, content in zip(kinds, row, strict=True))
     return f'<th scope="row"{first}</th>' + "".join(f"<td{cell}</td>" for cell in others)
 
 
@@ -137,12 +130,9 @@ def _figure(figure: Figure) -> str:
     )
 
 
-def _rich(content: Rich) -> str:
-    parts = []
-    for span in content:
-        tag = _TAGS.get(span.style)
-        parts.append(f"<{tag}>{_escape(span.text)}</{tag}>" if tag else _escape(span.text))
-    return "".join(parts)
+def _cell(cell: Cell) -> str:
+    tag = "" if isinstance(cell, str) else _TAGS[cell.style]
+    return f"<{tag}>{_escape(str(cell))}</{tag}>" if tag else _escape(str(cell))
 
 
 def _escape(text: str) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jpeg_dlm.errors import JpegDlmError
-from jpeg_dlm.report.blocks import Details, Facts, Figure, Note, Rich, Table, code, plain
+from jpeg_dlm.report.blocks import Details, Facts, Figure, Note, code
+from jpeg_dlm.results.table import Span, Table
 
 TEXT_BYTES = 4 << 20  # of a Markdown or sample file (assumed): a page with more is no longer read by anyone
 PNG_BYTES = 16 << 20  # of a picture (assumed): ours have a hundredth of it
@@ -23,7 +24,7 @@ class Trouble:
     sentences: list[str] = field(default_factory=list)
 
     def attempt(self, what: str, make: Callable[[], T], otherwise: T) -> T:
-        """What `make` gives; if it fails, `otherwise` and a sentence."""
+        """Return what `make` gives; if it fails, return `otherwise` and keep a sentence."""
         try:
             return make()
         except (JpegDlmError, OSError) as error:
@@ -65,18 +66,12 @@ def shown(value: Any) -> str:
 
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> Facts:
-    """Those pairs that have a value; text that is already styled stays so."""
-    return Facts(tuple((name, v if isinstance(v, tuple) else plain(shown(v))) for name, v in pairs if v not in (None, "", ())))
-
-
-def text_table(label: str, heading: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
-    """A table of plain text; a cell may also be styled already."""
-    styled: Callable[[object], Rich] = lambda cell: cell if isinstance(cell, tuple) else plain(cell)  # noqa: E731
-    return Table(label, tuple(map(plain, heading)), tuple(tuple(map(styled, row)) for row in rows))
+    """Return the pairs that have a value; text that is already styled stays so."""
+    return Facts(tuple((name, v if isinstance(v, Span) else shown(v)) for name, v in pairs if v not in (None, "")))
 
 
 def options_table(label: str, options: Mapping[str, Any]) -> Table:
-    return text_table(label, ("option", "value"), ((code(name), shown(value)) for name, value in options.items()))
+    return Table(label, ("option", "value"), tuple((code(name), shown(value)) for name, value in options.items()))
 
 
 def folded_options(summary: str, options: Mapping[str, Any]) -> Details:

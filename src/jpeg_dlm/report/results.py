@@ -1,18 +1,19 @@
-"""What a report says of evaluations, comparisons and studies: each is a JSON file, a Markdown table and pictures."""
+"""Sections on evaluations, comparisons and studies: each is a JSON file with its tables, and pictures."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jpeg_dlm.config_io import flatten, read_json_file
-from jpeg_dlm.report.blocks import Block, Command, Details, Figure, Paragraph, Samples, Section, code, plain
-from jpeg_dlm.report.markdown import parse
-from jpeg_dlm.report.reading import Trouble, facts, folded_options, read_figure, read_text, shown, text_table
+from jpeg_dlm.report.blocks import Block, Command, Details, Figure, Paragraph, Samples, Section, Verbatim, code
+from jpeg_dlm.report.reading import Trouble, facts, folded_options, read_figure, read_text, shown
 from jpeg_dlm.report.runs import config_blocks
+from jpeg_dlm.results.table import Cell, Table
 from jpeg_dlm.studies.registry import STUDIES
 
 LENGTHS_ALT = "Shares of texts by length in tokens, generated beside real."
@@ -62,26 +63,26 @@ def study_section(folder: Path, name: str) -> Section:
     title = _capital(str(result.get("title") or f"study {name}"))
     alt = f"Picture of the study '{title}'; its numbers are in the table."
     pictures = _pictures([folder / f"study-{name}.png"], alt, title, trouble)
-    about = [Paragraph(plain(f"{_capital(STUDIES[name].summary)}."))] if name in STUDIES else []
+    about = [Paragraph(f"{_capital(STUDIES[name].summary)}.")] if name in STUDIES else []
     return _section(title, folder / f"study-{name}.md", result, pictures, trouble, about=about)
 
 
 def _section(
     title: str,
-    table: Path,
+    text: Path,
     result: Mapping[str, Any],
     pictures: Sequence[Figure],
     trouble: Trouble,
     command: str = "",
     about: Sequence[Block] = (),
 ) -> Section:
-    tables = trouble.attempt(table.name, lambda: parse(read_text(table), f"Table of {title}"), [])
+    tables = _tables(result, f"Table of {title}", text, trouble)
     entries = trouble.attempt("The list of entries", lambda: _entries(result), [])
     samples = trouble.attempt("The samples", lambda: _samples(entries), [])
     options = trouble.attempt("The configurations", lambda: _configurations(entries), [])
     provenance = trouble.attempt("The provenance", lambda: _provenance(result, entries), [])
     command = command or str(result.get("command", ""))
-    again = [Paragraph(plain("To make it again:")), Command(command)] if command else []
+    again = [Paragraph("To make it again:"), Command(command)] if command else []
     parts = {"Samples": samples, "Configuration": options, "Provenance": [*provenance, *again]}
     return Section(
         title,
@@ -97,8 +98,23 @@ def _result(path: Path, trouble: Trouble) -> dict[str, Any]:
     return trouble.attempt(path.name, lambda: read_json_file(path), {})
 
 
+def _tables(result: Mapping[str, Any], label: str, text: Path, trouble: Trouble) -> list[Block]:
+    """The tables of a result; earlier versions kept them as Markdown alone, which is shown as it is."""
+    if "tables" in result:
+        return trouble.attempt("The list of tables", lambda: [b for t in result["tables"] for b in _blocks(t, label)], [])
+    lines = trouble.attempt(text.name, lambda: read_text(text), "")
+    said = f"The tables are shown as {text.name} has them, since {text.stem}.json holds none, as in earlier versions."
+    return [Paragraph(said), Verbatim(lines)] if lines else []
+
+
+def _blocks(value: Mapping[str, Any], label: str) -> list[Block]:
+    table = Table.from_json(value)
+    grid = [replace(table, title=label, notes=())] if table.columns else []
+    return [*(Paragraph(said) for said in [table.title] if said), *grid, *map(Paragraph, table.notes)]
+
+
 def _pictures(paths: Sequence[Path], alt: str, caption: str, trouble: Trouble) -> list[Figure]:
-    """Those that exist: not every result can be drawn."""
+    """Read the pictures that exist: not every result can be drawn."""
     there = [path for path in paths if path.is_file()]
     found = [trouble.attempt(path.name, lambda path=path: read_figure(path, alt, caption), None) for path in there]
     return [figure for figure in found if figure is not None]
@@ -109,12 +125,12 @@ def _capital(text: str) -> str:
 
 
 def _natural(path: Path) -> list[int]:
-    """So that lengths-10.png follows lengths-9.png."""
+    """Return a key by which lengths-10.png follows lengths-9.png."""
     return [int(number) for number in re.findall(r"\d+", path.stem)]
 
 
 def _entries(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What was measured: the entries of an evaluation; the rows of a comparison or study, or the entries within them."""
+    """Return what was measured: the entries of an evaluation; the rows of a comparison or study, or the entries within them."""
     return [row.get("entry", row) for row in (*result.get("entries", ()), *result.get("rows", ()))]
 
 
@@ -124,7 +140,7 @@ def _samples(entries: Sequence[Mapping[str, Any]]) -> list[Block]:
         texts = tuple(map(str, entry.get("runs", [entry])[0].get("samples", ())))
         if texts:
             blocks.append(Details(_name(entry), (Samples(texts),), unfolded=not blocks))
-    return [Paragraph(plain("The first texts of the first seed: in order, not chosen.")), *blocks] if blocks else []
+    return [Paragraph("The first texts of the first seed: in order, not chosen."), *blocks] if blocks else []
 
 
 def _configurations(entries: Sequence[Mapping[str, Any]]) -> list[Block]:
@@ -144,16 +160,16 @@ def _provenance(result: Mapping[str, Any], entries: Sequence[Mapping[str, Any]])
     identified = [entry for entry in entries if _identity(entry)]
     if identified:
         heading = ("system", "checkpoint SHA-256", "tokenizer", "real text", "seeds", "device", "precision")
-        blocks.append(text_table("Provenance of each system", heading, map(_identity_row, identified)))
+        blocks.append(Table.of("Provenance of each system", heading, map(_identity_row, identified)))
     return blocks + ([folded_options("All conditions", conditions)] if conditions else [])
 
 
 def _identity(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What was scored, exactly; nothing for a row that only holds numbers."""
+    """Return what identifies a scored model; nothing for a row that only holds numbers."""
     return entry.get("identity", entry if "checkpoint_sha256" in entry else {})
 
 
-def _identity_row(entry: Mapping[str, Any]) -> list[object]:
+def _identity_row(entry: Mapping[str, Any]) -> list[Cell]:
     known = _identity(entry)
     hashes = [code(known[name]) if known.get(name) else "" for name in ("checkpoint_sha256", "tokenizer")]
     others = [entry.get("reference"), entry.get("seeds"), known.get("device"), known.get("dtype")]

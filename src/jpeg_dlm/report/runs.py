@@ -1,28 +1,29 @@
-"""What a report says of trainings: one run at length, several in a table; and of the models made from them."""
+"""Sections on trainings: one run at length, several in a table; and of the models made from them."""
 
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jpeg_dlm.config_io import flatten, read_json_file, to_dict
-from jpeg_dlm.evaluation.parts import key_of
 from jpeg_dlm.files import MANIFEST, MANIFEST_BYTES, load_json
 from jpeg_dlm.methods.denoising import TIMES
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
-from jpeg_dlm.report.blocks import Block, Details, Facts, Note, Paragraph, Samples, Section, Table, code, plain
+from jpeg_dlm.report.blocks import Block, Details, Facts, Note, Paragraph, Samples, Section, code
 from jpeg_dlm.report.commands import training_commands
-from jpeg_dlm.report.reading import Trouble, facts, folded_options, options_table, read_figure, read_text, shown, text_table
+from jpeg_dlm.report.reading import Trouble, facts, folded_options, options_table, read_figure, read_text, shown
+from jpeg_dlm.results.resumable import key_of
+from jpeg_dlm.results.table import Table
 from jpeg_dlm.studies.workshop import training_seconds
 from jpeg_dlm.training.alarms import ADVICE
 from jpeg_dlm.training.checkpoint import STATE, STATE_BYTES, STEP_NAME
 from jpeg_dlm.training.diagnosis_plot import diagnoses
 from jpeg_dlm.training.metrics import HELDOUT, read_metrics
+from jpeg_dlm.wording import command
 
 METRICS_ALT = (
     "Curves over the optimizer steps: losses in training and on held-out text, gradient norm, speed and learning rates."
@@ -45,7 +46,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory says, as far as it can be read."""
+    """The content of a run directory, as far as it can be read."""
 
     folder: Path
     config: dict[str, Any]
@@ -147,7 +148,7 @@ def runs_section(title: str, folders: Sequence[Path], with_details: bool = True)
     trouble = Trouble()
     runs = [(run, own) for folder in folders for own in [Trouble()] for run in [read_run(folder, own)]]
     rows = [row for run, _ in runs for row in trouble.attempt(f"The row of {run.name}", lambda run=run: [_row(run)], [])]
-    table = text_table(title, ("run", "method", "steps", "loss", "last held-out losses", "time of training"), rows)
+    table = Table.of(title, ("run", "method", "steps", "loss", "last held-out losses", "time of training"), rows)
     notes = [Note(f"{run.name}: {sentence}") for run, own in runs for sentence in own.sentences]
     details = [_folded(run, trouble) for run, _ in runs] if with_details else []
     return Section(title, (*trouble.notes(), *notes, table, *details))
@@ -207,11 +208,11 @@ def _losses(run: Run) -> Table:
     train, heldout = run.losses, {name.removeprefix(HELDOUT): value for name, value in run.heldout.items()}
     terms = sorted(train.keys() | heldout.keys(), key=lambda name: (name != "loss", name))
     cells = [[name, *(f"{of[name]:.4g}" if name in of else "" for of in (train, heldout))] for name in terms]
-    return text_table(f"Last losses of {run.name}", ("last value", "training", "held out"), cells)
+    return Table.of(f"Last losses of {run.name}", ("last value", "training", "held out"), cells)
 
 
 def _diagnosis(run: Run) -> list[Block]:
-    """What the last evaluation found out about denoiser and samples, and the picture of all of them."""
+    """Show the last diagnosis of denoiser and samples, and the picture of all of them."""
     found = diagnoses(run.folder / "metrics.jsonl")
     if not found:
         return []
@@ -219,7 +220,7 @@ def _diagnosis(run: Run) -> list[Block]:
     times = [f"{t:g}" for t in TIMES if f"ratio_{t:g}" in last]
     kinds = {"error": "error of one prediction", "linear": "of the best linear one", "ratio": "ratio", "accuracy": "tokens"}
     cells = [[text, *(f"{last[f'{kind}_{t}']:.3g}" for t in times)] for kind, text in kinds.items()] if times else []
-    table = [text_table(f"Denoiser of {run.name} at step {step:,}", ("t", *times), cells)] if times else []
+    table = [Table.of(f"Denoiser of {run.name} at step {step:,}", ("t", *times), cells)] if times else []
     known = facts(
         [
             ("Words that exist", beside(last, "words")),
@@ -248,7 +249,7 @@ def _alarms(folder: Path) -> list[Block]:
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[*(shown(row.get(name, "")) for name in names), ADVICE.get(row.get("kind", ""), "")] for row in rows]
     said = f"{len(rows)} alarm{'s were' if len(rows) > 1 else ' was'} raised in training: see the table."
-    return [Note(said), text_table("Alarms", [*names, "what to do"], cells)]
+    return [Note(said), Table.of("Alarms", [*names, "what to do"], cells)]
 
 
 def _samples(folder: Path) -> list[Block]:
@@ -258,7 +259,7 @@ def _samples(folder: Path) -> list[Block]:
         return []
     newest, *earlier = [(f"step {int(path.stem.removeprefix('step-')):,}", split_samples(read_text(path))) for path in files]
     said = f"The first {len(newest[1])} texts of seed 0 at {newest[0]}: in order, not chosen."
-    return [Paragraph(plain(said)), Samples(newest[1]), *(Details(f"At {step}", (Samples(texts),)) for step, texts in earlier)]
+    return [Paragraph(said), Samples(newest[1]), *(Details(f"At {step}", (Samples(texts),)) for step, texts in earlier)]
 
 
 def split_samples(text: str) -> tuple[str, ...]:
@@ -274,7 +275,7 @@ def split_samples(text: str) -> tuple[str, ...]:
 
 
 def config_blocks(config: Mapping[str, Any]) -> list[Block]:
-    """What differs from the preset, and folded all options."""
+    """Show the options that differ from the preset, and folded all options."""
     if not config:
         return []
     options = flatten(config)
@@ -286,8 +287,8 @@ def config_blocks(config: Mapping[str, Any]) -> list[Block]:
         return [everything]
     changed = {key: value for key, value in options.items() if key not in default or default[key] != value}
     if not changed:
-        return [Paragraph(plain(f"All options are those of the preset {name} for {method}.")), everything]
-    said = Paragraph(plain(f"Options that differ from the preset {name} for {method}:"))
+        return [Paragraph(f"All options are those of the preset {name} for {method}."), everything]
+    said = Paragraph(f"Options that differ from the preset {name} for {method}:")
     return [said, options_table("Options that differ from the preset", changed), everything]
 
 
@@ -298,12 +299,12 @@ def _stages(folder: Path) -> list[Block]:
 
 def _provenance(run: Run) -> list[Block]:
     if run.saved is None:
-        return [Paragraph(plain("There is no checkpoint yet, so nothing is recorded of one."))]
+        return [Paragraph("There is no checkpoint yet, so nothing is recorded of one.")]
     manifest, known = run.saved.manifest, run.saved.state.get("provenance", {})
-    said = "As recorded with the newest checkpoint; the files themselves are proved by "
     listed = facts(
         [
             ("Checkpoint", run.saved.name),
+            ("Proof of its files", code(command("verify", run.folder))),
             ("Step", f"{manifest['extra']['step']:,}"),
             ("Seed", run.option("train", "seed")),
             *_machine(manifest),
@@ -313,7 +314,7 @@ def _provenance(run: Run) -> list[Block]:
         ]
     )
     return [
-        Paragraph((*plain(said), *code(shlex.join(["jpeg-dlm", "verify", str(run.folder)])), *plain("."))),
+        Paragraph("As recorded with the newest checkpoint:"),
         listed,
         *training_commands(run.folder, run.config, manifest["threads"]),
     ]

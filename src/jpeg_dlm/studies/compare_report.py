@@ -9,8 +9,9 @@ from typing import Any
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from jpeg_dlm.evaluation.paper import paper_tables
-from jpeg_dlm.evaluation.pictures import INK, LINE_COLORS, dress, new_figure, save_png
-from jpeg_dlm.evaluation.report import markdown_table, plus_minus
+from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
+from jpeg_dlm.results.spread import plus_minus
+from jpeg_dlm.results.table import Cell, Table, emphasis
 from jpeg_dlm.studies.compare import CACHED, UNCACHED
 
 OURS = ("system", "parameters", "tokens seen", "training", "Gen-PPL", "entropy (nats)", "MAUVE", "speed")
@@ -18,11 +19,11 @@ MARKERS = "os^DvPX*<>"  # beside the colors, which are fewer than the systems
 PAPER = ("Gen-PPL", "entropy", "MAUVE", "speed")
 
 
-def compare_table(result: Mapping[str, Any], paper_set: str = "lm1b") -> str:
-    """Markdown: our columns, then the paper's for the same system, which are of another scorer, text and size."""
+def compare_table(result: Mapping[str, Any], paper_set: str = "lm1b") -> Table:
+    """Our columns, then the paper's for the same system, which are of another scorer, text and size."""
     speeds = {row["name"]: row["ratio"] for row in result["speed"]["rows"]}
     paper = {row["method"]: row for row in paper_tables()["main"][paper_set]}
-    rows = [_own(row, speeds) + _papers(paper.get(row["title"])) for row in result["rows"]]
+    rows: list[Sequence[Cell]] = [_own(row, speeds) + _papers(paper.get(row["title"])) for row in result["rows"]]
     if CACHED in speeds:
         at = next(i for i, row in enumerate(result["rows"]) if row["method"] == "ar") + 1
         cached = f"{paper['AR']['speed_kv_cache']:g}" if "AR" in paper else ""
@@ -30,9 +31,9 @@ def compare_table(result: Mapping[str, Any], paper_set: str = "lm1b") -> str:
     entry = next((row["entry"] for row in result["rows"] if "entry" in row), None)
     for name in ("real", "shuffled") if entry else ():
         figures = entry["figures"][name] if entry else {}
-        rows.append([f"*{name} text*", "", "", "", f"{figures['gen_ppl']:.1f}", f"{figures['entropy']:.3f}", *[""] * 6])
+        rows.append([emphasis(f"{name} text"), "", "", "", f"{figures['gen_ppl']:.1f}", f"{figures['entropy']:.3f}", *[""] * 6])
     heading = [*OURS, *(f"paper, {paper_set}: {name}" for name in PAPER)]
-    return "\n".join([_conditions(result), "", markdown_table(heading, rows), "", *_failures(result["rows"])])
+    return Table.of(_conditions(result), heading, rows, _failures(result["rows"]))
 
 
 def _conditions(result: Mapping[str, Any]) -> str:

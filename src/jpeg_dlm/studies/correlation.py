@@ -20,9 +20,9 @@ from torch import Tensor
 
 from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.evaluation.paper import paper_tables
-from jpeg_dlm.evaluation.pictures import INK, dress, new_figure, save_png
-from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.results.pictures import INK, dress, new_figure, save_png
+from jpeg_dlm.results.table import Table
 from jpeg_dlm.rng import derive_seed
 from jpeg_dlm.studies.latents import about, check_sources, clean_latents, heldout_of, identity, label
 from jpeg_dlm.studies.study import Asked, Outcome
@@ -38,7 +38,7 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
     check_sources(sources, rows=2)
     rows = [about(source) | _correlations(source, asked) for source in sources]
     result = {"study": "correlation", "seed": SEED, "resamples": RESAMPLES, "rows": rows}
-    return Outcome(result, table(result), lambda path: draw(result, path))
+    return Outcome(result, [table(result)], lambda path: draw(result, path))
 
 
 def _correlations(source: ModelSource, asked: Asked) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def bootstrap_means(z_SND: Tensor, resamples: int, seed: int = 0) -> np.ndarray:
 # ---------------------------------------------------------------- table and picture
 
 
-def table(result: Mapping[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> Table:
     """Return a table with a row per model."""
     paper = paper_tables()["latent_correlation"]
     heading = (
@@ -133,7 +133,7 @@ def table(result: Mapping[str, Any]) -> str:
         "Correlation between latent positions: mean of the signed entries off the diagonal of their Gram matrix, as the "
         "paper's wording has it, with a bootstrap interval over sequences."
     )
-    return "\n".join([head, "", markdown_table(heading, rows)])
+    return Table.of(head, heading, rows)
 
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:

@@ -23,12 +23,12 @@ from jpeg_dlm.evaluation import counts, memory
 from jpeg_dlm.evaluation.info import gigabytes, operations
 from jpeg_dlm.evaluation.method_info import build_weightless, parameter_parts
 from jpeg_dlm.evaluation.paper import OWN, paper_tables
-from jpeg_dlm.evaluation.parts import Parts
-from jpeg_dlm.evaluation.pictures import INK, LINE_COLORS, dress, new_figure, save_png
-from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.evaluation.trial import Trial, run_trial
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
+from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
+from jpeg_dlm.results.resumable import Parts
+from jpeg_dlm.results.table import Table
 from jpeg_dlm.studies.compare import CACHED, UNCACHED
 from jpeg_dlm.studies.study import Outcome
 from jpeg_dlm.training.console import Console
@@ -214,7 +214,7 @@ def study(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Outcome:
         for key, values in _measured(args, unique).items():
             found[key]["measured"] = values
     result |= {"by_rate": [found[p.key] for p in by_rate], "by_length": [found[p.key] for p in by_length]}
-    return Outcome(result, table(result), lambda path: draw(result, path))
+    return Outcome(result, tables(result), lambda path: draw(result, path))
 
 
 def _measured(args: argparse.Namespace, points: Sequence[Point]) -> dict[Any, dict[str, Any]]:
@@ -244,7 +244,7 @@ COLUMNS = ["parameters", "operations", "of these attention", "weights", "activat
 MEASURED = ["s per text, measured", "memory beyond the model, measured"]
 
 
-def table(result: Mapping[str, Any]) -> str:
+def tables(result: Mapping[str, Any]) -> list[Table]:
     more = MEASURED if result["repeats"] else []
     first = [["r", "N", *COLUMNS, *more, "paper"]]
     first += [[f"{row['rate']:g}", f"{row['latent_len']:,}", *_cells(row, result), _paper(row)] for row in result["by_rate"]]
@@ -255,10 +255,11 @@ def table(result: Mapping[str, Any]) -> str:
         f"Preset {result['preset']}, {result['sampler']}; cost of one text in fp32, one multiply-accumulate is one operation."
         f"{measured} The paper's column is its 'sampling compute'."
     )
-    return "\n".join([
-        head, "", f"{OWN} at L = {result['token_len']:,}:", "", markdown_table(first[0], first[1:]), "",
-        f"As texts grow, r = {result['rate']:g}:", "", markdown_table(second[0], second[1:]), "", *sentences(result),
-    ])  # fmt: skip
+    return [
+        Table(head),
+        Table.of(f"{OWN} at L = {result['token_len']:,}:", first[0], first[1:]),
+        Table.of(f"As texts grow, r = {result['rate']:g}:", second[0], second[1:], sentences(result)),
+    ]
 
 
 def _cells(row: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:

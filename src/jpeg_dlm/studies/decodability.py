@@ -15,10 +15,10 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from jpeg_dlm.evaluation.decodability import break_point, real_tokens, right_tokens
-from jpeg_dlm.evaluation.pictures import INK, LINE_COLORS, dress, new_figure, save_png
-from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.flow.path import interpolate
+from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
+from jpeg_dlm.results.table import Table
 from jpeg_dlm.rng import RowNoise, derive_seed
 from jpeg_dlm.studies.latents import (
     LatentView,
@@ -46,7 +46,7 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
     result = {
         "study": "decodability", "times": list(TIMES), "seeds": list(asked.seeds), "resamples": RESAMPLES, "rows": rows,
     }  # fmt: skip
-    return Outcome(result, table(result), lambda path: draw(result, path))
+    return Outcome(result, [table(result)], lambda path: draw(result, path))
 
 
 # ---------------------------------------------------------------- counting
@@ -120,7 +120,7 @@ def curve(right_TS: np.ndarray, real_S: np.ndarray, times: Sequence[float] = TIM
 # ---------------------------------------------------------------- table and picture
 
 
-def table(result: Mapping[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> Table:
     """Return a table with a row per model and way: the break point, then the share at each time."""
     heading = ("model", "way", "breaks at t", "95% interval", *(f"t = {t:g}" for t in result["times"]))
     rows = [
@@ -133,7 +133,7 @@ def table(result: Mapping[str, Any]) -> str:
         f"Share of held-out tokens ({texts} rows) that come back from clean latents mixed with noise, t z + (1 - t) eps; "
         "decoding breaks at the t below which less than half of the clean share is right."
     )
-    return "\n".join([head, "", markdown_table(heading, rows)])
+    return Table.of(head, heading, rows)
 
 
 def _break_cells(found: Mapping[str, Any]) -> list[str]:

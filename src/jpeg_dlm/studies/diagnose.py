@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jpeg_dlm.evaluation.pictures import LINE_COLORS, dress, new_figure, save_png
-from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.results.pictures import LINE_COLORS, dress, new_figure, save_png
+from jpeg_dlm.results.table import Table, emphasis
 from jpeg_dlm.sampling.sampler import device_of
 from jpeg_dlm.studies.latents import about, heldout_of, identity
 from jpeg_dlm.studies.study import Asked, Outcome
@@ -34,7 +34,7 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
     """Diagnose every model; for runs, include the history."""
     rows = [_diagnosed(source, asked) for source in sources]
     result = {"study": "diagnose", "n": asked.n, "seeds": list(asked.seeds), "rows": rows}
-    return Outcome(result, table(result), lambda path: draw(result, path))
+    return Outcome(result, [table(result)], lambda path: draw(result, path))
 
 
 def run_of(path: Path | None) -> Path | None:
@@ -83,7 +83,7 @@ def way(found: Mapping[str, Any]) -> float | None:
 # ---------------------------------------------------------------- table and picture
 
 
-def table(result: Mapping[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> Table:
     """Return a table with a row per model; measures that a model lacks stay empty."""
     heading = (
         "model", "minutes", *(f"ratio at {t:g}" for t in RATIOS), "accuracy at 0.5", "reconstruction", "rank", "joint rank",
@@ -102,14 +102,14 @@ def table(result: Mapping[str, Any]) -> str:
         m = row["measures"]
         real = [_cell(m.get(f"{name}_real"), digits) for name, digits in (("words", 3), ("distinct", 2), ("trigram", 0))]
         copied = _cell(m.get("copied_real"), 3)
-        rows.append([f"*real text of {row['name']}*", *[""] * (5 + len(RATIOS)), *real, "1", copied])
-        rows.append(["*its tokens shuffled*", *[""] * (7 + len(RATIOS)), _cell(m.get("trigram_shuffled"), 0), "0", ""])
+        rows.append([emphasis(f"real text of {row['name']}"), *[""] * (5 + len(RATIOS)), *real, "1", copied])
+        rows.append([emphasis("its tokens shuffled"), *[""] * (7 + len(RATIOS)), _cell(m.get("trigram_shuffled"), 0), "0", ""])
     head = (
         "Error of one prediction over that of the best linear denoiser, on held-out text (below 1 it knows more than means and "
         f"covariances); samples, {len(result['seeds'])} x {result['n']}, by what the training text has. Minutes are of "
         "optimizer steps, without the encoder's."
     )
-    return "\n".join([head, "", markdown_table(heading, rows)])
+    return Table.of(head, heading, rows)
 
 
 def _cell(value: float | None, digits: int) -> str:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jpeg_dlm.evaluation.pictures import INK, LINE_COLORS, dress, new_figure, save_png
-from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.methods.geometry import covariance, effective_rank, isotropy, measure, spectrum
+from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
+from jpeg_dlm.results.table import Table
 from jpeg_dlm.studies.latents import about, batches_of, check_sources, heldout_of, identity, label, view_of
 from jpeg_dlm.studies.study import Asked, Outcome
 from jpeg_dlm.training.alarms import collapse
@@ -29,7 +29,7 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
     check_sources(sources, rows=GROUPS)
     rows = [about(source) | _geometry(source, asked) | {"over_training": over_training(source.path)} for source in sources]
     result = {"study": "geometry", "groups": GROUPS, "rows": rows}
-    return Outcome(result, table(result), lambda path: draw(result, path))
+    return Outcome(result, [table(result)], lambda path: draw(result, path))
 
 
 def _geometry(source: ModelSource, asked: Asked) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def over_training(path: Path | None) -> dict[str, list[float]]:
 # ---------------------------------------------------------------- table and picture
 
 
-def table(result: Mapping[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> Table:
     """Return a table with a row per model, and a sentence about each."""
     heading = (
         "model", "vectors", "D", "effective rank", "share", "participation ratio", "isotropy", "channel std, least",
@@ -105,13 +105,13 @@ def table(result: Mapping[str, Any]) -> str:
         "Geometry of the standardized latents of held-out text. N(0, I) has a share, isotropy, deviations and variance of 1 "
         f"and a distance of 0; ± is a jackknife deviation over {result['groups']} groups of texts."
     )
-    return "\n".join([head, "", markdown_table(heading, rows), "", *map(sentence, result["rows"])])
+    return Table.of(head, heading, rows, map(sentence, result["rows"]))
 
 
 def sentence(row: Mapping[str, Any]) -> str:
     """Return a sentence that says if the latent space looks collapsed."""
     wrong = "; ".join(row["collapsed"])
-    return f"{label(dict(row))}: {f'looks collapsed: {wrong}' if wrong else 'does not look collapsed'}.\n"
+    return f"{label(dict(row))}: {f'looks collapsed: {wrong}' if wrong else 'does not look collapsed'}."
 
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:

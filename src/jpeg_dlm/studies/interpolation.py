@@ -17,14 +17,14 @@ from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 from torch import Tensor
 
 from jpeg_dlm import __version__
-from jpeg_dlm.evaluation.parts import Parts
-from jpeg_dlm.evaluation.pictures import LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol
-from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.evaluation.scoring import Scorer
 from jpeg_dlm.evaluation.sources import ModelSource, Texts
 from jpeg_dlm.evaluation.text_metrics import perplexity, perplexity_interval, unigram_entropy
 from jpeg_dlm.flow.vp import TanSchedule
+from jpeg_dlm.results.pictures import LINE_COLORS, dress, new_figure, save_png
+from jpeg_dlm.results.resumable import Parts
+from jpeg_dlm.results.table import Table
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.studies.latents import (
     LatentView,
@@ -61,7 +61,7 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
         "protocol": protocol.name, "pairs": asked.n, "pair_seed": PAIR_SEED, "noise_seed": NOISE_SEED,
         "lambdas": list(LAMBDAS), "levels": levels, "rows": rows,
     }  # fmt: skip
-    return Outcome(result, table(result), lambda path: draw(result, path))
+    return Outcome(result, tables(result), lambda path: draw(result, path))
 
 
 def level(t: float) -> dict[str, float]:
@@ -170,18 +170,18 @@ def level_name(at: Mapping[str, float]) -> str:
     return f"t = {at['t']:g}, SNR {at['ratio'] ** -2:.2f}" if at["ratio"] else "no noise"
 
 
-def table(result: Mapping[str, Any]) -> str:
+def tables(result: Mapping[str, Any]) -> list[Table]:
     """Return a table per model, lambda against noise level."""
     head = (
         f"Gen-PPL by {result['scorer']}, protocol {result['protocol']}, over {result['pairs']} pairs of held-out texts, with "
         "its 95% interval and behind it the entropy in nats; t is COSMOS's time, other models have the same SNR."
     )
-    parts = [head]
+    found = [Table(head)]
     for row in result["rows"]:
         points = zip(*row["levels"], strict=True)
         cells = [[f"{one[0]['lambda']:g}", *map(_cell, one)] for one in points]
-        parts += ["", f"{label(row)}:", "", markdown_table(("lambda", *map(level_name, result["levels"])), cells)]
-    return "\n".join(parts)
+        found.append(Table.of(f"{label(row)}:", ("lambda", *map(level_name, result["levels"])), cells))
+    return found
 
 
 def _cell(point: Mapping[str, Any]) -> str:

@@ -16,10 +16,10 @@ from jpeg_dlm.evaluation.evaluate import Evaluation, Request
 from jpeg_dlm.evaluation.figures import mauve_or_reason
 from jpeg_dlm.evaluation.lengths import chance_overlap, length_accuracy, length_overlap
 from jpeg_dlm.evaluation.paper import paper_tables
-from jpeg_dlm.evaluation.pictures import GENERATED_COLOR, INK, LINE_COLORS, REAL_COLOR, dress, new_figure, save_png
-from jpeg_dlm.evaluation.report import markdown_table, plus_minus
 from jpeg_dlm.evaluation.sources import ModelSource
-from jpeg_dlm.evaluation.summary import spread
+from jpeg_dlm.results.pictures import GENERATED_COLOR, INK, LINE_COLORS, REAL_COLOR, dress, new_figure, save_png
+from jpeg_dlm.results.spread import plus_minus, spread
+from jpeg_dlm.results.table import Table
 from jpeg_dlm.studies.steps import common_protocol
 from jpeg_dlm.studies.study import Asked, Outcome
 
@@ -40,7 +40,7 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
     result = {
         "scorer": evaluation.scorer.name, "protocol": rules.name, "paper": paper_tables()["mauve_lengths"], "systems": systems,
     }  # fmt: skip
-    return Outcome(result, table(result), lambda path: draw(result, path))
+    return Outcome(result, [table(result)], lambda path: draw(result, path))
 
 
 def compare_lengths(source: ModelSource, evaluation: Evaluation, asked: Asked) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def over_seeds(system: Mapping[str, Any], kind: str, *keys: str) -> dict[str, An
     return spread(values) if values and None not in values else None
 
 
-def table(result: Mapping[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> Table:
     rows = [_row(system, kind) for system in result["systems"] for kind in ("whole", "cut")]
     paper = result["paper"]
     rows.append([
@@ -111,7 +111,7 @@ def table(result: Mapping[str, Any]) -> str:
         "a rule knowing only the length assigns rightly on the half it was not learned from, 50% by guessing. The paper's row "
         f"is in tokens of {paper_tables()['scorer']}, with {paper['bins']} bins."
     )
-    return "\n".join([head, "", markdown_table(COLUMNS, rows), "", *_sentences(result["systems"])])
+    return Table.of(head, COLUMNS, rows, _sentences(result["systems"]))
 
 
 def _row(system: Mapping[str, Any], kind: str) -> list[str]:

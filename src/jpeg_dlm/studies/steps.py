@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jpeg_dlm.evaluation.entry_pictures import draw_sweep
 from jpeg_dlm.evaluation.evaluate import Evaluation, Request
 from jpeg_dlm.evaluation.paper import OWN, paper_tables
-from jpeg_dlm.evaluation.pictures import draw_sweep
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol, protocol
-from jpeg_dlm.evaluation.report import markdown_table, plus_minus
 from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.results.spread import plus_minus
+from jpeg_dlm.results.table import Cell, Table, emphasis
 from jpeg_dlm.studies.study import Asked, Outcome
 
 PAPER_PRESET = "lm1b"  # of the paper's sweep
@@ -50,7 +51,7 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
     def draw(path: Path) -> Path:
         return draw_sweep(entries, scorer.name, path)
 
-    return Outcome(result, table(result), draw)
+    return Outcome(result, [table(result)], draw)
 
 
 def enough_steps(entries: Sequence[Mapping[str, Any]]) -> int | None:
@@ -60,12 +61,12 @@ def enough_steps(entries: Sequence[Mapping[str, Any]]) -> int | None:
     return min((steps for steps, ppl in swept if ppl <= (1 + CLOSE) * best), default=None)
 
 
-def table(result: Mapping[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> Table:
     """Return a table with our rows, real text, and the paper's rows, whose conditions the first line states."""
     entries: Sequence[dict[str, Any]] = result["entries"]
-    rows = [_own_row(entry) for entry in entries]
+    rows: list[Sequence[Cell]] = [_own_row(entry) for entry in entries]
     for real in {entry["figures"]["real"]["gen_ppl"]: entry["figures"]["real"] for entry in entries}.values():
-        rows.append(["*real text*", "", "", f"{real['gen_ppl']:.1f}", f"{real['entropy']:.3f}", "", "", ""])
+        rows.append([emphasis("real text"), "", "", f"{real['gen_ppl']:.1f}", f"{real['entropy']:.3f}", "", "", ""])
     rows += [_paper_row(row) for row in result["paper"]["rows"]]
     runs = entries[0]["runs"]
     head = (
@@ -78,7 +79,7 @@ def table(result: Mapping[str, Any]) -> str:
         for name, steps in result["enough"].items()
         if steps is not None
     ]
-    return "\n".join([head, "", markdown_table(COLUMNS, rows), "", *sentences])
+    return Table.of(head, COLUMNS, rows, sentences)
 
 
 def _own_row(entry: Mapping[str, Any]) -> list[str]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import override
-from jpeg_dlm.evaluation.parts import Parts
 from jpeg_dlm.evaluation.scoring import Scorer
-from jpeg_dlm.files import write_atomic
 from jpeg_dlm.presets import preset
+from jpeg_dlm.results.resumable import Parts
+from jpeg_dlm.results.table import Table, write_result
 from jpeg_dlm.training.console import Console
 
 
@@ -63,17 +62,15 @@ class Outcome:
     """`result` is plain JSON with everything that the table and the picture show."""
 
     result: dict[str, Any]
-    table: str
+    tables: Sequence[Table]
     draw: Callable[[Path], Path | None]
 
     def write(self, folder: Path, name: str) -> list[Path]:
         """Write `study-NAME.json`, `.md` and `.png` in a folder; return their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         stem = folder / f"study-{name}"
-        data, table, picture = (stem.with_suffix(end) for end in (".json", ".md", ".png"))
-        write_atomic(data, json.dumps(self.result, indent=1, ensure_ascii=False) + "\n")
-        write_atomic(table, self.table + "\n")
-        return [data, table, *filter(None, [self.draw(picture)])]
+        written = write_result(stem, self.result, self.tables)
+        return [*written, *filter(None, [self.draw(stem.with_suffix(".png"))])]
 
 
 EVERY_METHOD = ("data.", "encoder.", "train.")  # groups of options that all methods have

@@ -21,7 +21,7 @@ from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.evaluate import Evaluation, Request
 from jpeg_dlm.evaluation.scoring import Scorer
 from jpeg_dlm.evaluation.sources import ModelSource
-from jpeg_dlm.evaluation.summary import spread
+from jpeg_dlm.results.spread import spread
 from jpeg_dlm.studies.budget import Budget
 from jpeg_dlm.studies.study import Outcome, Variant, read_base
 from jpeg_dlm.studies.variant_report import study_table
@@ -129,7 +129,7 @@ def evaluate(planned: Plan, workshop: Workshop, scorer: Callable[[], Scorer], re
         "protocol": asdict(request.protocol), "texts": request.n or request.protocol.n, "seeds": len(request.seeds),
         "train_seeds": question.train_seeds, "left_out": planned.left_out, "rows": [row.record for row in rows], **beside,
     }  # fmt: skip
-    return Outcome(result, study_table(result), partial(study.draw, result))
+    return Outcome(result, [study_table(result)], partial(study.draw, result))
 
 
 def _scored(

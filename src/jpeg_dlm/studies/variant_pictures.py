@@ -15,7 +15,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
-from jpeg_dlm.evaluation.pictures import GENERATED_COLOR, INK, LINE_COLORS, REAL_COLOR, dress, new_figure, save_png
+from jpeg_dlm.results.pictures import GENERATED_COLOR, INK, LINE_COLORS, REAL_COLOR, dress, new_figure, save_png
 
 PAPER_COLOR, PAPER_GROUND = "#718096", "#f7fafc"
 WIDE = 5.0  # a perplexity that varies by more than this factor is shown on a logarithmic axis

@@ -1,31 +1,32 @@
-"""A study of variants as Markdown: ours with deviations, real text, and the paper's figures in columns of their own."""
+"""A study of variants as a table: ours with deviations, real text, and the paper's figures in columns of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jpeg_dlm.evaluation.report import markdown_table, plus_minus
+from jpeg_dlm.results.spread import plus_minus
+from jpeg_dlm.results.table import Cell, Table, emphasis
 
 OURS = ("variant", "parameters", "training", "Gen-PPL", "entropy (nats)", "MAUVE", "tokens reconstructed")
 PAPER = ("paper: Gen-PPL", "paper: entropy", "paper: MAUVE")
 
 
-def study_table(result: Mapping[str, Any]) -> str:
+def study_table(result: Mapping[str, Any]) -> Table:
     """The conditions, the rows, and a sentence for whatever is missing or suspicious."""
-    rows = [_own(row) + _papers(row["paper"]) for row in result["rows"]]
+    rows: list[Sequence[Cell]] = [_own(row) + _papers(row["paper"]) for row in result["rows"]]
     for name in ("real", "shuffled"):
         if name in result:
             figures = [f"{result[name]['gen_ppl']:.1f}", f"{result[name]['entropy']:.3f}"]
-            rows.append([f"*{name} text*", "", "", *figures, *[""] * 5])
-    lines = [_conditions(result), "", markdown_table([*OURS, *PAPER], rows), "", *result["left_out"]]
+            rows.append([emphasis(f"{name} text"), "", "", *figures, *[""] * 5])
+    notes = list(result["left_out"])
     for row in result["rows"]:
         if "error" in row:
-            lines.append(f"{row['label']} failed: {row['error']}")
+            notes.append(f"{row['label']} failed: {row['error']}")
         if row.get("degenerate"):
             said = "; ".join(row["degenerate"])
-            lines.append(f"{row['label']}: look at the texts before believing the perplexity: {said}.")
-    return "\n".join(lines).rstrip()
+            notes.append(f"{row['label']}: look at the texts before believing the perplexity: {said}.")
+    return Table.of(_conditions(result), [*OURS, *PAPER], rows, notes)
 
 
 def _conditions(result: Mapping[str, Any]) -> str:

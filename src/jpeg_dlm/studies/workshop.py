@@ -28,9 +28,9 @@ from jpeg_dlm.config_io import changed, read_json_file, to_dict
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.encoders.small import CONFIG_FILE
 from jpeg_dlm.errors import JpegDlmError
-from jpeg_dlm.evaluation.parts import Parts, key_of
 from jpeg_dlm.files import write_atomic
 from jpeg_dlm.methods.registry import method_class
+from jpeg_dlm.results.resumable import Parts, key_of
 from jpeg_dlm.studies.budget import Budget, measure_step, spend
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.corpora import bring

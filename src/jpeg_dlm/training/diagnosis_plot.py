@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator, ScalarFormatter
 
-from jpeg_dlm.evaluation.pictures import INK, LINE_COLORS, dress, new_figure, png_bytes
+from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, png_bytes
 from jpeg_dlm.training.metrics import DIAGNOSIS, read_metrics
 from jpeg_dlm.training.plots import collected
 from jpeg_dlm.training.record import write_recorded

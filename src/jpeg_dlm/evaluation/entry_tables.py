@@ -1,11 +1,13 @@
-"""An evaluation as Markdown: ours, real and shuffled text, and the paper's rows where they compare."""
+"""Tables of an evaluation: ours, real and shuffled text, and the paper's rows where they compare."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpeg_dlm.evaluation.paper import comparable_rows
+from jpeg_dlm.results.spread import plus_minus
+from jpeg_dlm.results.table import Table
 from jpeg_dlm.wording import counted
 
 COLUMNS = (
@@ -13,14 +15,13 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def table(result: Mapping[str, Any]) -> str:
-    """The whole report."""
-    parts = [texts_table(result)] if result["entries"] else []
-    parts += [likelihood_table(result["likelihood"])] if result.get("likelihood") else []
-    return "\n".join(parts)
+def evaluation_tables(result: Mapping[str, Any]) -> list[Table]:
+    """Return what was found of the texts, and of the likelihood of held-out text where it was asked."""
+    tables = [texts_table(result)] if result["entries"] else []
+    return tables + ([likelihood_table(result["likelihood"])] if result.get("likelihood") else [])
 
 
-def texts_table(result: Mapping[str, Any]) -> str:
+def texts_table(result: Mapping[str, Any]) -> Table:
     """Generated, real and shuffled text, and the paper's rows."""
     rows: list[list[str]] = []
     entries: Sequence[dict[str, Any]] = result["entries"]
@@ -31,23 +32,7 @@ def texts_table(result: Mapping[str, Any]) -> str:
             rows += [_plain_row(name, entry["figures"][name]) for name in ("real", "shuffled")]
     rows += [_paper_row(row) for row in _paper_rows(result)]
     head = f"Gen-PPL by {result['scorer']}, protocol {result['protocol']['name']}."
-    return "\n".join([head, "", markdown_table(COLUMNS, rows), "", *[_sentence(entry) for entry in entries]])
-
-
-def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells as Markdown, without the columns that hold nothing, such as that of a measure that was not taken."""
-    rows = list(rows)
-    kept = [i for i in range(len(heading)) if not rows or any(row[i] for row in rows)]
-    lines = ([cells[i] for i in kept] for cells in (heading, ["---"] * len(heading), *rows))
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def plus_minus(measure: Mapping[str, Any] | None, digits: int) -> str:
-    """Mean and sample deviation over seeds."""
-    if measure is None:
-        return ""
-    sd = f" ± {measure['sd']:.{digits}f}" if measure["sd"] is not None else ""
-    return f"{measure['mean']:.{digits}f}{sd}"
+    return Table.of(head, COLUMNS, rows, map(_sentence, entries))
 
 
 def _own_row(entry: Mapping[str, Any]) -> list[str]:
@@ -95,7 +80,7 @@ def _paper_row(row: Mapping[str, Any]) -> list[str]:
 
 
 def _sentence(entry: Mapping[str, Any]) -> str:
-    """What the table has no column for."""
+    """Say what the table has no column for."""
     parts = []
     if entry["way_from_shuffled_to_real"] is not None:
         parts.append(f"Way from shuffled to real text, in log perplexity: {entry['way_from_shuffled_to_real']:.2f}.")
@@ -108,7 +93,7 @@ def _sentence(entry: Mapping[str, Any]) -> str:
     if entry["degenerate"]:
         parts.append(f"Look at the texts before believing the perplexity: {'; '.join(entry['degenerate'])}.")
     parts += [f"{note[0].upper() + note[1:]}." for note in entry["notes"]]
-    return f"{title(entry)}: {' '.join(parts)}\n"
+    return f"{title(entry)}: {' '.join(parts)}"
 
 
 def title(entry: Mapping[str, Any]) -> str:
@@ -121,14 +106,14 @@ def title(entry: Mapping[str, Any]) -> str:
 LIKELIHOOD_COLUMNS = ("model", "perplexity", "", "95% interval", "nats/token", "bits/character", "unigram perplexity")
 
 
-def likelihood_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How probable each model finds held-out text; a sentence for those that cannot say."""
+def likelihood_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the likelihood of held-out text under each model; a sentence for those that cannot say."""
     found = [row for row in rows if row["kind"]]
-    lines = [f"{row['name']}: {row['reason']}\n" for row in rows if not row["kind"]]
+    notes = tuple(f"{row['name']}: {row['reason']}" for row in rows if not row["kind"])
     if not found:
-        return "\n".join(lines)
+        return Table("", notes=notes)
     head = "Likelihood of held-out text. Perplexity and nats compare between models of one tokenizer, bits between all."
-    return "\n".join([head, "", markdown_table(LIKELIHOOD_COLUMNS, map(_likelihood_row, found)), "", *lines])
+    return Table.of(head, LIKELIHOOD_COLUMNS, map(_likelihood_row, found), notes)
 
 
 def _likelihood_row(row: Mapping[str, Any]) -> list[str]:

@@ -28,7 +28,7 @@ class Parts:
     folder: Path | None = None
 
     def get_or_make(self, label: str, depends_on: Mapping[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `make` gives, from the disk if it was made before of the same; `label` only makes the name readable."""
+        """Return what `make` gives, from the disk if it was made before of the same; `label` only makes the name readable."""
         if self.folder is None:
             return make()
         key = key_of(depends_on)
