@@ -355,7 +355,7 @@ class Config:
 
 def groups_of(method: str) -> dict[str, type]:
     """The classes of the groups that belong to a method."""
-    if method in ("jpeg-dlm", "encoder"):  # known without loading torch
+    if method == Config.method:  # known without loading torch
         return {"model": ModelConfig, "objective": ObjectiveConfig, "sampler": SamplerConfig}
     from jpeg_dlm.methods.registry import method_class
 

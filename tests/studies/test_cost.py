@@ -18,7 +18,7 @@ from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.studies import cost
-from jpeg_dlm.studies.compare import CACHED, UNCACHED
+from jpeg_dlm.studies.cost import CACHED, UNCACHED
 from jpeg_dlm.training.console import Console
 
 MICRO_BASE = override(preset("smoke"), MICRO)

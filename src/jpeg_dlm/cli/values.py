@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from jpeg_dlm.config import LARGEST_INT
+from jpeg_dlm.methods.registry import METHODS
 
-# Names of solvers by system, as their sampler groups have them; those of most systems can only be read with torch loaded.
-SOLVERS = {"jpeg-dlm": ("euler", "heun", "multistep"), "sedd": ("euler", "analytic"), "elf": ("ode", "sde")}
+SOLVERS = {name: entry.solvers for name, entry in METHODS.items() if entry.solvers and entry.kind == "system"}
 EVERY_SOLVER = tuple(dict.fromkeys(name for names in SOLVERS.values() for name in names))
 SOLVERS_SAID = "; ".join(f"{system}: {', '.join(names)}" for system, names in SOLVERS.items())
 

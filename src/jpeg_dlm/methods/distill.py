@@ -21,7 +21,7 @@ from jpeg_dlm.config import Checks, Config, ModelConfig, ObjectiveConfig, Sample
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.grids import make_grid
 from jpeg_dlm.flow.path import interpolate, per_row
-from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, copy_tensors
+from jpeg_dlm.methods.base import Batch, ParameterGroup, Trainable, copy_tensors
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm, build_dit
 from jpeg_dlm.rng import RowNoise
 
@@ -103,7 +103,7 @@ class Distill(JpegDlm):
     def trained_stage(cls, config: Config) -> Path:
         return Path(config.objective.teacher)
 
-    def start_from(self, stage: Method, batches: Iterable[Batch]) -> None:
+    def start_from(self, stage: Trainable, batches: Iterable[Batch]) -> None:
         """The student begins as its teacher."""
         if not isinstance(stage, JpegDlm):
             raise UsageError(f"A student needs a teacher of jpeg-dlm, not of {stage.title}.")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from jpeg_dlm.config import Checks, Config, ModelConfig, ObjectiveConfig, SamplerConfig, opt
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, copy_tensors
+from jpeg_dlm.methods.base import Batch, ParameterGroup, Trainable, copy_tensors
 from jpeg_dlm.methods.distill import continued
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.rng import RowNoise
@@ -63,7 +63,7 @@ class Finish(JpegDlm):
     def trained_stage(cls, config: Config) -> Path:
         return Path(config.objective.teacher)
 
-    def start_from(self, stage: Method, batches: Iterable[Batch]) -> None:
+    def start_from(self, stage: Trainable, batches: Iterable[Batch]) -> None:
         """Begin as the model that is finished."""
         if not isinstance(stage, JpegDlm):
             raise UsageError(f"Finishing goes on from a model of jpeg-dlm, not of {stage.title}.")

@@ -1,13 +1,10 @@
-"""Models with latents under one view, so that studies of the latent space treat systems alike.
+"""Models with latents and their held-out text, so that studies of the latent space treat systems alike.
 
-Noise is told by the ratio of its factor to the signal's, sigma / alpha = SNR**-0.5, which is 0 for clean latents and the
-same number on every path; each system has its own time for it. Shapes: B batch, N latents, D latent width.
+Shapes: B batch, N latents, D latent width.
 """
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,18 +15,13 @@ from jpeg_dlm import __version__
 from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.evaluation.sources import ModelSource
-from jpeg_dlm.flow.path import interpolate
 from jpeg_dlm.flow.vp import TanSchedule
-from jpeg_dlm.methods.base import Batch, Method
-from jpeg_dlm.methods.cosmos import Cosmos
-from jpeg_dlm.methods.elf import Elf
-from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.methods.base import Batch, LatentView, Method
+from jpeg_dlm.methods.registry import systems_that
 from jpeg_dlm.sampling.sampler import device_of
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training.console import Console
-
-W = 1.0  # self-conditioning scale of these diagnostics (paper)
-
+from jpeg_dlm.wording import either
 
 # ---------------------------------------------------------------- one noise, the time of each path
 
@@ -45,125 +37,17 @@ def linear_ratio(t: float) -> float:
     return (1 - t) / t
 
 
-def linear_time(ratio: float) -> float:
-    """The time of the linear path with this sigma / alpha."""
-    return 1 / (1 + ratio)
-
-
 def unit_rms(x_BND: Tensor) -> Tensor:
     """Each row scaled to a root mean square of 1."""
     return x_BND / x_BND.square().mean((1, 2), keepdim=True).sqrt()
 
 
-def per_sample(value: float, like: Tensor) -> Tensor:
-    """A value (B,) for each row."""
-    return torch.full((len(like),), value, device=like.device)
-
-
-# ---------------------------------------------------------------- the view
-
-
-class LatentView(ABC):
-    """What the studies ask of a model; latents are in the standardized coordinates that it generates in."""
-
-    decode_branch = False  # whether `refine` does anything
-
-    @abstractmethod
-    def encode(self, batch: Batch) -> Tensor:
-        """Clean latents (B, N, D)."""
-
-    @abstractmethod
-    def noisy(self, z: Tensor, eps: Tensor, ratio: float) -> Tensor:
-        """The state of the model's own path with this noise."""
-
-    @abstractmethod
-    def predict(self, z_t: Tensor, ratio: float) -> Tensor:
-        """One prediction of the clean latents behind such a state, without an earlier one to condition on."""
-
-    @abstractmethod
-    def decode(self, z: Tensor) -> Tensor:
-        """The decoding module alone: back to the original scale, then the most probable token at every position."""
-
-    def refine(self, z: Tensor) -> Tensor:
-        """What sampling does to its last state before decoding; not part of the paper's diagnostics."""
-        return z
-
-
-class JpegDlmView(LatentView):
-    """Clean latents are those of the target compressor."""
-
-    decode_branch = True
-
-    def __init__(self, method: JpegDlm) -> None:
-        self.method = method
-
-    def encode(self, batch: Batch) -> Tensor:
-        return self.method.encode(batch)
-
-    def noisy(self, z: Tensor, eps: Tensor, ratio: float) -> Tensor:
-        return interpolate(z, eps, per_sample(linear_time(ratio), z))
-
-    def predict(self, z_t: Tensor, ratio: float) -> Tensor:
-        return self.method.self_conditioned(per_sample(W, z_t))(z_t, linear_time(ratio))
-
-    def decode(self, z: Tensor) -> Tensor:
-        return self.method.greedy(z)
-
-    def refine(self, z: Tensor) -> Tensor:
-        return self.method.decode_latents(z, per_sample(W, z))
-
-
-class CosmosView(LatentView):
-    """States are variance-preserving, and self-conditioning is zero (paper)."""
-
-    def __init__(self, method: Cosmos) -> None:
-        self.method = method
-
-    def encode(self, batch: Batch) -> Tensor:
-        return self.method.encode(batch)
-
-    def noisy(self, z: Tensor, eps: Tensor, ratio: float) -> Tensor:
-        return (z + ratio * eps) / math.hypot(1, ratio)
-
-    def predict(self, z_t: Tensor, ratio: float) -> Tensor:
-        return self.method.predict(z_t, per_sample(self.method.schedule.time(ratio), z_t))
-
-    def decode(self, z: Tensor) -> Tensor:
-        return self.method.greedy(z)
-
-
-class ElfView(LatentView):
-    """Latents are the encoder's features, one for each token; the network itself decodes (not in the paper)."""
-
-    def __init__(self, method: Elf) -> None:
-        self.method = method
-
-    def encode(self, batch: Batch) -> Tensor:
-        return self.method.features(batch)
-
-    def time(self, ratio: float) -> float:
-        """Its noise has a deviation of its own at t = 0."""
-        return linear_time(ratio / self.method.config.objective.noise_scale)
-
-    def noisy(self, z: Tensor, eps: Tensor, ratio: float) -> Tensor:
-        return self.time(ratio) * (z + ratio * eps)
-
-    def predict(self, z_t: Tensor, ratio: float) -> Tensor:
-        return self.method.predict(z_t, self.time(ratio), None, per_sample(W, z_t))
-
-    def decode(self, z: Tensor) -> Tensor:
-        return self.method.greedy(z, per_sample(W, z))
-
-
 def view_of(method: Method) -> LatentView:
     """The view of a method; its encoder must be in place."""
-    if isinstance(method, JpegDlm):
-        return JpegDlmView(method)
-    if isinstance(method, Cosmos):
-        return CosmosView(method)
-    if isinstance(method, Elf):
-        return ElfView(method)
-    raise UsageError(f"{method.title} has no latents to look at: name checkpoints of jpeg-dlm, cosmos or elf.")
+    if view := method.latent_view():
+        return view
+    able = either(systems_that(lambda system: system.latent_view is not Method.latent_view))
+    raise UsageError(f"{method.title} has no latents to look at: name checkpoints of {able}.")
 
 
 # ---------------------------------------------------------------- models and their text
