@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from jpeg_dlm.config import Checks, Config, ModelConfig, ObjectiveConfig, SamplerConfig, opt
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.methods.base import Batch, ParameterGroup, Trainable, copy_tensors
-from jpeg_dlm.methods.distill import continued
+from jpeg_dlm.methods.base import Batch, Trainable, copy_tensors
+from jpeg_dlm.methods.distill import Student, continued
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.rng import RowNoise
 
@@ -37,7 +37,7 @@ class FinishObjective(ObjectiveConfig):
         ]
 
 
-class Finish(JpegDlm):
+class Finish(Student):
     """JPEG-DLM whose DiT alone is trained; what it writes is a JPEG-DLM like the one it began with."""
 
     title = "JPEG-DLM, finished"
@@ -50,18 +50,10 @@ class Finish(JpegDlm):
         self.loss_weights = {name: weight for name, weight in self.loss_weights.items() if name in ("jep", "flow", "ce")}
 
     @classmethod
-    def adapt(cls, base: Config, name: str) -> Config:
-        raise UsageError("Finishing takes its sizes from a trained model: name it with --teacher.")
-
-    @classmethod
     def student_config(cls, teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None) -> Config:
         """As many steps as the teacher had, of twice its noise draws, since a draw costs a third of a joint row (measured)."""
         config = continued(teacher, path, tokenizer, encoder, "finish", FinishObjective)
         return replace(config, objective=replace(config.objective, flow_draws=2 * config.objective.flow_draws))
-
-    @classmethod
-    def trained_stage(cls, config: Config) -> Path:
-        return Path(config.objective.teacher)
 
     def start_from(self, stage: Trainable, batches: Iterable[Batch]) -> None:
         """Begin as the model that is finished."""
@@ -88,9 +80,3 @@ class Finish(JpegDlm):
     def decode_rows(self, rows: int) -> int:
         """Rows of a batch that go through the decode branch."""
         return max(1, round(rows * self.config.objective.decode_share))
-
-    def after_step(self, step: int, total: int) -> None:
-        """The target compressor is frozen too."""
-
-    def parameter_groups(self) -> list[ParameterGroup]:
-        return [group for group in super().parameter_groups() if group.parameters]

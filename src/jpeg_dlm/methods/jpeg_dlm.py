@@ -437,4 +437,4 @@ class JpegDlm(Method):
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
                 groups["flow" if name.startswith(flow) else "codec"][name] = parameter
-        return [ParameterGroup(name, parameters) for name, parameters in groups.items()]
+        return [ParameterGroup(name, parameters) for name, parameters in groups.items() if parameters]
