@@ -40,7 +40,7 @@ from reliability_runs import (
     write_text,
 )
 
-from jpeg_dlm.methods.registry import METHODS
+from jpeg_dlm.methods.registry import names
 from jpeg_dlm.results.table import markdown_table
 from jpeg_dlm.training.checkpoint import latest_checkpoint, save_checkpoint, verify_run
 from jpeg_dlm.training.console import Console
@@ -242,7 +242,8 @@ def signals(short: bool, scratch: Path) -> list[Figure]:
 
 def resume(short: bool, scratch: Path) -> list[Figure]:
     data = prepare_text(scratch)
-    pairs = [(m, v) for m in METHODS for v in (["plain"] if short else VARIANTS)]
+    methods = names("system", "stage")
+    pairs = [(m, v) for m in methods for v in (["plain"] if short else VARIANTS)]
     exact = {
         (method, variant): resume_is_exact(method, variant, data, scratch / f"{method} {variant}")
         for method, variant in progress("Resuming", pairs)
@@ -251,7 +252,7 @@ def resume(short: bool, scratch: Path) -> list[Figure]:
     wrong = "".join(f"; NOT {method} {variant}" for (method, variant), same in exact.items() if not same)
     return [
         Figure(
-            f"{len(METHODS)} methods ({', '.join(METHODS)}), each {', '.join(variants)}; SIGTERM and a cut in every stage",
+            f"{len(methods)} methods ({', '.join(methods)}), each {', '.join(variants)}; SIGTERM and a cut in every stage",
             f"{sum(exact.values())} of {len(exact)} end with identical hashes and logs{wrong}",
             all(exact.values()),
         )

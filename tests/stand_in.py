@@ -15,7 +15,7 @@ from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.config_io import override
 from jpeg_dlm.methods.base import FREE, Batch, Likelihood, Method, ParameterGroup
 from jpeg_dlm.methods.discrete import draw_tokens
-from jpeg_dlm.methods.registry import METHODS, build_method, for_method
+from jpeg_dlm.methods.registry import METHODS, Entry, build_method, for_method
 from jpeg_dlm.model_folder import ModelParts, write_model
 from jpeg_dlm.presets import preset
 from jpeg_dlm.text.tokenizer import train_bpe
@@ -41,8 +41,8 @@ def micro_folders(tmp_path_factory: pytest.TempPathFactory, corpus_file: Path) -
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two methods below, by name."""
-    monkeypatch.setitem(METHODS, "unigram", ("stand_in", "Unigram"))
-    monkeypatch.setitem(METHODS, "noisy", ("stand_in", "NoisyUnigram"))
+    monkeypatch.setitem(METHODS, "unigram", Entry("system", "stand_in:Unigram"))
+    monkeypatch.setitem(METHODS, "noisy", Entry("system", "stand_in:NoisyUnigram"))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jpeg_dlm.cli.watch import Watcher
 from jpeg_dlm.errors import CheckpointError, DataError, UsageError
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.methods.base import Batch
-from jpeg_dlm.methods.registry import METHODS, STAGES
+from jpeg_dlm.methods.registry import names
 from jpeg_dlm.sampling.given import template_ids
 from jpeg_dlm.studies.workshop import parameter_count
 from jpeg_dlm.text.packing import Layout, step
@@ -192,7 +192,7 @@ def row_with_ends(tokenizer):
     return torch.tensor([(row + row)[:L]]), "The farmer", [*head, tokenizer.eos_id]
 
 
-@pytest.mark.parametrize("method", sorted(METHODS.keys() - set(STAGES)))
+@pytest.mark.parametrize("method", names("system"))
 @pytest.mark.parametrize("packing", ["padded", "continuous"])
 def test_text_ends_at_the_first_end_where_rows_end(method, packing, micro_folders, monkeypatch, capsys, tmp_path):
     """Of every method, in everything that shows its text; rows of other packings stay whole."""

@@ -23,7 +23,7 @@ from jpeg_dlm.cli.values import SOLVERS
 from jpeg_dlm.config_io import from_dict, option_choices, option_names
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
-from jpeg_dlm.methods.registry import METHODS, build_method, for_method
+from jpeg_dlm.methods.registry import build_method, for_method, names
 from jpeg_dlm.presets import preset
 from jpeg_dlm.training import checkpoint
 from jpeg_dlm.training.checkpoint import verify_run
@@ -130,8 +130,8 @@ def test_help_all_shows_the_values_of_the_preset(capsys, monkeypatch):
 
 
 def test_solvers_are_those_of_the_systems():
-    found = {name: option_choices(for_method(preset("tiny"), name)).get("sampler.solver") for name in METHODS}
-    assert SOLVERS == {name: solvers for name, solvers in found.items() if solvers and name not in ("encoder", "cosmos-codec")}
+    found = {name: option_choices(for_method(preset("tiny"), name)).get("sampler.solver") for name in names("system")}
+    assert SOLVERS == {name: solvers for name, solvers in found.items() if solvers}
 
 
 @pytest.mark.parametrize("words, hint", [
@@ -655,11 +655,11 @@ def test_info_of_another_method(capsys):
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert lines["--model.depth"].split()[1] == "3" and "layers" in lines["--model.depth"]
     assert "--model.latent-len" not in lines and "--sampler.steps" in lines
-    assert "choose one of jpeg-dlm, ar" in refusal(capsys, ["info", "--method", "gpt"], 2)
+    assert "choose one of ar, mdlm" in refusal(capsys, ["info", "--method", "gpt"], 2)
 
 
 def test_a_wrong_method_of_a_run_is_refused(finished, corpus_file, capsys):
-    assert "choose one of jpeg-dlm, ar" in refusal(capsys, train(corpus_file, finished.parent / "new", "--method", "gpt"), 2)
+    assert "choose one of ar, mdlm" in refusal(capsys, train(corpus_file, finished.parent / "new", "--method", "gpt"), 2)
     command = ["train", "--out", finished, "--resume", "--method", "ar"]
     assert "was started with --method jpeg-dlm, not ar" in refusal(capsys, command, 2)
 

@@ -14,12 +14,13 @@ import yaml
 from jpeg_dlm.cli.main import VERBS, build_parser
 from jpeg_dlm.cli.options import parse_overrides, split_overrides
 from jpeg_dlm.config_io import option_names
-from jpeg_dlm.methods.registry import METHODS, for_method
+from jpeg_dlm.methods.base import Method
+from jpeg_dlm.methods.registry import for_method, names, system_class
 from jpeg_dlm.presets import preset
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OPTIONS = {name for method in METHODS if method != "cosmos-codec" for name in option_names(for_method(preset("tiny"), method))}
+OPTIONS = {name for method in names("system") for name in option_names(for_method(preset("tiny"), method))}
 
 KNOWN = {"--method": "ar", "--preset": "tiny"}  # in place of a placeholder
 
@@ -73,3 +74,15 @@ def test_badges_and_citation_say_what_the_package_says():
     page = (ROOT / "README.md").read_text("utf-8")
     assert paper["title"] in " ".join(page.split())
     assert all(f"{author['given-names']} {author['family-names']}" in page for author in paper["authors"])
+
+
+def test_the_table_of_systems_says_what_their_classes_do():
+    text = (ROOT / "docs" / "methods.md").read_text("utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `")]
+    said = {row[0].strip("`"): (row[4], row[5]) for row in rows[1:]}
+    assert set(said) == set(names("system"))
+    for name, told in said.items():
+        cls = system_class(name)
+        answers = cls.likelihood is not Method.likelihood
+        likelihood = "exact" if cls.exact_likelihood else "bound" if answers else "no"
+        assert told == (likelihood, "yes" if cls.fills_in else "no"), name

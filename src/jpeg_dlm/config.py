@@ -353,7 +353,7 @@ class Config:
 
 def groups_of(method: str) -> dict[str, type]:
     """Return the classes of the option groups of a method."""
-    if method in ("jpeg-dlm", "encoder"):  # without importing torch
+    if method == Config.method:  # known without importing torch
         return {"model": ModelConfig, "objective": ObjectiveConfig, "sampler": SamplerConfig}
     from jpeg_dlm.methods.registry import method_class
 

@@ -23,7 +23,7 @@ from jpeg_dlm.config_io import from_dict, read_json_file, to_dict
 from jpeg_dlm.encoders.base import STATISTICS_FILE, FrozenEncoder, features_fingerprint, read_statistics
 from jpeg_dlm.encoders.build import build_encoder
 from jpeg_dlm.encoders.small import CONFIG_FILE, WEIGHTS_FILE
-from jpeg_dlm.errors import CheckpointError, reason_of
+from jpeg_dlm.errors import CheckpointError, UsageError, reason_of
 from jpeg_dlm.files import MANIFEST, atomic_directory, load_tensors, save_tensors, verify_manifest, write_atomic, write_manifest
 from jpeg_dlm.methods.base import Method, copy_tensors
 from jpeg_dlm.methods.registry import build_method
@@ -186,6 +186,8 @@ def build_stored(config: Config, tensors: Mapping[str, Tensor], origin: Path) ->
             f"The model in '{origin}' cannot be built ({reason_of(error)}): "
             "its config does not match its tensors, so restore it from a copy."
         ) from error
+    if not isinstance(method, Method):
+        raise UsageError(f"'{origin}' is of a stage that writes no text ({method.title}): name a model of a system.")
     own = method.export_state()
     for name in own.keys() & tensors.keys():
         if tensors[name].is_floating_point() != own[name].is_floating_point() or tensors[name].is_complex():

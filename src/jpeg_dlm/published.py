@@ -6,8 +6,8 @@
     .pth                    {model, ema: {shadow_params: [...]}}: SEDD's own code
     checkpoint_<step>       {params, ema_params1}: ELF in torch
 
-Sizes come from the tensors (`Method.config_of`); the two things that leave no trace there, the number of heads and the
-length of a text, from the config that lies beside them or inside.
+`Method.publication` says how a system is recognized. Sizes come from the tensors (`Method.config_of`); the two things that
+leave no trace there, the number of heads and the length of a text, from the config that lies beside them or inside.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import override
 from jpeg_dlm.errors import CheckpointError, UsageError, reason_of
 from jpeg_dlm.files import MANIFEST, load_json, load_tensors
-from jpeg_dlm.methods.registry import for_method, method_class
+from jpeg_dlm.methods.base import Publication
+from jpeg_dlm.methods.registry import for_method, names, system_class
 from jpeg_dlm.model_folder import MODEL_FILE, TOKENIZER_FILE, ModelParts, build_stored
 from jpeg_dlm.presets import preset
 from jpeg_dlm.text.tokenizer import TextTokenizer
 from jpeg_dlm.torch_files import Foreign, StoredTensor, load_stored, read_torch_file
+from jpeg_dlm.wording import either
 
 Weights = Literal["ema", "raw"]
 T = TypeVar("T", Tensor, StoredTensor)
@@ -45,18 +47,6 @@ FACTS = {
     "data.token_len": (("model_length",), ("model", "length"), ("config", "model", "length")),
     "model.heads": (("n_heads",), ("model", "n_heads"), ("config", "model", "n_heads")),
 }
-UNTOLD = {"jpeg-dlm": (), "elf": ("data.token_len",)}  # by method, which of these no tensor tells; for the others both
-# What must hold where it is said, because the method here is the published one and no variant of it.
-VARIANTS = {
-    "mdlm": {(*where, "time_conditioning"): False for where in ((), ("config",), ("config", "algo"))},
-    "sedd": {("graph", "type"): "absorb", ("noise", "type"): "loglinear", ("model", "scale_by_sigma"): True},
-}
-# Where and how a system is named: its own word -> ours.
-SYSTEMS = {
-    ("config", "algo", "name"): {"ar": "ar", "mdlm": "mdlm", "sedd": "sedd", "duo": "duo", "duo_base": "duo", "flm": "flm"},
-    ("config", "parameterization"): {"ar": "ar", "subs": "mdlm", "sedd": "sedd"},
-}
-HUB_WORDS = ("mdlm", "sedd", "duo", "langflow")  # in model_type, architectures or auto_map
 
 
 @dataclass(frozen=True)
@@ -93,24 +83,25 @@ def import_published(
 ) -> Imported:
     """The model of a checkpoint; `options` win over what it says of itself, the preset `base` tells the rest."""
     method = method or published.method
-    _refuse_variants(published, method)
-    start = override(for_method(preset(base or _preset_of(published, method)), method), options)
+    known = system_class(method).publication or Publication()
+    _refuse_variants(published, method, known)
+    start = override(for_method(preset(base or _preset_of(published, known)), method), options)
     sized = _sized(published, method, start)
-    facts = {name: value for name, value in published.facts().items() if name in UNTOLD.get(method, FACTS)}
+    facts = {name: value for name, value in published.facts().items() if name in known.untold}
     config = override(sized, facts | dict(options))
     try:
         validate(config)
     except UsageError as error:
         raise CheckpointError(f"The sizes in '{published.path}' do not fit together: {error}") from error
     given = {*facts, *(name.replace("-", "_") for name in options)}
-    assumed = tuple(name for name in UNTOLD.get(method, FACTS) if name not in given)
+    assumed = tuple(name for name in known.untold if name not in given)
     return Imported(_model(published, config, tokenizer), assumed)
 
 
 def _sized(published: Published, method: str, start: Config) -> Config:
     """`start` with the sizes of the tensors, which may have any shape."""
     try:
-        return method_class(method).config_of(published.tensors, start)
+        return system_class(method).config_of(published.tensors, start)
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
             f"The tensors of '{published.path}' do not have the shapes of {method} ({reason_of(error)}): "
@@ -118,18 +109,18 @@ def _sized(published: Published, method: str, start: Config) -> Config:
         ) from error
 
 
-def _refuse_variants(published: Published, method: str) -> None:
-    for path, wanted in VARIANTS.get(method, {}).items():
+def _refuse_variants(published: Published, method: str, known: Publication) -> None:
+    for path, wanted in known.fixed.items():
         found = dig(published.notes, *path)
         if isinstance(found, (str, bool)) and found != wanted:
             raise CheckpointError(f"'{published.path}' was trained with {'.'.join(path)} {found}: {method} here has {wanted}.")
 
 
-def _preset_of(published: Published, method: str) -> str:
+def _preset_of(published: Published, known: Publication) -> str:
     """The paper's preset with the checkpoint's vocabulary."""
     embedding = published.tensors.get(EMBEDDING)
     bert = embedding is not None and len(embedding) == BERT_VOCABULARY
-    return "lm1b" if bert or method == "jpeg-dlm" else "owt1024"
+    return "lm1b" if bert else known.preset
 
 
 def _model(published: Published, config: Config, tokenizer: Path | None) -> ModelParts:
@@ -273,25 +264,30 @@ def _plain(value: Any) -> Any:
     return state.get("_content", state.get("_val", state))
 
 
+def _publications() -> dict[str, Publication]:
+    found = {name: system_class(name).publication for name in names("system")}
+    return {name: publication for name, publication in found.items() if publication is not None}
+
+
 def _system_of_notes(notes: Mapping[str, Any]) -> str | None:
-    for path, names in SYSTEMS.items():
-        word = dig(notes, *path)
-        if isinstance(word, str) and word in names:
-            return names[word]
-    if {"tokens", "graph", "noise"} <= notes.keys():
-        return "sedd"
-    named = str([notes.get(key) for key in ("model_type", "architectures", "auto_map")]).lower()
-    found = [word for word in HUB_WORDS if word in named]
-    return found[0] if len(found) == 1 else None
+    """The system that a config names, by the first of the ways in which it can."""
+    known = _publications()
+    algo, parameterization = dig(notes, "config", "algo", "name"), dig(notes, "config", "parameterization")
+    hub = str([notes.get(key) for key in ("model_type", "architectures", "auto_map")]).lower()
+    ways = (
+        [name for name, p in known.items() if algo in p.algo],
+        [name for name, p in known.items() if p.parameterization and p.parameterization == parameterization],
+        [name for name, p in known.items() if p.keys and p.keys <= notes.keys()],
+        [name for name, p in known.items() if p.hub and p.hub in hub],
+    )
+    return next((found[0] for found in ways if len(found) == 1), None)
 
 
 def _system_of_tensors(published: Published) -> str:
-    """By what only one of them has; JPEG-DLM's own layout says by itself what it lacks."""
-    names = published.tensors
-    if "backbone.self_cond_proj.weight" in names:
-        return "langflow"
-    if any(name.split(".")[-1] == "unembed_kernel" for name in names):
-        return "elf"
-    if "backbone.sigma_map.mlp.0.weight" in names:
-        raise UsageError(f"'{published.path}' fits several systems: name it with --method mdlm, sedd, duo or flm.")
-    return "ar" if EMBEDDING in names else "jpeg-dlm"
+    """The system with the most tensors to know it by; JPEG-DLM has none, since its own layout says by itself what it lacks."""
+    ends = {".".join(parts[i:]) for name in published.tensors for parts in [name.split(".")] for i in range(len(parts))}
+    known = {name: len(p.tensors) for name, p in _publications().items() if ends.issuperset(p.tensors)}
+    found = [name for name, marks in known.items() if marks == max(known.values())]
+    if len(found) > 1:
+        raise UsageError(f"'{published.path}' fits several systems: name it with --method {either(found)}.")
+    return found[0]

@@ -9,7 +9,7 @@ from jpeg_dlm.config_io import override
 from jpeg_dlm.evaluation.info import describe, format_description, gigabytes, operations
 from jpeg_dlm.evaluation.method_info import describe_method, format_method
 from jpeg_dlm.evaluation.paper import PAPER, paper_figures
-from jpeg_dlm.methods.registry import METHODS, STAGES, build_method, for_method
+from jpeg_dlm.methods.registry import build_method, for_method, names
 from jpeg_dlm.presets import PRESETS, preset
 
 
@@ -69,7 +69,7 @@ def test_units():
     assert [gigabytes(n) for n in (605_874_680, 2_406_824)] == ["0.61 GB", "2.4 MB"]
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("jpeg-dlm", *STAGES)])
+@pytest.mark.parametrize("name", [name for name in names("system") if name != "jpeg-dlm"])
 def test_every_method_is_described(name):
     config = for_method(preset("smoke"), name)
     description = describe_method(config)

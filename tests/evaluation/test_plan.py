@@ -18,7 +18,7 @@ from jpeg_dlm.evaluation import plan
 from jpeg_dlm.evaluation.memory import activation_bytes
 from jpeg_dlm.evaluation.training_counts import STEPS, encoder_size, training_macs
 from jpeg_dlm.evaluation.trial import random_batch, train_pass
-from jpeg_dlm.methods.registry import METHODS, build_method, for_method
+from jpeg_dlm.methods.registry import build_method, for_method, names
 from jpeg_dlm.presets import preset
 
 # ---------------------------------------------------------------- operations
@@ -45,7 +45,7 @@ CASES = {
 
 
 def test_every_system_has_a_plan():
-    assert set(CASES) == set(STEPS) == set(METHODS) - {"encoder"}
+    assert set(CASES) == set(STEPS) == set(names("system", "stage")) - {"encoder"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -149,7 +149,7 @@ def test_memory_of_a_device_adds_up():
     assert alone["communication"] == 0 and alone["weights"] == weights
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("jpeg-dlm", "encoder")])
+@pytest.mark.parametrize("name", [name for name in names("system", "stage") if name not in ("jpeg-dlm", "encoder")])
 def test_sizes_of_other_systems(name):
     config = for_method(preset("smoke"), name)
     method, sizes = build_method(config), plan.sizes_of(config)

@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from jpeg_dlm.config_io import override
 from jpeg_dlm.encoders import build_encoder
 from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.flow.vp import TanSchedule
-from jpeg_dlm.methods.base import FREE, Batch
+from jpeg_dlm.methods.base import FREE, Batch, Method
 from jpeg_dlm.methods.cosmos import VARIANCE_FLOOR, Cosmos
 from jpeg_dlm.methods.cosmos_codec import CosmosCodec
 from jpeg_dlm.methods.cosmos_config import CosmosSampler
 from jpeg_dlm.methods.registry import build_method, for_method
+from jpeg_dlm.model_folder import build_stored
 from jpeg_dlm.nn.ddit import rotary_table
 from jpeg_dlm.nn.unet_transformer import LlamaBlock, UNetTransformer, time_waves
 from jpeg_dlm.presets import preset
@@ -179,8 +181,9 @@ def test_stage_one_trains_all_of_the_codec_and_only_it():
 
 def test_stage_one_writes_no_text():
     method = build_codec()
-    with pytest.raises(UsageError, match="--method cosmos"):
-        method.sample(method.config.sampler, noise())
+    assert not isinstance(method, Method)
+    with pytest.raises(UsageError, match=r"'run' is of a stage that writes no text \(COSMOS codec\)"):
+        build_stored(method.config, method.export_state(), Path("run"))
 
 
 # ---------------------------------------------------------------- from stage to stage

@@ -19,7 +19,7 @@ from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.table import markdown
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.studies import cost
-from jpeg_dlm.studies.compare import CACHED, UNCACHED
+from jpeg_dlm.studies.cost import CACHED, UNCACHED
 from jpeg_dlm.training.console import Console
 
 MICRO_BASE = override(preset("smoke"), MICRO)

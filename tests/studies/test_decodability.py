@@ -9,28 +9,21 @@ from conftest import MICRO
 
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.evaluation.decodability import break_point, right_tokens
-from jpeg_dlm.methods.base import Batch
+from jpeg_dlm.methods.base import Batch, LatentView
 from jpeg_dlm.studies import decodability
 from jpeg_dlm.studies.decodability import BRANCH, DIRECT, PREDICTED, TIMES, curve, draw, ways_of
-from jpeg_dlm.studies.latents import LatentView
 
 pytest_plugins = ["tiny_evaluation", "stand_in"]  # fixtures
 
 
-class Signs(LatentView):
+def signs():
     """Tokens 0 and 1 are latents -1 and 1, decoded by sign: right unless noise turns the sign."""
-
-    def encode(self, batch):
-        return 2.0 * batch.tokens_BL[..., None] - 1
-
-    def noisy(self, z, eps, ratio):
-        return z + ratio * eps
-
-    def predict(self, z_t, ratio):
-        return z_t if ratio < 1 else -z_t  # a model that is wrong from t = 1/2 on
-
-    def decode(self, z):
-        return (z[..., 0] > 0).long()
+    return LatentView(
+        encode=lambda batch: 2.0 * batch.tokens_BL[..., None] - 1,
+        predict=lambda z_t, ratio: z_t if ratio < 1 else -z_t,  # a model that is wrong from t = 1/2 on
+        decode=lambda z: (z[..., 0] > 0).long(),
+        noisy=lambda z, eps, ratio: z + ratio * eps,
+    )
 
 
 @pytest.fixture
@@ -60,7 +53,7 @@ def test_curve_of_rows_that_break_alike_and_unlike():
 
 
 def test_a_prediction_breaks_where_the_model_does(batch):
-    ways, z = ways_of(Signs()), Signs().encode(batch)
+    ways, z = ways_of(signs()), signs().encode(batch)
     assert list(ways) == [DIRECT, PREDICTED]  # no decode branch
     eps = torch.zeros_like(z)
     shares = {way: [float((f(z, eps, t) == batch.tokens_BL).float().mean()) for t in TIMES] for way, f in ways.items()}

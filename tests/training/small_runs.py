@@ -18,7 +18,7 @@ from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import override
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.files import load_tensors
-from jpeg_dlm.methods.base import Method
+from jpeg_dlm.methods.base import Trainable
 from jpeg_dlm.methods.registry import build_method, for_method, method_class
 from jpeg_dlm.presets import preset
 from jpeg_dlm.text.blocks import Blocks
@@ -61,15 +61,15 @@ def start(method: str, blocks: Blocks, run: Path, ranks: Ranks, **changes: objec
     encoder = build_encoder(config.encoder, blocks.vocab_size, 0, run) if method_class(method).uses_encoder else None
     fresh = build_method(config, encoder)
     checkpoint = latest_checkpoint(run, print)
-    if method == "cosmos" and not checkpoint:
-        start_from_codec(fresh, config, encoder, blocks, run, ranks)
+    if fresh.first_stage(config) and not checkpoint:
+        start_from_stage(fresh, config, encoder, blocks, run, ranks)
     trainer = Trainer(config, fresh, stream, run, ranks)
     if checkpoint:
         trainer.restore(checkpoint)
     return trainer
 
 
-def start_from_codec(method: Method, config: Config, encoder: FrozenEncoder | None, blocks: Blocks, run: Path, ranks: Ranks):
+def start_from_stage(method: Trainable, config: Config, encoder: FrozenEncoder | None, blocks: Blocks, run: Path, ranks: Ranks):
     before = method.first_stage(config)
     assert before is not None
     before = replace(before, train=replace(before.train, steps=2, sharding=config.train.sharding))

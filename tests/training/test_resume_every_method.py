@@ -23,7 +23,7 @@ from reliability_runs import (
 )
 
 from jpeg_dlm.files import load_tensors
-from jpeg_dlm.methods.registry import METHODS
+from jpeg_dlm.methods.registry import names
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +31,14 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_text(tmp_path_factory.mktemp("blocks"))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", names("system", "stage"))
 def test_interrupted_in_every_stage(method: str, blocks: Path, tmp_path: Path):
     assert resume_is_exact(method, "plain", blocks, tmp_path, train__eval_every=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "plain"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", names("system", "stage"))
 def test_interrupted_with_accumulation_and_in_bf16(method: str, variant: str, blocks: Path, tmp_path: Path):
     assert resume_is_exact(method, variant, blocks, tmp_path)
 

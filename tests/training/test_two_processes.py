@@ -12,13 +12,14 @@ from jpeg_dlm.cli.main import main
 from jpeg_dlm.config import TrainConfig
 from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.files import load_tensors
+from jpeg_dlm.methods.registry import names
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training.checkpoint import verify_run
 from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.training.dist import Ranks
 from jpeg_dlm.training.metrics import read_metrics
 
-METHODS = ["encoder", "ar", "mdlm", "sedd", "duo", "flm", "langflow", "elf", "cosmos-codec", "cosmos", "jpeg-dlm"]
+METHODS = names("system", "stage")
 CASES = {
     "two micro-batches": {"encoder__kind": "random", "train__accumulation": 2},
     "an encoder trained first": {"encoder__kind": "small"},

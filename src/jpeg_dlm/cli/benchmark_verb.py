@@ -12,7 +12,7 @@ from jpeg_dlm.cli.options import document_options, parse_overrides
 from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.cli.values import EVERY_SOLVER, SOLVERS_SAID, several, some_of, whole
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.methods.registry import METHODS, STAGES
+from jpeg_dlm.methods.registry import names
 from jpeg_dlm.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from jpeg_dlm.methods.base import Method
     from jpeg_dlm.training.console import Console
 
-# AR without KV cache comes first: it is the baseline of the ratios, as in the paper's tables.
-CONTESTANTS = ("ar", "ar-kv", *(name for name in METHODS if name not in ("ar", *STAGES)))
+CACHED = "-kv"  # after the name of a system: with its KV cache
 
 
 def add_arguments(parser: Parser) -> None:
@@ -32,7 +31,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--methods", metavar="NAMES",
         help="also measure systems with random weights (equally fast) at the preset's sizes; all, or some of "
-        f"{','.join(CONTESTANTS)} (ar is without KV cache, ar-kv with it)",
+        f"{','.join(names('system'))} (ar is without KV cache, ar{CACHED} with it)",
     )  # fmt: skip
     parser.add_argument(
         "--preset", action="append", choices=tuple(PRESETS), default=[], metavar="NAME",
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     sampler = parse_overrides(rest)
     if args.out and (args.out / "benchmark.json").exists():
         raise UsageError(f"'{args.out}' already holds results: name another folder, nothing was overwritten.")
-    names = contestants(args.methods)
+    methods = contestants(args.methods)
 
     import torch
 
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     console = Console(args.quiet)
     if args.threads:
         torch.set_num_threads(args.threads)
-    subjects = _subjects(_models(args, names), args, sampler, console)
+    subjects = _subjects(_models(args, methods), args, sampler, console)
     with console.progress(f"Measuring {len(subjects)} samplers", "batches") as progress:
         result = measure(subjects, args.batch, args.repeats, args.warmup, dtype=args.dtype, progress=progress)
     tables = [throughput_table(result)]
@@ -84,12 +83,13 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def contestants(names: str | None) -> list[str]:
-    """Return the systems that --methods selects."""
-    chosen = list(CONTESTANTS) if names == "all" else [name.strip() for name in names.split(",")] if names else []
+def contestants(asked: str | None) -> list[str]:
+    """Return the systems that --methods selects; `all` also tries each with a KV cache, which most do not have."""
+    known = [name + cached for name in names("system") for cached in ("", CACHED)]
+    chosen = known if asked == "all" else [name.strip() for name in asked.split(",")] if asked else []
     for name in chosen:
-        if name not in CONTESTANTS:
-            raise UsageError(f"Unknown method '{name}': choose all, or some of {','.join(CONTESTANTS)}.")
+        if name not in known:
+            raise UsageError(f"Unknown method '{name}': choose all, or some of {','.join(names('system'))}.")
     return chosen
 
 
@@ -118,6 +118,7 @@ def _models(args: argparse.Namespace, methods: Sequence[str]) -> list[tuple[str,
     """Return (name, method, config, origin of the weights) of all checkpoints and randomly initialized systems."""
     from jpeg_dlm.api import load
     from jpeg_dlm.config_io import override
+    from jpeg_dlm.methods.base import Method
     from jpeg_dlm.methods.registry import build_method, for_method
     from jpeg_dlm.presets import preset
     from jpeg_dlm.training.dist import read_ranks
@@ -131,12 +132,18 @@ def _models(args: argparse.Namespace, methods: Sequence[str]) -> list[tuple[str,
     presets = args.preset or (["lm1b"] if methods else [])
     built: dict[str, Method] = {}
     for size, name in itertools.product(presets, methods or ["jpeg-dlm"]):
-        config = for_method(preset(size), name.removesuffix("-kv"))
-        if config.method == "ar":
-            config = override(config, {"sampler.kv_cache": name == "ar-kv"})
+        config = for_method(preset(size), name.removesuffix(CACHED))
+        if hasattr(config.sampler, "kv_cache"):
+            config = override(config, {"sampler.kv_cache": name.endswith(CACHED)})
+        elif name.endswith(CACHED):
+            if args.methods == "all":
+                continue
+            raise UsageError(f"{config.method} has no KV cache: leave out {CACHED}.")
         key = f"{config.method} {size}"
-        if key not in built:  # AR with and without KV cache is one model
-            built[key] = build_method(config).to(device)
+        if key not in built:  # with and without KV cache it is one model
+            method = build_method(config).to(device)
+            assert isinstance(method, Method)
+            built[key] = method
         label = size if not methods else name if len(presets) == 1 else f"{name} {size}"
         found.append((label, built[key], config, "random weights"))
     return found

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jpeg_dlm.cli.options import document_options, parse_overrides
 from jpeg_dlm.cli.parser import Parser
-from jpeg_dlm.cli.values import EVERY_SOLVER, from_zero, positive, share, whole
+from jpeg_dlm.cli.values import EVERY_SOLVER, SOLVERS_SAID, from_zero, positive, share, whole
 from jpeg_dlm.config_io import option_choices
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.wording import command, counted
@@ -44,9 +44,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--fast", action="store_true", help="of jpeg-dlm: few steps, at the times found by tune")
     parser.add_argument("--steps", type=whole(1), help="sampling steps (default: the model's own)")
-    parser.add_argument(
-        "--solver", choices=EVERY_SOLVER, metavar="NAME", help="of jpeg-dlm, sedd or elf (default: the model's own)"
-    )
+    parser.add_argument("--solver", choices=EVERY_SOLVER, metavar="NAME", help=f"{SOLVERS_SAID} (default: the model's own)")
     parser.add_argument(
         "--grid", choices=CHOICES["sampler.grid"], metavar="NAME", help="spacing of sampling times (default: the model's own)"
     )

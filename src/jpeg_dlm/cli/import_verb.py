@@ -9,7 +9,7 @@ from pathlib import Path
 from jpeg_dlm.cli.options import add_config_arguments, parse_overrides
 from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.config_io import flatten, read_json_file
-from jpeg_dlm.methods.registry import METHODS
+from jpeg_dlm.methods.registry import names
 
 BY_FILE = "auto"  # not a preset: selects the paper's preset with the file's vocabulary
 
@@ -21,7 +21,7 @@ def add_arguments(parser: Parser) -> None:
         help="a .safetensors, .ckpt, .pth, .pt or .bin file, or a Hugging Face folder; sizes are read from it",
     )  # fmt: skip
     parser.add_argument(
-        "--method", choices=tuple(METHODS), metavar="NAME", help="system of the checkpoint (default: detected from the file)"
+        "--method", choices=names("system"), metavar="NAME", help="system of the checkpoint (default: detected from the file)"
     )
     parser.add_argument("--weights", choices=("ema", "raw"), help="weights to take if the file has both (default: ema)")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json, or a folder with one, to keep with the model")

@@ -12,14 +12,13 @@ from jpeg_dlm.cli.options import add_config_arguments, list_options, read_config
 from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.cli.values import positive, share
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.methods.registry import METHODS, STAGES
+from jpeg_dlm.methods.registry import names
 from jpeg_dlm.presets import PRESETS, preset
 from jpeg_dlm.wording import command
 
 if TYPE_CHECKING:
     from jpeg_dlm.config import Config
 
-SYSTEMS = [name for name in METHODS if name not in STAGES]
 DEFAULT = "lm1b"
 PLAN_ONLY = ("devices", "tokens", "tflops", "utilization", "measured", "device")
 
@@ -29,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
         "path", nargs="?", type=Path, metavar="RUN", help="run or model folder to describe; without it, a preset is described"
     )
     add_config_arguments(parser, DEFAULT, required=False)
-    parser.add_argument("--method", choices=SYSTEMS, metavar="NAME", help="which system (default: jpeg-dlm)")
+    parser.add_argument("--method", choices=names("system"), metavar="NAME", help="which system (default: jpeg-dlm)")
     parser.add_argument("--options", action="store_true", help="every option of the method instead, with its value and meaning")
     parser.add_argument("--plan", action="store_true", help="what a training needs instead: memory of a device, time, days")
     parser.add_argument("--devices", metavar="NxMEMORY", help="with --plan: such as 8x80GB or 1x24GB (default: 8x80GB)")

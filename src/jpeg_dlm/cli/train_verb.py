@@ -14,7 +14,7 @@ from jpeg_dlm.cli.values import whole
 from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import from_dict, read_json_file
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.methods.registry import METHODS, STAGES, STUDENTS, method_class
+from jpeg_dlm.methods.registry import method_class, names, writes
 from jpeg_dlm.presets import preset
 from jpeg_dlm.training.record import check_recorded
 from jpeg_dlm.wording import command
@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: Parser) -> None:
     add_config_arguments(parser, required=False)  # distinguishes 'not given' from 'tiny' when a run is resumed
+    students = names("student")
     parser.add_argument(
-        "--method", choices=(*METHODS, *STUDENTS), metavar="NAME",
-        help=f"system to train; encoder: the small text encoder alone; {', '.join(STUDENTS)}: from a trained --teacher; "
+        "--method", choices=names("system", "stage", "student"), metavar="NAME",
+        help=f"system to train; encoder: the small text encoder alone; {', '.join(students)}: from a trained --teacher; "
         "default: jpeg-dlm",
     )  # fmt: skip
     parser.add_argument(
         "--teacher", type=Path, metavar="MODEL",
-        help=f"of {' and '.join(STUDENTS)}: model folder, run or checkpoint to learn from ('bundled': the bundled model)",
+        help=f"of {' and '.join(students)}: model folder, run or checkpoint to learn from ('bundled': the bundled model)",
     )  # fmt: skip
     parser.add_argument(
         "--data", help="text file, folder, .jsonl, prepared folder, named corpus or hf:NAME (default: the preset's)"
@@ -82,8 +83,8 @@ def where(outcome: Outcome, config: Config) -> str:
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    if args.teacher and (args.method not in STUDENTS or args.preset):
-        students = " and ".join(STUDENTS)
+    if args.teacher and (args.method not in names("student") or args.preset):
+        students = " and ".join(names("student"))
         raise UsageError(f"--teacher needs --method {students} and replaces --preset: change one of them.")
     config = read_config(args, rest, base_config(args), **{"method": args.method, "data.source": args.data})
     if not config.data.source:
@@ -106,6 +107,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         return {"SIGTERM": 143, "SIGINT": 130}.get(outcome.stopped_by, 0)
     if config.method == "encoder":
         console.say(f"Done. Use it with  --encoder.name {shlex.quote(str(args.out / 'encoder'))}")
-    elif config.method not in STAGES:
+    elif writes(config.method):
         console.say(f"Done. Try  {command('generate', args.out)}")
     return 0

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from jpeg_dlm.config import LARGEST_INT
+from jpeg_dlm.methods.registry import METHODS
 
-# Solvers by system, as in their sampler configs, most of which cannot be imported without torch.
-SOLVERS = {"jpeg-dlm": ("euler", "heun", "multistep"), "sedd": ("euler", "analytic"), "elf": ("ode", "sde")}
+SOLVERS = {name: entry.solvers for name, entry in METHODS.items() if entry.solvers and entry.kind == "system"}
 EVERY_SOLVER = tuple(dict.fromkeys(name for names in SOLVERS.values() for name in names))
 SOLVERS_SAID = "; ".join(f"{system}: {', '.join(names)}" for system, names in SOLVERS.items())
 

@@ -17,8 +17,7 @@ from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.encoders.base import tensors_sha256
 from jpeg_dlm.errors import DataError, JpegDlmError
 from jpeg_dlm.evaluation.samples import REAL, SampleFile, read_samples
-from jpeg_dlm.methods.base import Batch, Method
-from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.methods.base import Batch, Trainable
 from jpeg_dlm.sampling.sampler import device_of
 from jpeg_dlm.text.blocks import Blocks
 
@@ -137,7 +136,7 @@ class ModelSource:
 
         Return None for a method without codec, on a machine without the text encoder, and without held-out text.
         """
-        if type(self.model.method).reconstruction is Method.reconstruction:
+        if type(self.model.method).reconstruction is Trainable.reconstruction:
             return None
         if self.heldout is None or len(self.heldout) == 0:
             return None
@@ -145,11 +144,10 @@ class ModelSource:
             codec = self.model.complete_method()
         except JpegDlmError:
             return None
-        options = {"w": self.model.config.sampler.w} if isinstance(codec, JpegDlm) else {}
         n, kept = min(n, len(self.heldout)), 0.0
         for start in range(0, n, batch):
             tokens = self.heldout.rows(list(range(start, min(start + batch, n)))).to(device_of(codec))
-            found = codec.reconstruction(Batch(tokens, self.heldout.mask(tokens)), **options)
+            found = codec.reconstruction(Batch(tokens, self.heldout.mask(tokens)), self.model.config.sampler)
             if found is None:
                 return None
             kept += float(found) * len(tokens)

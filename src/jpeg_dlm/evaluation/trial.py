@@ -22,7 +22,7 @@ from jpeg_dlm.cpu import with_precision
 if TYPE_CHECKING:
     import torch
 
-    from jpeg_dlm.methods.base import Batch, Method
+    from jpeg_dlm.methods.base import Batch, Trainable
 
 START_SECONDS = 120.0  # for importing torch and drawing weights, on top of the time limit (assumed)
 
@@ -67,7 +67,7 @@ def random_batch(config: Config, rows: int, device: torch.device | str, uses_enc
     return Batch(tokens, features_BLF=features)
 
 
-def train_pass(method: Method, config: Config, batch: Batch, step: int = 0) -> None:
+def train_pass(method: Trainable, config: Config, batch: Batch, step: int = 0) -> None:
     """Clear the gradients, then run forward and backward of one micro-batch as the trainer does."""
     import torch
 
@@ -83,6 +83,7 @@ def main() -> None:
     """Run the trial given on standard input and print its result; entry point of the separate process."""
     import torch
 
+    from jpeg_dlm.methods.base import Method
     from jpeg_dlm.methods.registry import build_method
     from jpeg_dlm.rng import RowNoise
 
@@ -102,6 +103,7 @@ def main() -> None:
         if batch is not None:
             train_pass(method, config, batch, number)
         else:
+            assert isinstance(method, Method)
             rows = range(number * trial.batch, (number + 1) * trial.batch)
             method.sample(config.sampler, RowNoise(0, rows, 0, device))
         if device.type == "cuda":

@@ -13,6 +13,11 @@ def per_row(x_B: Tensor, like: Tensor) -> Tensor:
     return x_B.view(-1, *[1] * (like.dim() - 1))
 
 
+def per_sample(value: float, like: Tensor) -> Tensor:
+    """The value (B,) for each row of `like`."""
+    return torch.full((len(like),), value, device=like.device)
+
+
 def interpolate(z_1: Tensor, eps: Tensor, t_B: Tensor) -> Tensor:
     """Return z_t = t z_1 + (1 - t) eps (Equation 1)."""
     t = per_row(t_B, z_1)

@@ -15,13 +15,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from jpeg_dlm.config import Checks, Config, opt
-from jpeg_dlm.methods.base import Batch, Likelihood, Method, ParameterGroup, Watch
+from jpeg_dlm.methods.base import Batch, Likelihood, Method, Watch
 from jpeg_dlm.methods.discrete import (
     PAPER_TOKENIZERS,
     POSITIONS_AT_ONCE,
@@ -108,6 +108,7 @@ class RowCache:
 class Absorbing(Method):
     """Masked diffusion; subclasses define the weights, their cost and the end of the sampler."""
 
+    fills_in = True
     time_conditioned: ClassVar[bool]  # True if the network receives the noise level
 
     def __init__(self, config: Config) -> None:
@@ -118,10 +119,6 @@ class Absorbing(Method):
         self.schedule = LogLinear()
         self.backbone = DDiT(self.vocab, m.hidden, m.depth, m.heads, m.cond_dim, m.freq_dim, m.mlp_ratio, m.dropout)
         self.loss_weights = {"nelbo": 1.0}
-
-    @classmethod
-    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> Self:
-        return cls(config)
 
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
@@ -269,6 +266,3 @@ class Absorbing(Method):
         return x_BL
 
     # ------------------------------------------------------------ optimization
-
-    def parameter_groups(self) -> list[ParameterGroup]:
-        return [ParameterGroup("flow", dict(self.named_parameters()))]

@@ -13,11 +13,11 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from jpeg_dlm.config import Checks, Config, head_checks, opt
 from jpeg_dlm.errors import CheckpointError
-from jpeg_dlm.methods.base import FREE, Batch, Likelihood, Method, ParameterGroup, Watch
+from jpeg_dlm.methods.base import FREE, Batch, Likelihood, Method, Publication, Watch
 from jpeg_dlm.methods.discrete import (
     PAPER_TOKENIZERS,
     ddit_model,
@@ -114,7 +114,9 @@ class Ar(Method):
 
     title = "AR"
     groups = {"model": ArConfig, "objective": ArObjective, "sampler": ArSampler}
+    fills_in = True
     exact_likelihood = True
+    publication = Publication(("ar",), "ar", tensors=("backbone.vocab_embed.embedding",))
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -126,10 +128,6 @@ class Ar(Method):
         # Exactly one is 1: positions before a row, or positions of a row that are not predicted.
         self.before, self.unpredicted = (1, 0) if m.start_id == -1 else (0, 1)
         self.loss_weights = {"ce": 1.0}
-
-    @classmethod
-    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> Ar:
-        return cls(config)
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
@@ -156,9 +154,6 @@ class Ar(Method):
                 data = replace(base.data, tokenizer=tokenizer, vocab_size=vocab_size)
                 special = {"mask_id": mask_id, "start_id": START_IDS[tokenizer]}
         return replace(base, data=data, model=replace(base.model, **sizes, **special))
-
-    def parameter_groups(self) -> list[ParameterGroup]:
-        return [ParameterGroup("flow", dict(self.named_parameters()))]
 
     # ------------------------------------------------------------ reading
 

@@ -1,4 +1,4 @@
-"""The contract every system fulfills; trainer, sampler, evaluation and export know nothing else of a method."""
+"""The contract of methods: `Trainable` is all that the trainer knows of one, `Method` what sampling and evaluation know too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from jpeg_dlm.collectives import all_mean
 from jpeg_dlm.config import Config, ModelConfig, ObjectiveConfig, SamplerConfig
 from jpeg_dlm.errors import CheckpointError, UsageError
+from jpeg_dlm.flow.path import interpolate, per_sample
+from jpeg_dlm.methods.registry import systems_that
 from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.wording import either
 
 
 @dataclass(frozen=True)
@@ -65,63 +68,121 @@ class Latents:
     predict: Callable[[Tensor, float], Tensor] | None = None
 
 
-class Method(nn.Module, ABC):
-    """A generative model of token rows."""
+def linear_time(ratio: float) -> float:
+    """Return the time of the linear path at which noise and signal have the ratio sigma / alpha."""
+    return 1 / (1 + ratio)
+
+
+def linear_state(z_BND: Tensor, eps_BND: Tensor, ratio: float) -> Tensor:
+    """Return t z + (1 - t) eps at that time."""
+    return interpolate(z_BND, eps_BND, per_sample(linear_time(ratio), z_BND))
+
+
+@dataclass(frozen=True)
+class LatentView:
+    """What studies of the latent space ask of a model, in the standardized coordinates that it generates in.
+
+    Noise is told by the ratio of its factor to the signal's, sigma / alpha = SNR**-0.5, which is 0 for clean latents and
+    the same number on every path. The self-conditioning scale is 1 (paper).
+    """
+
+    encode: Callable[[Batch], Tensor]  # clean latents (B, N, D)
+    predict: Callable[[Tensor, float], Tensor]  # one prediction of the clean latents behind a state, with no earlier one
+    decode: Callable[[Tensor], Tensor]  # the decoding module alone: the most probable token at every position
+    noisy: Callable[[Tensor, Tensor, float], Tensor] = linear_state  # the state of the model's own path with this noise
+    branch: Callable[[Tensor], Tensor] | None = None  # what sampling does to its last state before decoding
+
+
+@dataclass(frozen=True)
+class Publication:
+    """How the authors' own checkpoints of a system are recognized, and what has to be known about them."""
+
+    algo: tuple[str, ...] = ()  # its names in config.algo.name of Lightning's hyperparameters (Duo, FLM)
+    parameterization: str = ""  # its name in config.parameterization there (MDLM)
+    hub: str = ""  # its name in model_type, architectures or auto_map of a config on the Hugging Face hub
+    keys: frozenset[str] = frozenset()  # keys that its config alone has
+    tensors: tuple[str, ...] = ()  # names, or their ends, of tensors that it has
+    fixed: Mapping[tuple[str, ...], str | bool] = field(default_factory=dict)  # must hold where it is said: no variant of it
+    untold: tuple[str, ...] = ("data.token_len", "model.heads")  # options that leave no trace in the tensors
+    preset: str = "owt1024"  # where options start from, unless the vocabulary is BERT's
+
+
+class Trainable(nn.Module, ABC):
+    """What the trainer trains: a system, a student of one, or a stage that comes before."""
 
     title: ClassVar[str]  # as the paper's tables name it
     groups: ClassVar[dict[str, type]] = {"model": ModelConfig, "objective": ObjectiveConfig, "sampler": SamplerConfig}
     uses_encoder: ClassVar[bool] = False
-    exact_likelihood: ClassVar[bool] = False  # whether `likelihood` is the model's own, not a bound with random times
     loss_weights: dict[str, float]  # the trainer minimizes the weighted sum; other terms are only reported
 
+    # ------------------------------------------------------------ from options to a first step
+
     @classmethod
-    @abstractmethod
     def from_config(cls, config: Config, encoder: nn.Module | None = None) -> Self:
-        """The method with fresh weights; `encoder` is the frozen text encoder, for methods that use one."""
+        """Build the method with fresh weights; `encoder` is the frozen text encoder, for methods that use one."""
+        return cls(config, encoder) if cls.uses_encoder else cls(config)
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
-        """This system under the conditions of a preset of JPEG-DLM: same data and budget, sizes that compare."""
+        """Return this method's config under the conditions of a preset of JPEG-DLM: same data and budget, similar sizes."""
         return dataclasses.replace(base, method=name)
 
     @classmethod
-    def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
-        """`base` with the sizes of a published checkpoint, read from its tensors."""
-        raise UsageError(f"There is no published layout of {cls.title} to import.")
-
-    @classmethod
     def first_stage(cls, config: Config) -> Config | None:
-        """What must be trained before this method, as a config of its own; None: nothing."""
+        """Return the config of what must be trained before this method; None: nothing."""
         return None
 
     @classmethod
+    def with_stage_steps(cls, config: Config, steps: int) -> Config:
+        """Return `config` with so many optimizer steps for its first stage."""
+        raise UsageError(f"{cls.title} has no first stage.")
+
+    @classmethod
     def student_config(cls, teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None) -> Config:
-        """The config of this method as one that goes on from a trained model in `path`."""
+        """Return the config of this method as one that goes on from a trained model in `path`."""
         raise UsageError(f"{cls.title} does not go on from a trained model: leave out --teacher.")
 
     @classmethod
     def trained_stage(cls, config: Config) -> Path | None:
-        """Where the model lies that this method begins with, if it is one that was trained already; None: there is none."""
+        """Return the path of a model that was trained already and that this method begins with; None: there is none."""
         return None
 
-    def start_from(self, stage: Method, batches: Iterable[Batch]) -> None:
+    def start_from(self, stage: Trainable, batches: Iterable[Batch]) -> None:
         """Take over what the trained first stage learned, before the first step; `batches` are rows to measure it on."""
         raise UsageError(f"{self.title} has no first stage.")
 
+    # ------------------------------------------------------------ steps
+
     @abstractmethod
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
-        """Named loss terms of one batch."""
+        """Compute the named loss terms of one batch."""
 
-    @abstractmethod
-    def sample(self, sampler: Any, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None) -> Tensor:
-        """Token ids (B, L), a row for each of the noise; `given_BL` holds ids to keep and FREE elsewhere."""
-
-    @abstractmethod
     def parameter_groups(self) -> list[ParameterGroup]:
-        """All trainable parameters, by group."""
+        """Return all trainable parameters, by group."""
+        trained = {n: p for n, p in self.named_parameters() if p.requires_grad and not n.startswith(FROZEN)}
+        return [ParameterGroup("flow", trained)]
+
+    def after_step(self, step: int, total: int) -> None:
+        """Do what follows an optimizer step, such as a target network's moving average."""
+
+    def forward(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
+        """Compute `losses`, under the name that DistributedDataParallel calls; terms without a weight leave the graph.
+
+        It waits for the gradient of every parameter that it finds behind an output.
+        """
+        return {name: x if self.loss_weights.get(name) else x.detach() for name, x in self.losses(batch, noise).items()}
+
+    def total_loss(self, losses: dict[str, Tensor]) -> Tensor:
+        """Return the weighted sum of the terms that have a weight."""
+        terms = [weight * losses[name] for name, weight in self.loss_weights.items() if weight and name in losses]
+        if not terms:
+            raise ValueError("no loss term has a weight")
+        return sum(terms[1:], start=terms[0])
+
+    # ------------------------------------------------------------ what held-out text tells
 
     def features(self, batch: Batch) -> Tensor:
-        """h = E(x) from the cache or the frozen encoder, for methods that use one."""
+        """Return h = E(x) from the cache or the frozen encoder, for methods that use one."""
         if batch.features_BLF is not None:
             return batch.features_BLF
         encoder = getattr(self, "encoder", None)
@@ -130,42 +191,51 @@ class Method(nn.Module, ABC):
         with torch.no_grad():
             return encoder(batch.tokens_BL, batch.mask_BL)
 
-    def reconstruction(self, batch: Batch) -> Tensor | None:
-        """Share of tokens that survive the method's own encoding and decoding; None if it has none."""
+    def reconstruction(self, batch: Batch, sampler: Any = None) -> Tensor | None:
+        """Return the share of tokens that survive the method's own encoding and decoding; None if it has none.
+
+        `sampler` are the options of sampling, for methods whose decoding depends on them.
+        """
         return None
 
     def latent_space(self, batch: Batch) -> Latents | None:
-        """The latents of a batch of text; None for a method that learns no latent space."""
+        """Return the latents of a batch of text; None for a method that learns no latent space."""
         return None
 
-    def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood | None:
-        """How probable the model finds rows; None if it cannot say."""
-        return None
-
-    def after_step(self, step: int, total: int) -> None:
-        """What follows an optimizer step, such as a target network's moving average."""
+    # ------------------------------------------------------------ files
 
     def export_state(self) -> dict[str, Tensor]:
-        """The tensors that sampling needs, under the names of published checkpoints where there are any."""
+        """Return the tensors that sampling needs, under the names of published checkpoints where there are any."""
         return {name: t for name, t in self.state_dict().items() if not name.startswith(FROZEN)}
 
     def import_state(self, tensors: Mapping[str, Tensor], origin: str) -> None:
-        """The inverse of `export_state`."""
+        """Load what `export_state` returned."""
         copy_tensors({name: t for name, t in self.state_dict().items() if not name.startswith(FROZEN)}, tensors, origin)
 
-    def forward(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
-        """`losses`, under the name that DistributedDataParallel calls; terms without a weight are cut from the graph.
 
-        It waits for the gradient of every parameter that it finds behind an output.
-        """
-        return {name: x if self.loss_weights.get(name) else x.detach() for name, x in self.losses(batch, noise).items()}
+class Method(Trainable):
+    """A generative model of token rows: it also writes."""
 
-    def total_loss(self, losses: dict[str, Tensor]) -> Tensor:
-        """The weighted sum of the terms that have a weight."""
-        terms = [weight * losses[name] for name, weight in self.loss_weights.items() if weight and name in losses]
-        if not terms:
-            raise ValueError("no loss term has a weight")
-        return sum(terms[1:], start=terms[0])
+    fills_in: ClassVar[bool] = False  # whether `sample` keeps tokens that it is given
+    exact_likelihood: ClassVar[bool] = False  # whether `likelihood` is the model's own, not a bound with random times
+    publication: ClassVar[Publication | None] = None  # of the authors' checkpoints that `config_of` reads
+
+    @classmethod
+    def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
+        """Return `base` with the sizes of a published checkpoint, read from its tensors."""
+        raise UsageError(f"There is no published layout of {cls.title} to import.")
+
+    @abstractmethod
+    def sample(self, sampler: Any, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None) -> Tensor:
+        """Write token ids (B, L), a row for each of the noise; `given_BL` holds ids to keep and FREE elsewhere."""
+
+    def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood | None:
+        """Compute how probable the model finds rows; None if it cannot say."""
+        return None
+
+    def latent_view(self) -> LatentView | None:
+        """Return what studies of the latent space use; None for a method that does not denoise latents."""
+        return None
 
 
 @torch.no_grad()
@@ -189,9 +259,10 @@ def copy_tensors(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], origi
 
 
 def refuse_given(given_BL: Tensor | None, title: str) -> None:
-    """For methods that write whole rows only."""
+    """Refuse given tokens, for methods that write whole rows only."""
     if given_BL is not None:
-        raise UsageError(f"{title} writes whole texts: prompts and templates need ar, mdlm, sedd or duo.")
+        able = either(systems_that(lambda system: system.fills_in))
+        raise UsageError(f"{title} writes whole texts: prompts and templates need {able}.")
 
 
 def masked_mean(x_BL: Tensor, mask_BL: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Self
 
@@ -18,9 +19,19 @@ from torch import Tensor, nn
 from jpeg_dlm.collectives import all_mean
 from jpeg_dlm.config import Config
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.flow.path import per_row
+from jpeg_dlm.flow.path import per_row, per_sample
 from jpeg_dlm.flow.vp import TanSchedule
-from jpeg_dlm.methods.base import Batch, Latents, Method, ParameterGroup, Watch, copy_tensors, masked_mean, refuse_given
+from jpeg_dlm.methods.base import (
+    Batch,
+    Latents,
+    LatentView,
+    Method,
+    Trainable,
+    Watch,
+    copy_tensors,
+    masked_mean,
+    refuse_given,
+)
 from jpeg_dlm.methods.cosmos_codec import VARIANCE_FLOOR, Codec, CosmosCodec
 from jpeg_dlm.methods.cosmos_config import GROUPS, CosmosModel, CosmosObjective, CosmosSampler, codec_stage, cosmos_preset
 from jpeg_dlm.nn.unet_transformer import UNetTransformer
@@ -48,10 +59,6 @@ class Cosmos(Method):
         self.loss_weights = {"x0": 1.0}
 
     @classmethod
-    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> Cosmos:
-        return cls(config, encoder)
-
-    @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
         return cosmos_preset(base)
 
@@ -67,7 +74,11 @@ class Cosmos(Method):
     def first_stage(cls, config: Config) -> Config:
         return codec_stage(config)
 
-    def start_from(self, stage: Method, batches: Iterable[Batch]) -> None:
+    @classmethod
+    def with_stage_steps(cls, config: Config, steps: int) -> Config:
+        return replace(config, objective=replace(config.objective, codec_steps=steps))
+
+    def start_from(self, stage: Trainable, batches: Iterable[Batch]) -> None:
         if not isinstance(stage, CosmosCodec):
             raise UsageError(f"COSMOS starts from the codec of its own first stage, not from {stage.title}.")
         copy_tensors(self.codec.state_dict(), stage.codec.state_dict(), "the first stage")
@@ -153,17 +164,23 @@ class Cosmos(Method):
         return self.codec.greedy(self.unstandardize(z_standardized))
 
     @torch.no_grad()
-    def reconstruction(self, batch: Batch) -> Tensor:
+    def reconstruction(self, batch: Batch, sampler: CosmosSampler | None = None) -> Tensor:
         """Return the share of real tokens that are reconstructed from their own latents."""
         return masked_mean((self.greedy(self.encode(batch)) == batch.tokens_BL).float(), batch.mask_BL)
 
     def latent_space(self, batch: Batch) -> Latents:
         def predict(z_t: Tensor, t: float) -> Tensor:
             """Predict from the state of COSMOS's own path with the same SNR."""
-            time = torch.full((len(z_t),), self.schedule.time((1 - t) / t), device=z_t.device)
-            return self.predict(z_t / math.hypot(t, 1 - t), time)
+            return self.predict_once(z_t / math.hypot(t, 1 - t), (1 - t) / t)
 
         return Latents(self.encode(batch), self.greedy, predict)
 
-    def parameter_groups(self) -> list[ParameterGroup]:
-        return [ParameterGroup("flow", {f"network.{name}": p for name, p in self.network.named_parameters()})]
+    def latent_view(self) -> LatentView:
+        """States are variance-preserving."""
+        return LatentView(
+            self.encode, self.predict_once, self.greedy, noisy=lambda z, eps, ratio: (z + ratio * eps) / math.hypot(1, ratio)
+        )
+
+    def predict_once(self, z_t: Tensor, ratio: float) -> Tensor:
+        """The clean latents behind a state with this sigma / alpha; self-conditioning is zero (paper)."""
+        return self.predict(z_t, per_sample(self.schedule.time(ratio), z_t))

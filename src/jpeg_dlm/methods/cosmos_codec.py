@@ -6,16 +6,17 @@ Shapes: B batch, L tokens, N latents, D latent width, F feature width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.collectives import all_mean
 from jpeg_dlm.config import Config
-from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.path import per_row
-from jpeg_dlm.methods.base import Batch, Latents, Method, ParameterGroup, Watch, masked_mean
-from jpeg_dlm.methods.cosmos_config import GROUPS, CosmosModel, CosmosObjective, CosmosSampler, codec_stage, cosmos_preset
+from jpeg_dlm.methods.base import Batch, Latents, ParameterGroup, Trainable, masked_mean
+from jpeg_dlm.methods.cosmos_config import GROUPS, CosmosModel, CosmosObjective, codec_stage, cosmos_preset
 from jpeg_dlm.nn.perceiver import Compressor, Decompressor
 from jpeg_dlm.nn.token_loss import token_nll
 from jpeg_dlm.rng import RowNoise
@@ -47,7 +48,7 @@ class Codec(nn.Module):
         return self.project(self.decompressor(z_BND)).argmax(-1)
 
 
-class CosmosCodec(Method):
+class CosmosCodec(Trainable):
     """Training of the codec, which does not generate text."""
 
     title = "COSMOS codec"
@@ -59,10 +60,6 @@ class CosmosCodec(Method):
         self.config, self.encoder = config, encoder
         self.codec = Codec(config)
         self.loss_weights = {"ce": 1.0, "feat": 1.0}  # (COSMOS)
-
-    @classmethod
-    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> CosmosCodec:
-        return cls(config, encoder)
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
@@ -98,7 +95,7 @@ class CosmosCodec(Method):
         return torch.where(per_row(noisy_B, h_BLF), noisy_BLF, h_BLF), seen_BL
 
     @torch.no_grad()
-    def reconstruction(self, batch: Batch) -> Tensor:
+    def reconstruction(self, batch: Batch, sampler: Any = None) -> Tensor:
         """Return the share of real tokens that are reconstructed from their own latents, without augmentation."""
         z_BND = self.codec.compressor(self.features(batch), batch.mask_BL)
         return masked_mean((self.codec.greedy(z_BND) == batch.tokens_BL).float(), batch.mask_BL)
@@ -110,11 +107,6 @@ class CosmosCodec(Method):
         mean_ND = all_mean(z_BND.mean(0))
         std_ND = all_mean((z_BND - mean_ND).square().mean(0)).clamp_min(VARIANCE_FLOOR).sqrt()
         return Latents((z_BND - mean_ND) / std_ND, lambda z: self.codec.greedy(z * std_ND + mean_ND))
-
-    def sample(
-        self, sampler: CosmosSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
-    ) -> Tensor:
-        raise UsageError("The codec of COSMOS does not generate text: train --method cosmos, which starts with it.")
 
     def parameter_groups(self) -> list[ParameterGroup]:
         trainable = {name: p for name, p in self.named_parameters() if p.requires_grad}

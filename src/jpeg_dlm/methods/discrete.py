@@ -27,6 +27,9 @@ POSITIONS_AT_ONCE = 1024  # assumed: positions whose logits exist at once while 
 # Tokenizer, number of ids and mask id of the paper's checkpoints; GPT-2 has no mask token, so an id is added for it.
 PAPER_TOKENIZERS = {"lm1b": ("bert-base-uncased", 30_522, 103), "owt1024": ("gpt2", 50_257, -1)}
 
+# Tensors by which a checkpoint of the shared transformer with a noise level is known.
+DIFFUSION_TENSORS = ("backbone.vocab_embed.embedding", "backbone.sigma_map.mlp.0.weight")
+
 
 @dataclass(frozen=True)
 class NetworkConfig:

@@ -21,7 +21,7 @@ from jpeg_dlm.config import Checks, Config, ModelConfig, ObjectiveConfig, Sample
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.grids import make_grid
 from jpeg_dlm.flow.path import interpolate, per_row
-from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, copy_tensors
+from jpeg_dlm.methods.base import Batch, Trainable, copy_tensors
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm, build_dit
 from jpeg_dlm.rng import RowNoise
 
@@ -67,7 +67,22 @@ def jump_target(z_s: Tensor, z_t: Tensor, t_s: Tensor, t_t: Tensor) -> Tensor:
     return z_s + per_row((1 - t_s) / (t_t - t_s), z_s) * (z_t - z_s)
 
 
-class Distill(JpegDlm):
+class Student(JpegDlm):
+    """A JPEG-DLM that starts from a trained one and keeps its codec."""
+
+    @classmethod
+    def adapt(cls, base: Config, name: str) -> Config:
+        raise UsageError("A student takes its sizes from a trained model: name it with --teacher.")
+
+    @classmethod
+    def trained_stage(cls, config: Config) -> Path:
+        return Path(config.objective.teacher)
+
+    def after_step(self, step: int, total: int) -> None:
+        """Do nothing: the target compressor is frozen too."""
+
+
+class Distill(Student):
     """The student. It holds its teacher's network while it trains, which is not saved in a model folder."""
 
     title = "JPEG-DLM, distilled"
@@ -80,10 +95,6 @@ class Distill(JpegDlm):
         for parameter in self.parameters():
             parameter.requires_grad_(id(parameter) in trained)
         self.loss_weights = {"jump": 1.0}
-
-    @classmethod
-    def adapt(cls, base: Config, name: str) -> Config:
-        raise UsageError("A student takes its sizes from a trained model: name it with --teacher.")
 
     @classmethod
     def student_config(cls, teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None) -> Config:
@@ -99,11 +110,7 @@ class Distill(JpegDlm):
         train = replace(t, steps=max(1, t.steps // 10), lr=t.lr / 10, schedule="constant", warmup=0, ema_warmup=True)
         return replace(config, train=train, sampler=sampler, model=replace(teacher.model, shared=False))
 
-    @classmethod
-    def trained_stage(cls, config: Config) -> Path:
-        return Path(config.objective.teacher)
-
-    def start_from(self, stage: Method, batches: Iterable[Batch]) -> None:
+    def start_from(self, stage: Trainable, batches: Iterable[Batch]) -> None:
         """Initialize the student with the weights of its teacher."""
         if not isinstance(stage, JpegDlm):
             raise UsageError(f"A student needs a teacher of jpeg-dlm, not of {stage.title}.")
@@ -162,13 +169,5 @@ class Distill(JpegDlm):
             z = z + per_row((u - t) / (1 - t), z) * (s - z)
         return z
 
-    def after_step(self, step: int, total: int) -> None:
-        """Do nothing: the target compressor is the teacher's."""
-
-    # ------------------------------------------------------------ files and optimization
-
     def export_state(self) -> dict[str, Tensor]:
         return {name: t for name, t in super().export_state().items() if not name.startswith("teacher.")}
-
-    def parameter_groups(self) -> list[ParameterGroup]:
-        return [group for group in super().parameter_groups() if group.parameters]

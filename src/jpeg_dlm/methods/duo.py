@@ -17,12 +17,13 @@ from itertools import pairwise
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.errors import CheckpointError
-from jpeg_dlm.methods.base import FREE, Batch, Likelihood, Method, ParameterGroup, Watch
+from jpeg_dlm.methods.base import FREE, Batch, Likelihood, Method, Publication, Watch
 from jpeg_dlm.methods.discrete import (
+    DIFFUSION_TENSORS,
     PAPER_TOKENIZERS,
     POSITIONS_AT_ONCE,
     T_MIN_SAMPLING,
@@ -129,6 +130,8 @@ class Duo(Method):
     """The whole system; only training uses the curriculum, likelihood and sampler do not."""
 
     title = "Duo"
+    fills_in = True
+    publication = Publication(("duo", "duo_base"), hub="duo", tensors=DIFFUSION_TENSORS)
     groups = {"model": DuoModel, "objective": DuoObjective, "sampler": DuoSampler}
 
     def __init__(self, config: Config) -> None:
@@ -141,10 +144,6 @@ class Duo(Method):
         self.gammas = curriculum_range(o, self.ids)
         self.backbone = DDiT(self.ids, m.hidden, m.depth, m.heads, m.cond_dim, m.freq_dim, m.mlp_ratio, m.dropout)
         self.loss_weights = {"nelbo": 1.0}
-
-    @classmethod
-    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> Duo:
-        return cls(config)
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
@@ -173,9 +172,6 @@ class Duo(Method):
                 "name the preset or the tokenizer it was trained with."
             )
         return replace(base, data=data, model=replace(base.model, **sizes, extra_ids=extra))
-
-    def parameter_groups(self) -> list[ParameterGroup]:
-        return [ParameterGroup("flow", dict(self.named_parameters()))]
 
     # ------------------------------------------------------------ training
 

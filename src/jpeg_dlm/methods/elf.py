@@ -20,8 +20,19 @@ from torch import Tensor, nn
 from jpeg_dlm.config import Checks, Config, TrainConfig, head_checks, opt
 from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.flow.grids import make_grid
-from jpeg_dlm.flow.path import guidance_scale, guided_target, logit_normal, per_row
-from jpeg_dlm.methods.base import FROZEN, Batch, Method, ParameterGroup, Watch, copy_tensors, masked_mean, refuse_given
+from jpeg_dlm.flow.path import guidance_scale, guided_target, logit_normal, per_row, per_sample
+from jpeg_dlm.methods.base import (
+    FROZEN,
+    Batch,
+    LatentView,
+    Method,
+    Publication,
+    Watch,
+    copy_tensors,
+    linear_time,
+    masked_mean,
+    refuse_given,
+)
 from jpeg_dlm.nn.dit import Head, LatentTransformer
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll
@@ -161,6 +172,7 @@ class Elf(Method):
     """The whole system. `encoder` is frozen and may be None for a model that only samples."""
 
     title = "ELF"
+    publication = Publication(tensors=("unembed_kernel",), untold=("data.token_len",))
     groups = {"model": ElfModel, "objective": ElfObjective, "sampler": ElfSampler}
     uses_encoder = True
 
@@ -170,10 +182,6 @@ class Elf(Method):
         self.encoder = encoder
         self.dit = ElfNetwork(config)
         self.loss_weights = {"flow": 1.0, "ce": 1.0}
-
-    @classmethod
-    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> Elf:
-        return cls(config, encoder)
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
@@ -273,16 +281,26 @@ class Elf(Method):
         return self.dit.logits(hidden).argmax(-1)
 
     @torch.no_grad()
-    def reconstruction(self, batch: Batch, w: float = 1.0) -> Tensor:
+    def reconstruction(self, batch: Batch, sampler: ElfSampler | None = None) -> Tensor:
         """Return the share of real tokens that are reconstructed from their own clean features."""
         x = self.features(batch)
-        same = self.greedy(x, torch.full((len(x),), w, device=x.device)) == batch.tokens_BL
+        same = self.greedy(x, per_sample(1.0, x)) == batch.tokens_BL
         return masked_mean(same.float(), batch.mask_BL)
 
-    # ------------------------------------------------------------ files and optimization
+    def latent_view(self) -> LatentView:
+        """The encoder's features, one for each token, which the network itself decodes (not in the paper)."""
 
-    def parameter_groups(self) -> list[ParameterGroup]:
-        return [ParameterGroup("flow", {n: p for n, p in self.named_parameters() if not n.startswith(FROZEN)})]
+        def time(ratio: float) -> float:
+            return linear_time(ratio / self.config.objective.noise_scale)  # the noise has this deviation at t = 0
+
+        return LatentView(
+            self.features,
+            predict=lambda z_t, ratio: self.predict(z_t, time(ratio), None, per_sample(1.0, z_t)),
+            decode=lambda z: self.greedy(z, per_sample(1.0, z)),
+            noisy=lambda z, eps, ratio: time(ratio) * (z + ratio * eps),
+        )
+
+    # ------------------------------------------------------------ files and optimization
 
     def export_state(self) -> dict[str, Tensor]:
         """Return the tensors in the published layout: flat names, and the matrices of the unembedding as (in, out)."""

@@ -6,20 +6,22 @@ Shapes: B batch, L tokens, F feature width, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.config import Config, SamplerConfig
+from jpeg_dlm.config import Config
 from jpeg_dlm.encoders.small import SmallEncoder
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, Watch, masked_mean
+from jpeg_dlm.methods.base import Batch, Trainable, masked_mean
 from jpeg_dlm.rng import RowNoise
 
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1  # of the chosen tokens; the remaining tenth is unchanged (BERT)
 
 
-class EncoderPretraining(Method):
+class EncoderPretraining(Trainable):
     """Masked language modeling of a trainable `SmallEncoder`, as a method."""
 
     title = "text encoder"
@@ -64,15 +66,7 @@ class EncoderPretraining(Method):
         return {"masked": masked_mean(nll, chosen), "kept": masked_mean(nll, kept)}
 
     @torch.no_grad()
-    def reconstruction(self, batch: Batch) -> Tensor:
+    def reconstruction(self, batch: Batch, sampler: Any = None) -> Tensor:
         """Return the share of tokens that are predicted from their own features: an upper bound for a codec on top."""
         same = self.model.logits(self.model.hidden(batch.tokens_BL, batch.mask_BL)).argmax(-1) == batch.tokens_BL
         return same.float().mean() if batch.mask_BL is None else same[batch.mask_BL].float().mean()
-
-    def sample(
-        self, sampler: SamplerConfig, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
-    ) -> Tensor:
-        raise UsageError("A text encoder does not generate text: train --method jpeg-dlm on top of it.")
-
-    def parameter_groups(self) -> list[ParameterGroup]:
-        return [ParameterGroup("flow", dict(self.named_parameters()))]

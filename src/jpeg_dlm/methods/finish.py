@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from jpeg_dlm.config import Checks, Config, ModelConfig, ObjectiveConfig, SamplerConfig, opt
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, copy_tensors
-from jpeg_dlm.methods.distill import continued
+from jpeg_dlm.methods.base import Batch, Trainable, copy_tensors
+from jpeg_dlm.methods.distill import Student, continued
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.rng import RowNoise
 
@@ -37,7 +37,7 @@ class FinishObjective(ObjectiveConfig):
         ]
 
 
-class Finish(JpegDlm):
+class Finish(Student):
     """JPEG-DLM in which only the DiT is trained; the result is a JPEG-DLM of the same layout."""
 
     title = "JPEG-DLM, finished"
@@ -50,20 +50,12 @@ class Finish(JpegDlm):
         self.loss_weights = {name: weight for name, weight in self.loss_weights.items() if name in ("jep", "flow", "ce")}
 
     @classmethod
-    def adapt(cls, base: Config, name: str) -> Config:
-        raise UsageError("Finishing takes its sizes from a trained model: name it with --teacher.")
-
-    @classmethod
     def student_config(cls, teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None) -> Config:
         """Use the teacher's number of steps and twice its noise draws, as a draw costs a third of a joint row (measured)."""
         config = continued(teacher, path, tokenizer, encoder, "finish", FinishObjective)
         return replace(config, objective=replace(config.objective, flow_draws=2 * config.objective.flow_draws))
 
-    @classmethod
-    def trained_stage(cls, config: Config) -> Path:
-        return Path(config.objective.teacher)
-
-    def start_from(self, stage: Method, batches: Iterable[Batch]) -> None:
+    def start_from(self, stage: Trainable, batches: Iterable[Batch]) -> None:
         """Initialize from the trained model."""
         if not isinstance(stage, JpegDlm):
             raise UsageError(f"Finishing continues from a model of jpeg-dlm, not of {stage.title}.")
@@ -88,9 +80,3 @@ class Finish(JpegDlm):
     def decode_rows(self, rows: int) -> int:
         """Return the number of rows in a batch that go through the decode branch."""
         return max(1, round(rows * self.config.objective.decode_share))
-
-    def after_step(self, step: int, total: int) -> None:
-        """Do nothing: the target compressor is frozen too."""
-
-    def parameter_groups(self) -> list[ParameterGroup]:
-        return [group for group in super().parameter_groups() if group.parameters]

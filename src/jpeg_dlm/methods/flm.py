@@ -21,14 +21,14 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.flow.path import per_row
-from jpeg_dlm.methods.base import Batch, Method, ParameterGroup, Watch, masked_mean, refuse_given
+from jpeg_dlm.methods.base import Batch, Method, Publication, Watch, masked_mean, refuse_given
 from jpeg_dlm.methods.continuous import adapted, published_config
 from jpeg_dlm.methods.decoding_error import TimeMap
-from jpeg_dlm.methods.discrete import NetworkConfig, sampler_steps
+from jpeg_dlm.methods.discrete import DIFFUSION_TENSORS, NetworkConfig, sampler_steps
 from jpeg_dlm.nn.ddit import DDiT, NoiseLevel, zero_linear
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll
@@ -111,6 +111,7 @@ class Flm(Method):
     """The whole system."""
 
     title = "FLM"
+    publication = Publication(("flm",), tensors=DIFFUSION_TENSORS)
     groups = {"model": NetworkConfig, "objective": FlmObjective, "sampler": FlmSampler}
 
     def __init__(self, config: Config) -> None:
@@ -120,10 +121,6 @@ class Flm(Method):
         self.backbone = kind(config.data.vocab_size, softcap=SOFTCAP, **config.model.arguments())
         self.times = TimeMap(config.data.vocab_size)
         self.loss_weights = {"ce": 1.0, "ce_map": 1.0} if config.objective.flow_map else {"ce": 1.0}
-
-    @classmethod
-    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> Flm:
-        return cls(config)
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
@@ -231,6 +228,3 @@ class Flm(Method):
         if watch:
             watch(steps, steps, 1.0, lambda: tokens)
         return tokens
-
-    def parameter_groups(self) -> list[ParameterGroup]:
-        return [ParameterGroup("flow", dict(self.named_parameters()))]

@@ -19,17 +19,20 @@ from jpeg_dlm.collectives import all_mean
 from jpeg_dlm.config import Config, ModelConfig, ObjectiveConfig, SamplerConfig
 from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.flow.grids import make_grid
-from jpeg_dlm.flow.path import guidance_scale, guided_target, interpolate, logit_normal, mixed_times, per_row
+from jpeg_dlm.flow.path import guidance_scale, guided_target, interpolate, logit_normal, mixed_times, per_row, per_sample
 from jpeg_dlm.flow.solvers import SOLVERS
 from jpeg_dlm.methods.base import (
     FROZEN,
     Batch,
     Latents,
+    LatentView,
     Method,
     ParameterGroup,
+    Publication,
     Watch,
     copy_tensors,
     linear_ramp,
+    linear_time,
     masked_mean,
     refuse_given,
     rounded_up_share,
@@ -70,6 +73,7 @@ class JpegDlm(Method):
     """The whole system. `encoder` is frozen and may be None for a model that only samples."""
 
     title = "JPEG-DLM"
+    publication = Publication(untold=(), preset="lm1b")
     uses_encoder = True
     latent_mean: Tensor
     latent_scale: Tensor
@@ -103,10 +107,6 @@ class JpegDlm(Method):
             "jep": o.jep_weight, "flow": o.flow_weight, "feat": o.feat_weight, "ce": o.ce_weight,
             "ce_noisy": o.ce_weight, "sigreg": o.sigreg_weight, "var": o.var_weight, "cov": o.cov_weight,
         }  # fmt: skip
-
-    @classmethod
-    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> JpegDlm:
-        return cls(config, encoder)
 
     # ------------------------------------------------------------ Algorithm 1
 
@@ -356,19 +356,26 @@ class JpegDlm(Method):
         return self.target_latents(self.features(batch), batch.mask_BL)
 
     @torch.no_grad()
-    def reconstruction(self, batch: Batch, w: float = 1.0) -> Tensor:
+    def reconstruction(self, batch: Batch, sampler: SamplerConfig | None = None) -> Tensor:
         """Return the share of real tokens that the decode branch reconstructs from their own latents."""
         z = self.encode(batch)
-        same = self.tokens(z, torch.full((len(z),), w, device=z.device)) == batch.tokens_BL
+        same = self.tokens(z, per_sample(sampler.w if sampler else 1.0, z)) == batch.tokens_BL
         return masked_mean(same.float(), batch.mask_BL)
 
-    def latent_space(self, batch: Batch, w: float = 1.0) -> Latents:
-        def scale(z: Tensor) -> Tensor:
-            return torch.full((len(z),), w, device=z.device)
+    def latent_space(self, batch: Batch) -> Latents:
+        return Latents(self.encode(batch), lambda z: self.tokens(z, per_sample(1.0, z)), self.predict_once)
 
-        return Latents(
-            self.encode(batch), lambda z: self.tokens(z, scale(z)), lambda z_t, t: self.self_conditioned(scale(z_t))(z_t, t)
+    def latent_view(self) -> LatentView:
+        return LatentView(
+            self.encode,
+            predict=lambda z_t, ratio: self.predict_once(z_t, linear_time(ratio)),
+            decode=self.greedy,
+            branch=lambda z: self.decode_latents(z, per_sample(1.0, z)),
         )
+
+    def predict_once(self, z_t: Tensor, t: float) -> Tensor:
+        """The prediction of clean latents at w = 1, with no earlier one to go by."""
+        return self.self_conditioned(per_sample(1.0, z_t))(z_t, t)
 
     # ------------------------------------------------------------ files and optimization
 
@@ -430,4 +437,4 @@ class JpegDlm(Method):
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
                 groups["flow" if name.startswith(flow) else "codec"][name] = parameter
-        return [ParameterGroup(name, parameters) for name, parameters in groups.items()]
+        return [ParameterGroup(name, parameters) for name, parameters in groups.items() if parameters]

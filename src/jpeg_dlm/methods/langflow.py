@@ -22,14 +22,14 @@ from jpeg_dlm.flow.path import per_row
 from jpeg_dlm.methods.base import (
     Batch,
     Method,
-    ParameterGroup,
+    Publication,
     Watch,
     masked_mean,
     refuse_given,
     rounded_up_share,
 )
 from jpeg_dlm.methods.continuous import adapted, published_config
-from jpeg_dlm.methods.discrete import NetworkConfig, paper_data, sampler_steps
+from jpeg_dlm.methods.discrete import DIFFUSION_TENSORS, NetworkConfig, paper_data, sampler_steps
 from jpeg_dlm.nn.ddit import DDiT
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll
@@ -163,6 +163,7 @@ class LangFlow(Method):
     """The whole system."""
 
     title = "LangFlow"
+    publication = Publication(hub="langflow", tensors=(*DIFFUSION_TENSORS, "backbone.self_cond_proj.weight"))
     groups = {"model": NetworkConfig, "objective": LangFlowObjective, "sampler": LangFlowSampler}
 
     def __init__(self, config: Config) -> None:
@@ -172,10 +173,6 @@ class LangFlow(Method):
         self.backbone = SelfConditionedDDiT(config.data.vocab_size, **config.model.arguments())
         self.proposal = GumbelProposal(o.gumbel_loc, o.gumbel_scale, o.gumbel_entropy)
         self.loss_weights = {"ce": 1.0, "proposal": o.proposal_weight}
-
-    @classmethod
-    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> LangFlow:
-        return cls(config)
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
@@ -291,9 +288,6 @@ class LangFlow(Method):
         if watch:
             watch(steps, steps, 1.0, lambda: tokens)
         return tokens
-
-    def parameter_groups(self) -> list[ParameterGroup]:
-        return [ParameterGroup("flow", dict(self.named_parameters()))]
 
 
 def row_means(x_BL: Tensor, mask_BL: Tensor | None) -> Tensor:

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from jpeg_dlm.config import Config, opt
 from jpeg_dlm.methods.absorbing import Absorbing, AbsorbingSampler, RowCache
-from jpeg_dlm.methods.discrete import DditConfig, DiscreteObjective, ddit_model, ddit_training, paper_data, sampler_steps
+from jpeg_dlm.methods.base import Publication
+from jpeg_dlm.methods.discrete import (
+    DIFFUSION_TENSORS,
+    DditConfig,
+    DiscreteObjective,
+    ddit_model,
+    ddit_training,
+    paper_data,
+    sampler_steps,
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,10 @@ class Mdlm(Absorbing):
     """Masked diffusion with the probabilities p(x0 = y | x_t) as weights."""
 
     title = "MDLM"
+    publication = Publication(
+        ("mdlm",), "subs", hub="mdlm", tensors=DIFFUSION_TENSORS,
+        fixed={(*where, "time_conditioning"): False for where in ((), ("config",), ("config", "algo"))},
+    )  # fmt: skip
     groups = {"model": DditConfig, "objective": DiscreteObjective, "sampler": MdlmSampler}
     time_conditioned = False
 

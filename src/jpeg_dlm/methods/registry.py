@@ -1,10 +1,20 @@
-"""The systems by name: adding one is its file and a line here."""
+"""The methods by name: adding one is its file and a line here, or a line in the metadata of another package.
+
+Such a package names its class as an entry point of the group `jpeg_dlm.systems` (or `stages`, `students`):
+
+    [project.entry-points."jpeg_dlm.systems"]
+    mine = "my_package.mine:Mine"
+
+Names are known without torch; a class is loaded when it is asked for. Only what is installed is ever loaded.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from jpeg_dlm.errors import UsageError
 
@@ -12,48 +22,99 @@ if TYPE_CHECKING:
     from torch import nn
 
     from jpeg_dlm.config import Config
-    from jpeg_dlm.methods.base import Method
+    from jpeg_dlm.methods.base import Method, Trainable
 
+# A system can be compared with others; a stage is trained for the sake of a system and writes no text; a student is made
+# from a trained model.
+Kind = Literal["system", "stage", "student"]
+KINDS: tuple[Kind, ...] = ("system", "stage", "student")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a method is, and where its class lies: `module:Class`."""
+
+    kind: Kind
+    place: str
+    solvers: tuple[str, ...] = ()  # names that `--solver` takes for it
+
+    def load(self) -> type[Trainable]:
+        """Import the class."""
+        module, _, attribute = self.place.partition(":")
+        return getattr(import_module(module), attribute)
+
+
+# Systems in the paper's order; COSMOS is in its Figure 4 instead of Table 1.
 METHODS = {
-    "jpeg-dlm": ("jpeg_dlm.methods.jpeg_dlm", "JpegDlm"),
-    "ar": ("jpeg_dlm.methods.ar", "Ar"),
-    "mdlm": ("jpeg_dlm.methods.mdlm", "Mdlm"),
-    "sedd": ("jpeg_dlm.methods.sedd", "Sedd"),
-    "duo": ("jpeg_dlm.methods.duo", "Duo"),
-    "elf": ("jpeg_dlm.methods.elf", "Elf"),
-    "langflow": ("jpeg_dlm.methods.langflow", "LangFlow"),
-    "flm": ("jpeg_dlm.methods.flm", "Flm"),
-    "cosmos": ("jpeg_dlm.methods.cosmos", "Cosmos"),
-    "cosmos-codec": ("jpeg_dlm.methods.cosmos_codec", "CosmosCodec"),
-    "encoder": ("jpeg_dlm.methods.encoder_pretraining", "EncoderPretraining"),
+    "ar": Entry("system", "jpeg_dlm.methods.ar:Ar"),
+    "mdlm": Entry("system", "jpeg_dlm.methods.mdlm:Mdlm"),
+    "sedd": Entry("system", "jpeg_dlm.methods.sedd:Sedd", ("euler", "analytic")),
+    "duo": Entry("system", "jpeg_dlm.methods.duo:Duo"),
+    "flm": Entry("system", "jpeg_dlm.methods.flm:Flm"),
+    "langflow": Entry("system", "jpeg_dlm.methods.langflow:LangFlow"),
+    "elf": Entry("system", "jpeg_dlm.methods.elf:Elf", ("ode", "sde")),
+    "cosmos": Entry("system", "jpeg_dlm.methods.cosmos:Cosmos"),
+    "jpeg-dlm": Entry("system", "jpeg_dlm.methods.jpeg_dlm:JpegDlm", ("euler", "heun", "multistep")),
+    "cosmos-codec": Entry("stage", "jpeg_dlm.methods.cosmos_codec:CosmosCodec"),
+    "encoder": Entry("stage", "jpeg_dlm.methods.encoder_pretraining:EncoderPretraining"),
+    "distill": Entry("student", "jpeg_dlm.methods.distill:Distill"),
+    "finish": Entry("student", "jpeg_dlm.methods.finish:Finish"),
 }
 
-# Made from a trained model, so that they are no systems of their own to compare.
-STUDENTS = {"distill": ("jpeg_dlm.methods.distill", "Distill"), "finish": ("jpeg_dlm.methods.finish", "Finish")}
 
-STAGES = ("cosmos-codec", "encoder")  # trained for the sake of other systems: they write no text
+@cache
+def methods() -> dict[str, Entry]:
+    """Return every method by name: those above, then those of installed packages, which cannot replace them."""
+    from importlib.metadata import entry_points
+
+    installed = {point.name: Entry(kind, point.value) for kind in KINDS for point in entry_points(group=f"jpeg_dlm.{kind}s")}
+    return METHODS | {name: entry for name, entry in installed.items() if name not in METHODS}
 
 
-def method_class(name: str) -> type[Method]:
-    """The class of a method, loaded only when it is asked for."""
-    known = METHODS | STUDENTS
+def names(*kinds: Kind) -> tuple[str, ...]:
+    """Return the names of the methods of these kinds."""
+    return tuple(name for name, entry in methods().items() if entry.kind in kinds)
+
+
+def writes(name: str) -> bool:
+    """Whether a method writes text: all but stages do."""
+    return _entry(name).kind != "stage"
+
+
+def _entry(name: str) -> Entry:
+    known = METHODS if name in METHODS else methods()
     if name not in known:
         raise UsageError(f"Unknown method '{name}'; choose one of {', '.join(known)}.")
-    module, attribute = known[name]
-    return getattr(import_module(module), attribute)
+    return known[name]
+
+
+def method_class(name: str) -> type[Trainable]:
+    """Return the class of a method, loaded only when it is asked for."""
+    return _entry(name).load()
+
+
+def system_class(name: str) -> type[Method]:
+    """Return the class of a method that writes."""
+    from jpeg_dlm.methods.base import Method
+
+    cls = method_class(name)
+    if not issubclass(cls, Method):
+        raise UsageError(f"'{name}' writes no text: choose one of {', '.join(names('system'))}.")
+    return cls
+
+
+def systems_that(holds: Callable[[type[Method]], bool]) -> list[str]:
+    """Return the names of the systems for whose class `holds`."""
+    return [name for name in names("system") if holds(system_class(name))]
 
 
 def for_method(base: Config, name: str) -> Config:
-    """A preset of JPEG-DLM as the preset of another method: same data and budget, the method's own options."""
-    if name == base.method:
-        return base
-    if name == "encoder":  # its options are in every config
-        return replace(base, method=name)
-    return method_class(name).adapt(base, name)
+    """Return a preset of JPEG-DLM as the preset of another method: same data and budget, the method's own options."""
+    return base if name == base.method else method_class(name).adapt(base, name)
 
 
-def build_method(config: Config, encoder: nn.Module | None = None) -> Method:
-    """The method a config names, with weights drawn from its seed; the global random state is left as it was."""
+def build_method(config: Config, encoder: nn.Module | None = None) -> Trainable:
+    """Build the method a config names, with weights drawn from its seed; the global random state is left as it was."""
     import torch
 
     from jpeg_dlm.rng import derive_seed

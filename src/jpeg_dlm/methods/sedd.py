@@ -16,7 +16,9 @@ from torch import Tensor
 
 from jpeg_dlm.config import Config, opt
 from jpeg_dlm.methods.absorbing import Absorbing, AbsorbingSampler
+from jpeg_dlm.methods.base import Publication
 from jpeg_dlm.methods.discrete import (
+    DIFFUSION_TENSORS,
     PAPER_TOKENIZERS,
     DditConfig,
     DiscreteObjective,
@@ -53,6 +55,10 @@ class Sedd(Absorbing):
     """Masked diffusion with the weights w_y = s_y (e^sigma - 1) = e^logit_y / (V - 1)."""
 
     title = "SEDD-Absorb"
+    publication = Publication(
+        ("sedd",), "sedd", hub="sedd", keys=frozenset({"tokens", "graph", "noise"}), tensors=DIFFUSION_TENSORS,
+        fixed={("graph", "type"): "absorb", ("noise", "type"): "loglinear", ("model", "scale_by_sigma"): True},
+    )  # fmt: skip
     groups = {"model": DditConfig, "objective": SeddObjective, "sampler": SeddSampler}
     time_conditioned = True
 

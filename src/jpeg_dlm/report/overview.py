@@ -9,7 +9,7 @@ from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import from_dict, read_json_file
 from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.evaluation.method_info import build_weightless, parameter_parts
-from jpeg_dlm.methods.registry import STAGES, method_class
+from jpeg_dlm.methods.registry import method_class, writes
 from jpeg_dlm.report.reading import Trouble, read_text
 from jpeg_dlm.report.runs import Run, duration, is_model, is_run, read_run, split_samples
 from jpeg_dlm.text.blocks import read_index
@@ -52,7 +52,7 @@ def _system(config: Config) -> dict[str, Any]:
     return {
         "method": config.method, "title": method_class(config.method).title, "preset": config.preset,
         "sizes": sizes | {"parameters": parameter_parts(build_weightless(config))["total"]},
-        "sampler": config.sampler.label() if config.method not in STAGES else None,
+        "sampler": config.sampler.label() if writes(config.method) else None,
     }  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def _next(folder: Path, found: dict[str, Any], usable: bool) -> list[str]:
     commands = []
     if steps and not steps["finished"]:
         commands.append(command("train", "--resume", "--out", folder))
-    if usable and found.get("method") not in STAGES:
+    if usable and found.get("sampler"):
         commands += [command("generate", folder), command("evaluate", folder)]
     if steps and steps["finished"]:
         commands.append(command("train", "--resume", "--out", folder, "--train.steps", 2 * steps["total"]))

@@ -65,10 +65,16 @@ def spend(config: Config, budget: Budget | None, seconds_per_step: Callable[[Con
         return max(1, round(share * budget.amount / cost[budget.kind]()))
 
     if stage is not None:
-        config = replace(config, objective=replace(config.objective, codec_steps=steps(stage)))
+        config = method_class(config.method).with_stage_steps(config, steps(stage))
     total = steps(config)
     every = max(1, total // 4)
     return replace(config, train=replace(config.train, steps=total, eval_every=every, save_every=every))
+
+
+def all_steps(config: Config) -> int:
+    """Optimizer steps of a method and of its first stage."""
+    stage = method_class(config.method).first_stage(config)
+    return config.train.steps + (stage.train.steps if stage else 0)
 
 
 def measure_step(config: Config, blocks: Blocks, encoder: FrozenEncoder | None, ranks: Ranks) -> float:

@@ -22,13 +22,11 @@ from jpeg_dlm.evaluation.evaluate import Evaluation, Request
 from jpeg_dlm.evaluation.scoring import Scorer
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.evaluation.throughput import Subject, measure
-from jpeg_dlm.methods.registry import METHODS, STAGES, for_method, method_class
-from jpeg_dlm.studies.budget import Budget
+from jpeg_dlm.methods.registry import for_method, method_class, names
+from jpeg_dlm.studies.budget import Budget, all_steps
 from jpeg_dlm.studies.workshop import Workshop, parameter_count, training_seconds
 
-# The paper's order; COSMOS is in its Figure 4 instead of Table 1.
-ORDER = ("ar", "mdlm", "sedd", "duo", "flm", "langflow", "elf", "cosmos", "jpeg-dlm")
-UNCACHED, CACHED = "AR", "AR, KV cache"  # the paper's speeds are relative to the first
+CACHED = ", KV cache"  # after the title of a system that is timed with its cache too
 
 
 @dataclass(frozen=True)
@@ -45,11 +43,12 @@ class Comparison:
 
 def method_names(text: str) -> tuple[str, ...]:
     """Parse 'all' or names separated by commas; return them in the paper's order."""
-    names = list(ORDER) if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in METHODS or name in STAGES:
-            raise UsageError(f"Unknown method '{name}': choose all, or some of {','.join(ORDER)}.")
-    return tuple([name for name in ORDER if name in names] + [name for name in names if name not in ORDER])
+    systems = names("system")
+    chosen = systems if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
+    for name in chosen:
+        if name not in systems:
+            raise UsageError(f"Unknown method '{name}': choose all, or some of {','.join(systems)}.")
+    return tuple(name for name in systems if name in chosen)
 
 
 def compare(asked: Comparison, workshop: Workshop, scorer: Callable[[], Scorer], request: Request) -> dict[str, Any]:
@@ -83,7 +82,7 @@ def _trained(asked: Comparison, workshop: Workshop, name: str, row: dict[str, An
     run = workshop.train(config)
     model = load(run, str(workshop.ranks.device))
     train = config.train
-    steps = train.steps + getattr(config.objective, "codec_steps", 0)
+    steps = all_steps(config)
     row |= {
         "run": run.name, "data": config.data.source, "parameters": parameter_count(model), "steps": steps,
         "tokens_seen": steps * train.batch * train.accumulation * workshop.ranks.world * config.data.token_len,
@@ -93,12 +92,13 @@ def _trained(asked: Comparison, workshop: Workshop, name: str, row: dict[str, An
 
 
 def _timed(asked: Comparison, workshop: Workshop, models: Mapping[str, Model]) -> dict[str, Any]:
-    """Time all models in turns, AR both with KV cache and without it, which speeds are relative to."""
+    """Time all models in turns; those with a KV cache twice, because the paper's speeds are relative to AR without one."""
     subjects = []
-    for name, model in models.items():
-        samplers = {model.method.title: model.config.sampler}
-        if name == "ar":
-            samplers = {title: replace(model.config.sampler, kv_cache=title == CACHED) for title in (UNCACHED, CACHED)}
+    for model in models.values():
+        title, sampler = model.method.title, model.config.sampler
+        samplers = {title: sampler}
+        if hasattr(sampler, "kv_cache"):
+            samplers = {title: replace(sampler, kv_cache=False), title + CACHED: replace(sampler, kv_cache=True)}
         for title, sampler in samplers.items():
             subjects.append(Subject(title, model.method, sampler, model.config.data.token_len, model.config.preset, "trained"))
     depends = {

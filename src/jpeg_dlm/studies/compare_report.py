@@ -12,7 +12,7 @@ from jpeg_dlm.evaluation.paper import paper_tables
 from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.results.spread import plus_minus
 from jpeg_dlm.results.table import Cell, Table, emphasis
-from jpeg_dlm.studies.compare import CACHED, UNCACHED
+from jpeg_dlm.studies.compare import CACHED
 
 OURS = ("system", "parameters", "tokens seen", "training", "Gen-PPL", "entropy (nats)", "MAUVE", "speed")
 MARKERS = "os^DvPX*<>"  # beside the colors, which are fewer than the systems
@@ -23,11 +23,13 @@ def compare_table(result: Mapping[str, Any], paper_set: str = "lm1b") -> Table:
     """Our columns, then the paper's for the same system, which are of another scorer, text and size."""
     speeds = {row["name"]: row["ratio"] for row in result["speed"]["rows"]}
     paper = {row["method"]: row for row in paper_tables()["main"][paper_set]}
-    rows: list[Sequence[Cell]] = [_own(row, speeds) + _papers(paper.get(row["title"])) for row in result["rows"]]
-    if CACHED in speeds:
-        at = next(i for i, row in enumerate(result["rows"]) if row["method"] == "ar") + 1
-        cached = f"{paper['AR']['speed_kv_cache']:g}" if "AR" in paper else ""
-        rows.insert(at, [CACHED, *[""] * 6, f"{speeds[CACHED]:.2f}", "", "", "", cached])
+    rows: list[Sequence[Cell]] = []
+    for row in result["rows"]:
+        title, beside = row["title"], paper.get(row["title"])
+        rows.append(_own(row, speeds) + _papers(beside))
+        if (cached := title + CACHED) in speeds:
+            papers = f"{beside['speed_kv_cache']:g}" if beside else ""
+            rows.append([cached, *[""] * 6, f"{speeds[cached]:.2f}", "", "", "", papers])
     entry = next((row["entry"] for row in result["rows"] if "entry" in row), None)
     for name in ("real", "shuffled") if entry else ():
         figures = entry["figures"][name] if entry else {}
@@ -40,8 +42,8 @@ def _conditions(result: Mapping[str, Any]) -> str:
     budget = result["budget"]["text"] if result["budget"] else "the preset's steps"
     entry = next((row["entry"] for row in result["rows"] if "entry" in row), None)
     runs = f", {len(entry['runs'])} x {entry['runs'][0]['figures']['texts']} texts" if entry else ""
-    first = result["speed"]["rows"][0]["name"]
-    unit = "AR without KV cache" if first == UNCACHED else first
+    names = [row["name"] for row in result["speed"]["rows"]]
+    unit = names[0] + (" without KV cache" if names[0] + CACHED in names else "")
     speed = f" Speed at batch {result['speed']['batch']}, fp32, relative to {unit}."
     return (
         f"Preset {result['preset']}, equal budget of {budget} per system; Gen-PPL and MAUVE by {result['scorer']}{runs}; "

@@ -29,10 +29,10 @@ from jpeg_dlm.presets import preset
 from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.table import Table
-from jpeg_dlm.studies.compare import CACHED, UNCACHED
 from jpeg_dlm.studies.study import Outcome
 from jpeg_dlm.training.console import Console
 
+UNCACHED, CACHED = "AR", "AR, KV cache"
 FULL = "ELF, full length"  # one latent for each token and no codec
 SYSTEMS = (OWN, FULL, UNCACHED, CACHED)
 COLORS = dict(zip(SYSTEMS, LINE_COLORS, strict=False))

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from jpeg_dlm.evaluation.decodability import break_point, real_tokens, right_tokens
 from jpeg_dlm.evaluation.sources import ModelSource
-from jpeg_dlm.flow.path import interpolate
+from jpeg_dlm.flow.path import interpolate, per_sample
+from jpeg_dlm.methods.base import LatentView
 from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.results.table import Table
 from jpeg_dlm.rng import RowNoise, derive_seed
 from jpeg_dlm.studies.latents import (
-    LatentView,
     about,
     batches_of,
     check_sources,
@@ -29,7 +29,6 @@ from jpeg_dlm.studies.latents import (
     identity,
     label,
     linear_ratio,
-    per_sample,
     view_of,
 )
 from jpeg_dlm.studies.study import Asked, Outcome
@@ -66,8 +65,8 @@ def ways_of(view: LatentView) -> dict[str, Callable[[Tensor, Tensor, float], Ten
         return view.decode(view.predict(view.noisy(z, eps, ratio), ratio))
 
     ways = {DIRECT: lambda z, eps, t: view.decode(mixed(z, eps, t))}
-    if view.decode_branch:
-        ways[BRANCH] = lambda z, eps, t: view.decode(view.refine(mixed(z, eps, t)))
+    if branch := view.branch:
+        ways[BRANCH] = lambda z, eps, t: view.decode(branch(mixed(z, eps, t)))
     return ways | {PREDICTED: predicted}
 
 

@@ -15,7 +15,7 @@ from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.methods.geometry import covariance, effective_rank, isotropy, measure, spectrum
 from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.results.table import Table
-from jpeg_dlm.studies.latents import about, batches_of, check_sources, heldout_of, identity, label, view_of
+from jpeg_dlm.studies.latents import about, check_sources, clean_latents, heldout_of, identity, label
 from jpeg_dlm.studies.study import Asked, Outcome
 from jpeg_dlm.training.alarms import collapse
 from jpeg_dlm.training.metrics import read_metrics
@@ -36,7 +36,7 @@ def _geometry(source: ModelSource, asked: Asked) -> dict[str, Any]:
     """Return the result of `measure`, the deviations of two of its measures, and signs of collapse."""
 
     def make() -> dict[str, Any]:
-        z_BND = clean_latents(source, asked)
+        z_BND = clean_latents(source, range(min(asked.n, len(heldout_of(source)))), asked.console)
         found = asdict(measure(z_BND))
         return {"texts": len(z_BND), "latents": z_BND.shape[1], "width": z_BND.shape[2], **found, **deviations(z_BND)}
 
@@ -45,18 +45,6 @@ def _geometry(source: ModelSource, asked: Asked) -> dict[str, Any]:
     measures = {f"latent_{name}": found[name] for name in ("rank", "text", "sigreg")}
     wrong = collapse(measures, source.model.config.train.collapse_alarm)
     return found | {"collapsed": [alarm.text for alarm in wrong]}
-
-
-@torch.no_grad()
-def clean_latents(source: ModelSource, asked: Asked) -> Tensor:
-    """Return standardized clean latents (B, N, D) of the first `asked.n` held-out rows."""
-    rows = range(min(asked.n, len(heldout_of(source))))
-    view, parts = view_of(source.model.complete_method()), []
-    with asked.console.progress(f"Encoding text with {source.name}", "rows") as progress:
-        for places, batch in batches_of(source, rows):
-            parts.append(view.encode(batch).float())
-            progress(places.stop, len(rows))
-    return torch.cat(parts)
 
 
 def deviations(z_BND: Tensor) -> dict[str, float]:

@@ -22,19 +22,18 @@ from jpeg_dlm.evaluation.scoring import Scorer
 from jpeg_dlm.evaluation.sources import ModelSource, Texts
 from jpeg_dlm.evaluation.text_metrics import perplexity, perplexity_interval, unigram_entropy
 from jpeg_dlm.flow.vp import TanSchedule
+from jpeg_dlm.methods.base import LatentView, linear_time
 from jpeg_dlm.results.pictures import LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.table import Table
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.studies.latents import (
-    LatentView,
     about,
     batches_of,
     check_sources,
     heldout_of,
     identity,
     label,
-    linear_time,
     tan_ratio,
     unit_rms,
     view_of,

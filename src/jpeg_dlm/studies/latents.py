@@ -1,13 +1,10 @@
-"""A common interface to models with latents, for studies of the latent space.
+"""Models with latents and their held-out text, so that studies of the latent space treat systems alike.
 
-The noise level is the ratio sigma / alpha = SNR**-0.5, which is 0 for clean latents and comparable across paths; each system
-has its own time for it. Shapes: B batch, N latents, D latent width.
+Shapes: B batch, N latents, D latent width.
 """
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,18 +15,13 @@ from jpeg_dlm import __version__
 from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.evaluation.sources import ModelSource
-from jpeg_dlm.flow.path import interpolate
 from jpeg_dlm.flow.vp import TanSchedule
-from jpeg_dlm.methods.base import Batch, Method
-from jpeg_dlm.methods.cosmos import Cosmos
-from jpeg_dlm.methods.elf import Elf
-from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.methods.base import Batch, LatentView, Method
+from jpeg_dlm.methods.registry import systems_that
 from jpeg_dlm.sampling.sampler import device_of
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training.console import Console
-
-W = 1.0  # self-conditioning scale of these diagnostics (paper)
-
+from jpeg_dlm.wording import either
 
 # ---------------------------------------------------------------- noise levels and times
 
@@ -45,125 +37,17 @@ def linear_ratio(t: float) -> float:
     return (1 - t) / t
 
 
-def linear_time(ratio: float) -> float:
-    """Return the time of the linear path with this sigma / alpha."""
-    return 1 / (1 + ratio)
-
-
 def unit_rms(x_BND: Tensor) -> Tensor:
     """Scale each row to a root mean square of 1."""
     return x_BND / x_BND.square().mean((1, 2), keepdim=True).sqrt()
 
 
-def per_sample(value: float, like: Tensor) -> Tensor:
-    """Repeat a value for each row, (B,)."""
-    return torch.full((len(like),), value, device=like.device)
-
-
-# ---------------------------------------------------------------- the view
-
-
-class LatentView(ABC):
-    """Operations on a model's latents, in the standardized coordinates in which it generates."""
-
-    decode_branch = False  # True if `refine` has an effect
-
-    @abstractmethod
-    def encode(self, batch: Batch) -> Tensor:
-        """Return clean latents (B, N, D)."""
-
-    @abstractmethod
-    def noisy(self, z: Tensor, eps: Tensor, ratio: float) -> Tensor:
-        """Return the state of the model's own path at this noise level."""
-
-    @abstractmethod
-    def predict(self, z_t: Tensor, ratio: float) -> Tensor:
-        """Predict the clean latents of such a state once, without a previous prediction as self-conditioning."""
-
-    @abstractmethod
-    def decode(self, z: Tensor) -> Tensor:
-        """Apply the decoding module alone: restore the original scale, then take the most probable tokens."""
-
-    def refine(self, z: Tensor) -> Tensor:
-        """Apply what sampling does to its last state before decoding; not part of the paper's diagnostics."""
-        return z
-
-
-class JpegDlmView(LatentView):
-    """JPEG-DLM; clean latents are those of the target compressor."""
-
-    decode_branch = True
-
-    def __init__(self, method: JpegDlm) -> None:
-        self.method = method
-
-    def encode(self, batch: Batch) -> Tensor:
-        return self.method.encode(batch)
-
-    def noisy(self, z: Tensor, eps: Tensor, ratio: float) -> Tensor:
-        return interpolate(z, eps, per_sample(linear_time(ratio), z))
-
-    def predict(self, z_t: Tensor, ratio: float) -> Tensor:
-        return self.method.self_conditioned(per_sample(W, z_t))(z_t, linear_time(ratio))
-
-    def decode(self, z: Tensor) -> Tensor:
-        return self.method.greedy(z)
-
-    def refine(self, z: Tensor) -> Tensor:
-        return self.method.decode_latents(z, per_sample(W, z))
-
-
-class CosmosView(LatentView):
-    """COSMOS; states are variance-preserving, and self-conditioning is zero (paper)."""
-
-    def __init__(self, method: Cosmos) -> None:
-        self.method = method
-
-    def encode(self, batch: Batch) -> Tensor:
-        return self.method.encode(batch)
-
-    def noisy(self, z: Tensor, eps: Tensor, ratio: float) -> Tensor:
-        return (z + ratio * eps) / math.hypot(1, ratio)
-
-    def predict(self, z_t: Tensor, ratio: float) -> Tensor:
-        return self.method.predict(z_t, per_sample(self.method.schedule.time(ratio), z_t))
-
-    def decode(self, z: Tensor) -> Tensor:
-        return self.method.greedy(z)
-
-
-class ElfView(LatentView):
-    """ELF; latents are the encoder's features, one per token, and the network itself decodes (not in the paper)."""
-
-    def __init__(self, method: Elf) -> None:
-        self.method = method
-
-    def encode(self, batch: Batch) -> Tensor:
-        return self.method.features(batch)
-
-    def time(self, ratio: float) -> float:
-        """Return ELF's time; its noise at t = 0 has the standard deviation `noise_scale`."""
-        return linear_time(ratio / self.method.config.objective.noise_scale)
-
-    def noisy(self, z: Tensor, eps: Tensor, ratio: float) -> Tensor:
-        return self.time(ratio) * (z + ratio * eps)
-
-    def predict(self, z_t: Tensor, ratio: float) -> Tensor:
-        return self.method.predict(z_t, self.time(ratio), None, per_sample(W, z_t))
-
-    def decode(self, z: Tensor) -> Tensor:
-        return self.method.greedy(z, per_sample(W, z))
-
-
 def view_of(method: Method) -> LatentView:
-    """Return the view of a method, which must have its encoder."""
-    if isinstance(method, JpegDlm):
-        return JpegDlmView(method)
-    if isinstance(method, Cosmos):
-        return CosmosView(method)
-    if isinstance(method, Elf):
-        return ElfView(method)
-    raise UsageError(f"{method.title} has no latents to study: name checkpoints of jpeg-dlm, cosmos or elf.")
+    """The view of a method; its encoder must be in place."""
+    if view := method.latent_view():
+        return view
+    able = either(systems_that(lambda system: system.latent_view is not Method.latent_view))
+    raise UsageError(f"{method.title} has no latents to look at: name checkpoints of {able}.")
 
 
 # ---------------------------------------------------------------- models and their text

@@ -22,7 +22,7 @@ from jpeg_dlm.evaluation.evaluate import Evaluation, Request
 from jpeg_dlm.evaluation.scoring import Scorer
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.results.spread import spread
-from jpeg_dlm.studies.budget import Budget
+from jpeg_dlm.studies.budget import Budget, all_steps
 from jpeg_dlm.studies.study import Outcome, Variant, read_base
 from jpeg_dlm.studies.variant_report import study_table
 from jpeg_dlm.studies.variants import TRAINING
@@ -142,7 +142,7 @@ def _scored(
     [entry] = evaluation.run([ModelSource(model, run.name, batch, heldout)])["entries"]
     beside |= {name: entry["figures"][name] for name in ("real", "shuffled")}
     return {
-        "run": run.name, "seed": config.train.seed, "steps": config.train.steps + getattr(config.objective, "codec_steps", 0),
+        "run": run.name, "seed": config.train.seed, "steps": all_steps(config),
         "training_seconds": training_seconds(run), "parameters": parameter_count(model),
         "measures": {name: entry["measures"][name] for name in MEASURES if name in entry["measures"]},
         "reconstruction": entry["reconstruction"], "degenerate": entry["degenerate"], "notes": entry["notes"],

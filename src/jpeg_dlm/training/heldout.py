@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from jpeg_dlm.collectives import all_mean
-from jpeg_dlm.methods.base import Batch, Method
+from jpeg_dlm.methods.base import Batch, Trainable
 from jpeg_dlm.methods.geometry import latent_measures
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text.blocks import Blocks
@@ -14,7 +14,7 @@ from jpeg_dlm.training.dist import Ranks
 
 @torch.no_grad()
 def heldout_losses(
-    method: Method, blocks: Blocks, ranks: Ranks, max_rows: int = 512, batch: int = 128, seed: int = 0
+    method: Trainable, blocks: Blocks, ranks: Ranks, max_rows: int = 512, batch: int = 128, seed: int = 0
 ) -> dict[str, float]:
     """Return mean losses over the first held-out rows with fixed noise, and token accuracy if the method reconstructs text.
 

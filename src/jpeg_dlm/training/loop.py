@@ -1,4 +1,4 @@
-"""The training loop: it depends on the interface in `methods.base` only, not on any particular method."""
+"""The training loop: it depends on `methods.base.Trainable` only, not on any particular method."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.cpu import instruction_limit, with_precision
 from jpeg_dlm.errors import CheckpointError, NonFiniteError
-from jpeg_dlm.methods.base import FROZEN, Method, copy_tensors
+from jpeg_dlm.methods.base import FROZEN, Trainable, copy_tensors
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.nn.recompute import recompute_in_backward
 from jpeg_dlm.rng import derive_seed
@@ -48,7 +48,7 @@ from jpeg_dlm.training.sharding import (
 from jpeg_dlm.training.signals import StopSignal
 
 
-def method_state(method: Method) -> dict[str, Tensor]:
+def method_state(method: Trainable) -> dict[str, Tensor]:
     """Return all tensors of a method that training changes, by name."""
     return {name: t for name, t in method.state_dict().items() if not name.startswith(FROZEN)}
 
@@ -58,7 +58,7 @@ class Trainer:
     """Trains one method. `step` counts finished optimizer steps."""
 
     config: Config
-    method: Method
+    method: Trainable
     stream: BatchStream
     run: Path
     ranks: Ranks
@@ -220,7 +220,7 @@ class Trainer:
         finally:
             self.ema.swap()
 
-    def finished_method(self) -> Method:
+    def finished_method(self) -> Trainable:
         """Return the method with its averaged weights, unsharded; the trainer must not be used afterwards."""
         self.ema.swap()
         if not is_sharded(self.method):

@@ -32,9 +32,9 @@ from jpeg_dlm.encoders.build import FrozenSmallEncoder
 from jpeg_dlm.encoders.small import CONFIG_FILE, read_small_encoder_info, save_small_encoder
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.feature_cache import FeatureCache
-from jpeg_dlm.methods.base import Method
+from jpeg_dlm.methods.base import Method, Trainable
 from jpeg_dlm.methods.encoder_pretraining import EncoderPretraining
-from jpeg_dlm.methods.registry import STAGES, build_method, method_class
+from jpeg_dlm.methods.registry import build_method, method_class
 from jpeg_dlm.model_folder import read_model
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text.blocks import Blocks
@@ -297,7 +297,7 @@ def stage_folder(run: Path, stage: str) -> Path:
     return run / f"{stage}-training"
 
 
-def train_method(config: Config, run: Path, bench: Bench, stop_at: int | None = None) -> Method:
+def train_method(config: Config, run: Path, bench: Bench, stop_at: int | None = None) -> Trainable:
     """Train the method of a config, from its last checkpoint if there is one, and return it with averaged weights."""
     run.mkdir(parents=True, exist_ok=True)
     ranks, console, tokenizer = bench.ranks, bench.console, bench.blocks.tokenizer()
@@ -336,7 +336,7 @@ def train_method(config: Config, run: Path, bench: Bench, stop_at: int | None = 
     return trainer.finished_method()
 
 
-def new_method(config: Config, run: Path, bench: Bench, stream: BatchStream) -> Method:
+def new_method(config: Config, run: Path, bench: Bench, stream: BatchStream) -> Trainable:
     """Build the untrained method; train its first stage, if it has one, and start from its weights."""
     before, trained = method_class(config.method).first_stage(config), method_class(config.method).trained_stage(config)
     stage = train_method(before, stage_folder(run, before.method), bench) if before else None
@@ -355,17 +355,18 @@ def provenance(bench: Bench) -> dict[str, str]:
 
 def evaluation(trainer: Trainer, heldout: Blocks, tokenizer: TextTokenizer) -> Callable[[int], dict[str, float]]:
     """Return the evaluation run every `eval_every` steps with averaged weights: held-out losses, samples and plots."""
-    writes = trainer.ranks.is_main and trainer.config.method not in STAGES
-    diagnosis = Diagnosis(trainer.stream, heldout, tokenizer) if writes and trainer.config.train.diagnose else None
+    method = trainer.method
+    writer = method if trainer.ranks.is_main and isinstance(method, Method) else None
+    diagnosis = Diagnosis(trainer.stream, heldout, tokenizer) if writer and trainer.config.train.diagnose else None
 
     def evaluate(step: int) -> dict[str, float]:
         with trainer.averaged(), trainer.autocast():
-            found = heldout_losses(trainer.method, heldout, trainer.ranks)
-            if writes:
+            found = heldout_losses(method, heldout, trainer.ranks)
+            if writer:
                 n = TEXTS if diagnosis else SAMPLE_TEXTS
-                rows_BL = sample_rows(trainer.method, trainer.config, tokenizer, trainer.ranks.device, n)
+                rows_BL = sample_rows(writer, trainer.config, tokenizer, trainer.ranks.device, n)
                 write_samples(rows_BL[:SAMPLE_TEXTS], tokenizer, trainer.run, step)
-                found |= diagnosis(trainer.method, rows_BL) if diagnosis else {}
+                found |= diagnosis(writer, rows_BL) if diagnosis else {}
         if trainer.ranks.is_main:
             plot_if_measured(trainer.run)
         return found

@@ -20,18 +20,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from jpeg_dlm.collectives import all_mean, all_sum
-from jpeg_dlm.methods.base import FROZEN, Method
+from jpeg_dlm.methods.base import FROZEN, Trainable
 from jpeg_dlm.training.dist import Ranks
 from jpeg_dlm.training.parts import divided_like, is_divided, local, whole
 
 
-def repeated_layers(method: Method) -> list[nn.Module]:
+def repeated_layers(method: Trainable) -> list[nn.Module]:
     """Return the repeated layers of all networks except the frozen encoder."""
     lists = [m for name, m in method.named_modules() if isinstance(m, nn.ModuleList) and not name.startswith(FROZEN)]
     return [layer for layers in lists for layer in layers if any(layer.children())]
 
 
-def shard(method: Method, ranks: Ranks) -> None:
+def shard(method: Trainable, ranks: Ranks) -> None:
     """Shard a method over the processes in place; all start from the weights of the main process."""
     for tensor in method.state_dict().values():
         torch_dist.broadcast(tensor, 0)

@@ -1,0 +1,129 @@
+"""A tenth system is one file and one line: `toy_system.py`, and an entry point that names its class."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent / "benchmarks"), str(HERE / "training")]
+
+from reliability_runs import STEPS, prepare_text, resume_is_exact, train_to_the_end, train_words  # noqa: E402
+from small_runs import largest_difference, launch, weights  # noqa: E402
+
+from jpeg_dlm import load  # noqa: E402
+from jpeg_dlm.cli.main import main  # noqa: E402
+from jpeg_dlm.errors import UsageError  # noqa: E402
+from jpeg_dlm.methods.registry import METHODS, method_class, methods, names  # noqa: E402
+from jpeg_dlm.studies.compare import method_names  # noqa: E402
+
+pytest_plugins = ["tiny_evaluation"]  # fixtures
+
+LINE = "toy = toy_system:Toy"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A package with the one line, as pip would leave it, here and in processes that are started from here."""
+    folder = tmp_path_factory.mktemp("site")
+    info = folder / "toy-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[jpeg_dlm.systems]\n{LINE}\nar = toy_system:Toy\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        methods.cache_clear()
+        yield
+    methods.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_text(tmp_path_factory.mktemp("blocks"))
+
+
+@pytest.fixture(scope="module")
+def trained(blocks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("toy") / "run"
+    assert train_to_the_end(train_words("toy", blocks, run)) == 0
+    return run
+
+
+def test_the_name_is_known_before_anything_is_loaded():
+    known = "from jpeg_dlm.methods.registry import names; print(names('system')[-1])"
+    code = f"import sys; {known}; print({{'torch', 'toy_system'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["toy", "set()"]
+
+
+def test_a_package_adds_and_does_not_replace():
+    assert names("system") == (*(name for name, entry in METHODS.items() if entry.kind == "system"), "toy")
+    assert method_class("toy").__module__ == "toy_system" and method_class("ar").__module__ == "jpeg_dlm.methods.ar"
+    with pytest.raises(UsageError, match="Unknown method 'toys'; choose one of ar, .*toy"):
+        method_class("toys")
+
+
+def test_it_trains_and_resumes_to_the_bit(blocks: Path, tmp_path: Path):
+    assert resume_is_exact("toy", "plain", blocks, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_same_model(blocks: Path, tmp_path: Path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert train_to_the_end(train_words("toy", blocks, one, train__eval_every=0)) == 0
+    done = launch("-m", "jpeg_dlm.cli.main", *train_words("toy", blocks, two, train__eval_every=0, train__batch=4))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert largest_difference(weights(one, STEPS), weights(two, STEPS)) < 1e-5
+
+
+def test_it_samples(trained: Path, capsys: pytest.CaptureFixture[str]):
+    rows = load(trained).sample(3, seed=1)
+    assert rows.shape == (3, 12) and int(rows.max()) < 300 and torch.equal(rows, load(trained).sample(3, seed=1))
+    assert main(["generate", str(trained), "-n", "2"]) == 0
+    assert capsys.readouterr().out.strip()
+    assert main(["generate", str(trained), "--prompt", "The"]) == 2
+    assert "Toy writes whole texts: prompts and templates need ar, mdlm, sedd or duo." in capsys.readouterr().err
+
+
+def test_it_is_evaluated_and_reported(trained: Path, byte_gpt2: Path, tmp_path: Path):
+    words = ["evaluate", str(trained), "--scorer", f"hf:{byte_gpt2}", "-n", "4", "--seeds", "1", "--mauve", "off", "--quiet"]
+    assert main([*words, "--out", str(tmp_path / "scores")]) == 0
+    assert json.loads((tmp_path / "scores" / "results.json").read_text())["entries"][0]["measures"]["gen_ppl"]["mean"] > 1
+    assert main(["report", str(trained), str(tmp_path / "scores"), "--out", str(tmp_path / "page")]) == 0
+    text = (tmp_path / "page" / "report.md").read_text()
+    assert re.search(r"Method.*toy", text) and "could not" not in text.lower()
+
+
+def test_it_is_compared(blocks: Path, byte_gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert method_names("all")[-1] == "toy"
+    words = ["compare", "--methods", "toy", "--preset", "smoke", "--data", str(blocks), "--budget", "2steps", "-n", "4"]
+    words += ["--seeds", "1", "--scorer", f"hf:{byte_gpt2}", "--mauve", "off", "--batch", "2", "--repeats", "1", "--quiet"]
+    assert main([*words, "--out", str(tmp_path / "out"), "--data.token-len", "12", "--train.batch", "4"]) == 0
+    assert "| Toy |" in capsys.readouterr().out or "| Toy (degenerate?) |" in (tmp_path / "out" / "compare.md").read_text()
+
+
+def test_it_is_timed_and_described(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["benchmark", "--methods", "toy", "--preset", "smoke", "--batch", "2", "--repeats", "1", "--warmup", "0", "--quiet"]
+    assert main([*words, "--out", str(tmp_path / "speed")]) == 0
+    [row] = json.loads((tmp_path / "speed" / "benchmark.json").read_text())["rows"]
+    assert (row["name"], row["title"]) == ("toy", "Toy")
+    assert main(["benchmark", "--methods", "toy-kv", "--preset", "smoke"]) == 2
+    assert "toy has no KV cache" in capsys.readouterr().err
+    assert main(["info", "--method", "toy", "--preset", "smoke", "--options"]) == 0
+    assert "--objective.hide" in capsys.readouterr().out
+    assert main(["info", str(trained)]) == 0
+    assert "Toy (toy)" in capsys.readouterr().out
+
+
+def test_toy_info_plan(capsys: pytest.CaptureFixture[str]):
+    assert main(["info", "--method", "toy", "--preset", "smoke", "--plan", "--devices", "1x8GB", "--tokens", "1M"]) == 0
+    assert "trained parameters" in capsys.readouterr().out
