@@ -19,6 +19,7 @@ from jpeg_dlm.presets import PRESETS
 if TYPE_CHECKING:
     from jpeg_dlm.config import Config
     from jpeg_dlm.evaluation.throughput import Subject
+    from jpeg_dlm.flow.latent_sampler import Writer
     from jpeg_dlm.methods.base import Method
     from jpeg_dlm.training.console import Console
 
@@ -96,7 +97,7 @@ def contestants(names: str | None) -> list[str]:
 
 
 def _subjects(
-    models: Sequence[tuple[str, Method, Config, str]], args: argparse.Namespace, sampler: dict[str, Any], console: Console
+    models: Sequence[tuple[str, Writer, Config, str]], args: argparse.Namespace, sampler: dict[str, Any], console: Console
 ) -> list[Subject]:
     """Every model with every asked number of steps and solver that its sampler has."""
     from jpeg_dlm.config import validate
@@ -116,8 +117,8 @@ def _subjects(
     return subjects
 
 
-def _models(args: argparse.Namespace, methods: Sequence[str]) -> list[tuple[str, Method, Config, str]]:
-    """(name, method, config, where its weights are from) of checkpoints and of random weights."""
+def _models(args: argparse.Namespace, methods: Sequence[str]) -> list[tuple[str, Writer, Config, str]]:
+    """(name, writer, config, where its weights are from) of checkpoints and of random weights."""
     from jpeg_dlm.api import load
     from jpeg_dlm.config_io import override
     from jpeg_dlm.methods.registry import build_method, for_method
@@ -128,7 +129,7 @@ def _models(args: argparse.Namespace, methods: Sequence[str]) -> list[tuple[str,
     found = []
     for path in checkpoints:
         model = load(path, args.device)
-        found.append((path.resolve().name if path else "bundled", model.method, model.config, str(path or "bundled")))
+        found.append((path.resolve().name if path else "bundled", model.writer, model.config, str(path or "bundled")))
     device = read_ranks(args.device, {}).device
     presets = args.preset or (["lm1b"] if methods else [])
     built: dict[str, Method] = {}

@@ -19,7 +19,6 @@ from jpeg_dlm.errors import DataError, JpegDlmError
 from jpeg_dlm.evaluation.samples import REAL, SampleFile, read_samples
 from jpeg_dlm.methods.base import Batch, Method
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
-from jpeg_dlm.sampling.sampler import device_of
 from jpeg_dlm.text.blocks import Blocks
 
 
@@ -103,7 +102,7 @@ class ModelSource:
             "sampler": to_dict(options),
             "batch": self.batch if released else None,  # else it changes nothing
             "dtype": self.model.dtype,
-            "device": device_of(self.model.method).type,
+            "device": self.model.method.device.type,
             # Texts that were kept before rows were ended are not used.
             **({"ends": True} if self.model.config.data.rows_end else {}),
         }
@@ -148,7 +147,7 @@ class ModelSource:
         options = {"w": self.model.config.sampler.w} if isinstance(codec, JpegDlm) else {}
         n, kept = min(n, len(self.heldout)), 0.0
         for start in range(0, n, batch):
-            tokens = self.heldout.rows(list(range(start, min(start + batch, n)))).to(device_of(codec))
+            tokens = self.heldout.rows(list(range(start, min(start + batch, n)))).to(codec.device)
             found = codec.reconstruction(Batch(tokens, self.heldout.mask(tokens)), **options)
             if found is None:
                 return None

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from jpeg_dlm.collectives import all_mean
 from jpeg_dlm.config import Config, ModelConfig, ObjectiveConfig, SamplerConfig
 from jpeg_dlm.errors import CheckpointError, UsageError
+from jpeg_dlm.flow.latent_sampler import LatentSampler, Watch
+from jpeg_dlm.flow.latent_sampler import refuse_given as refuse_given  # part of the contract too
 from jpeg_dlm.rng import RowNoise
 
 
@@ -39,9 +41,6 @@ class ParameterGroup:
 FROZEN = "encoder."  # the frozen encoder is stored once beside a model, never among its tensors
 
 FREE = -1  # in `given`: a position the sampler fills
-
-# What a sampler tells while it works: step, number of steps, time, and a function that decodes the current prediction.
-Watch = Callable[[int, int, float, Callable[[], Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Latents:
 class Method(nn.Module, ABC):
     """A generative model of token rows."""
 
-    title: ClassVar[str]  # as the paper's tables name it
+    title: str  # as the paper's tables name it
     groups: ClassVar[dict[str, type]] = {"model": ModelConfig, "objective": ObjectiveConfig, "sampler": SamplerConfig}
     uses_encoder: ClassVar[bool] = False
     exact_likelihood: ClassVar[bool] = False  # whether `likelihood` is the model's own, not a bound with random times
@@ -119,6 +118,16 @@ class Method(nn.Module, ABC):
     @abstractmethod
     def parameter_groups(self) -> list[ParameterGroup]:
         """All trainable parameters, by group."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return next(self.parameters()).device
+
+    @property
+    def latent_sampler(self) -> LatentSampler | None:
+        """Algorithm 2 of JPEG-DLM on this method's networks; None for a method that samples in another way."""
+        return None
 
     def features(self, batch: Batch) -> Tensor:
         """h = E(x) from the cache or the frozen encoder, for methods that use one."""
@@ -186,12 +195,6 @@ def copy_tensors(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], origi
             raise CheckpointError(f"'{origin}' has {tensor.dtype} for '{name}' where {own[name].dtype} is needed: restore it.")
     for name, tensor in tensors.items():
         own[name].copy_(tensor)
-
-
-def refuse_given(given_BL: Tensor | None, title: str) -> None:
-    """For methods that write whole rows only."""
-    if given_BL is not None:
-        raise UsageError(f"{title} writes whole texts: prompts and templates need ar, mdlm, sedd or duo.")
 
 
 def masked_mean(x_BL: Tensor, mask_BL: Tensor | None) -> Tensor:

@@ -94,15 +94,17 @@ def _trained(asked: Comparison, workshop: Workshop, name: str, row: dict[str, An
 
 def _timed(asked: Comparison, workshop: Workshop, models: Mapping[str, Model]) -> dict[str, Any]:
     """All models in turns; AR twice, because speeds are relative to the one without KV cache."""
-    subjects = []
+    subjects, identities = [], []
     for name, model in models.items():
+        sha256 = tensors_sha256(model.method.export_state())
         samplers = {model.method.title: model.config.sampler}
         if name == "ar":
             samplers = {title: replace(model.config.sampler, kv_cache=title == CACHED) for title in (UNCACHED, CACHED)}
         for title, sampler in samplers.items():
             subjects.append(Subject(title, model.method, sampler, model.config.data.token_len, model.config.preset, "trained"))
+            identities.append([title, to_dict(sampler), sha256])
     depends = {
         "kind": "speed", "batch": asked.batch, "repeats": asked.repeats, "device": str(workshop.ranks.device),
-        "samplers": [[s.name, to_dict(s.sampler), tensors_sha256(s.method.export_state())] for s in subjects],
+        "samplers": identities,
     }  # fmt: skip
     return workshop.parts.get_or_make("speed", depends, lambda: measure(subjects, asked.batch, asked.repeats))

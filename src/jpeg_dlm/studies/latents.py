@@ -24,7 +24,6 @@ from jpeg_dlm.methods.base import Batch, Method
 from jpeg_dlm.methods.cosmos import Cosmos
 from jpeg_dlm.methods.elf import Elf
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
-from jpeg_dlm.sampling.sampler import device_of
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training.console import Console
 
@@ -104,7 +103,8 @@ class JpegDlmView(LatentView):
         return interpolate(z, eps, per_sample(linear_time(ratio), z))
 
     def predict(self, z_t: Tensor, ratio: float) -> Tensor:
-        return self.method.self_conditioned(per_sample(W, z_t))(z_t, linear_time(ratio))
+        t = linear_time(ratio)
+        return self.method.denoiser([t], W)(z_t, t, None)
 
     def decode(self, z: Tensor) -> Tensor:
         return self.method.greedy(z)
@@ -185,7 +185,7 @@ def heldout_of(source: ModelSource) -> Blocks:
 
 def batches_of(source: ModelSource, rows: Sequence[int]) -> Iterator[tuple[range, Batch]]:
     """(places in `rows`, the held-out rows there), a batch at a time, on the model's device."""
-    heldout, device = heldout_of(source), device_of(source.model.method)
+    heldout, device = heldout_of(source), source.model.method.device
     for start in range(0, len(rows), source.batch):
         places = range(start, min(start + source.batch, len(rows)))
         tokens_BL = heldout.rows([rows[i] for i in places]).to(device)
@@ -212,7 +212,7 @@ def identity(source: ModelSource) -> dict[str, Any]:
         "tokenizer": source.model.tokenizer.fingerprint,
         "encoder": to_dict(config.encoder),
         "heldout": heldout_of(source).fingerprint,
-        "device": device_of(source.model.method).type,
+        "device": source.model.method.device.type,
     }
 
 
