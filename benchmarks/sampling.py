@@ -33,13 +33,14 @@ from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import override
 from jpeg_dlm.evaluation.counts import sampling_macs
 from jpeg_dlm.export.folder import FORMATS, written_and_opened
-from jpeg_dlm.export.networks import DECODE, DENOISE
-from jpeg_dlm.export.sampler import ExportedSampler
+from jpeg_dlm.export.interface import DECODE, DENOISE
+from jpeg_dlm.export.sampler import exported_sampler
+from jpeg_dlm.flow.latent_sampler import LatentSampler
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.presets import preset
 from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.results.table import markdown_table
-from jpeg_dlm.sampling.engine import Engine
+from jpeg_dlm.sampling.engine import accelerated
 from jpeg_dlm.sampling.linear import DTYPES, Dtype, computes_in_bf16
 from jpeg_dlm.training.console import Console
 
@@ -189,22 +190,17 @@ def contestant_of(method: JpegDlm, sampler: str) -> Contestant:
         released = Released(method.export_state(), m.heads, m.codec_heads)
         return Contestant(lambda z: released.evaluate(z, TIME, z, w), lambda z: released.tokens(z, w))
     if sampler in RUNTIMES:
-        return in_runtime(method, RUNTIMES[sampler], w)
-    engine = Engine(method, *(ENGINES | COMPILED)[sampler])
-    (prefix,) = engine.dit.prefixes([TIME], w, decode=False)
-    evaluate = torch.inference_mode()(lambda z: engine.denoise(z, z, prefix))
-    return Contestant(evaluate, torch.inference_mode()(lambda z: engine.tokens(z, w)))
+        writer = in_runtime(method, RUNTIMES[sampler])
+    else:
+        writer = accelerated(method, *(ENGINES | COMPILED)[sampler])
+    denoise = writer.denoiser([TIME], w)
+    return Contestant(lambda z: denoise(z, TIME, z), lambda z: writer.tokens(z, w))
 
 
-def in_runtime(method: JpegDlm, kind: str, w: float) -> Contestant:
+def in_runtime(method: JpegDlm, kind: str) -> LatentSampler:
     with tempfile.TemporaryDirectory() as scratch:  # deleted files stay available to a runtime that maps them
         networks = [written_and_opened(name, method, kind, Path(scratch)) for name in (DENOISE, DECODE)]
-    exported = ExportedSampler(method.config, *networks)
-
-    def evaluate(z: Tensor) -> Tensor:
-        return exported.dit(z, torch.full((len(z),), TIME), z, torch.full((len(z),), w))
-
-    return Contestant(evaluate, lambda z: exported.tokens(z, torch.full((len(z),), w)))
+    return exported_sampler(method.config, *networks)
 
 
 @torch.no_grad()

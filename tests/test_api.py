@@ -43,7 +43,7 @@ def trained(corpus_file, tmp_path_factory):
 def folder(trained, tmp_path_factory):
     """The same model, shaken until what it says depends on what it is given."""
     model = load(trained, "cpu")
-    method, g = model.codec, torch.Generator().manual_seed(0)
+    method, g = model.method, torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in method.parameters():
             p.add_(0.3 * torch.randn(p.shape, generator=g))
@@ -303,15 +303,15 @@ def test_a_long_text_is_reconstructed_block_by_block(model, corpus_file):
     text = " ".join(words[: next(n for n, tokens in lengths.items() if tokens % L == 0)])
     rows = torch.tensor(model.tokenizer.encode(text)).view(-1, L)
     assert len(rows) >= 3
-    z = model.codec.encode(Batch(rows))
-    expected = model.codec.tokens(z, torch.full((len(z),), model.config.sampler.w)).flatten().tolist()
+    z = model.method.encode(Batch(rows))
+    expected = model.method.tokens(z, model.config.sampler.w).flatten().tolist()
     assert model.reconstruct([text]) == [model.tokenizer.decode(expected)]
 
 
 def test_a_short_text_gives_back_no_more_tokens_than_it_has(model):
     (row,), (n,) = model._rows(["The farmer"])
     assert len(row) == L and n == len(model.tokenizer.encode("The farmer")) < L
-    tokens = model.codec.tokens(model._encode_rows(row[None]), torch.tensor([model.config.sampler.w]))[0, :n].tolist()
+    tokens = model.method.tokens(model._encode_rows(row[None]), model.config.sampler.w)[0, :n].tolist()
     assert model.reconstruct(["The farmer"]) == [model.tokenizer.decode(tokens)]
 
 

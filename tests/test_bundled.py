@@ -47,7 +47,7 @@ def test_its_stored_times_come_closer_to_many_steps_than_uniform_ones(model):
     """On noise that the search did not see."""
     fast = model.config.sampler.fast()
     assert fast.grid == "stored" and fast.evaluations(model.config.data.token_len) <= FAST_EVALUATIONS
-    error = latent_error(model.method, fast, rows=4, seed=0)
+    error = latent_error(model.codec, fast, rows=4, seed=0)
     assert error(fast.times) < 0.6 * error(tuple(uniform_grid(fast.steps).tolist()))
 
 

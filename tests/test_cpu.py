@@ -22,7 +22,7 @@ from jpeg_dlm.config_io import from_dict, override, to_dict
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
-from jpeg_dlm.sampling.engine import Engine
+from jpeg_dlm.sampling.engine import accelerated
 from jpeg_dlm.training.console import Console
 from jpeg_dlm.training.dist import Ranks
 from jpeg_dlm.training.run import with_settled_precision
@@ -112,10 +112,10 @@ def test_a_limit_of_the_user_is_left_alone(trapping, monkeypatch):
 
 
 def test_it_is_free_without_amx_and_in_full_precision(trapping, monkeypatch):
-    Engine(jpeg_dlm.load(device="cpu").codec, "fp32")
+    accelerated(jpeg_dlm.load(device="cpu").codec, "fp32")
     assert not trapping
     monkeypatch.setattr(cpu, "reports_amx", lambda: False)
-    Engine(jpeg_dlm.load(device="cpu").codec, "int8")
+    accelerated(jpeg_dlm.load(device="cpu").codec, "int8")
     assert not trapping and not cpu.cache_dir().exists()
 
 
@@ -185,15 +185,15 @@ def test_flags_are_read_as_linux_writes_them(tmp_path):
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
 def test_the_network_that_other_runtimes_are_tried_with(runtime, monkeypatch):
     pytest.importorskip(runtime)
-    from jpeg_dlm.export import networks
+    from jpeg_dlm.export import interface
 
     seen = []
-    run = networks.Opened.__init__
+    run = interface.Opened.__init__
 
     def spy(self, act, shapes):
         run(self, lambda arrays: seen.append(act(arrays)) or seen[-1], shapes)
 
-    monkeypatch.setattr(networks.Opened, "__init__", spy)
+    monkeypatch.setattr(interface.Opened, "__init__", spy)
     cpu_trial.try_file(runtime)
     np.testing.assert_allclose(seen[0], np.full((64, 64), 64.0 * 64.0 * 128))  # rows of h are 128 / 2, summed over 128
 

@@ -19,20 +19,19 @@ import torch
 from torch import Tensor
 
 from jpeg_dlm.arguments import as_texts, check_given, check_latents, check_tokens, shown, whole_number
-from jpeg_dlm.config import Config, SamplerConfig, validate
+from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import override
 from jpeg_dlm.cpu import recall_limit, with_limit
 from jpeg_dlm.encoders import FrozenEncoder
 from jpeg_dlm.errors import CheckpointError, DataError, UsageError
 from jpeg_dlm.export.folder import is_exported, read_exported
-from jpeg_dlm.export.sampler import ExportedSampler
-from jpeg_dlm.methods.base import Batch, Method, Watch
-from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.flow.latent_sampler import LatentSampler, Watch, Writer, networks_of
+from jpeg_dlm.methods.base import Batch, Method
 from jpeg_dlm.model_folder import ModelParts, bundled_folder, read_model, write_model
-from jpeg_dlm.sampling.engine import Engine
+from jpeg_dlm.sampling.engine import accelerated
 from jpeg_dlm.sampling.given import payload, prompt_row, template_row
 from jpeg_dlm.sampling.linear import DTYPES, Dtype
-from jpeg_dlm.sampling.sampler import Writer, device_of, sample_batches
+from jpeg_dlm.sampling.sampler import sample_batches
 from jpeg_dlm.text.packing import end_rows
 from jpeg_dlm.text.tokenizer import TextTokenizer
 from jpeg_dlm.texts import Texts
@@ -45,20 +44,24 @@ class Model:
     def __init__(self, parts: ModelParts, device: str | torch.device = "cpu") -> None:
         self.parts = parts
         self.config: Config = parts.config
-        self.method = parts.method.to(device)
-        self._engine: Engine | None = None
+        if parts.trained is not None:
+            parts.trained.to(device)
+        self.writer: Writer = parts.writer  # what samples: until `accelerate`, as the paper writes it
+        self._engine_dtype: Dtype | None = None
         self._scratch: Any = None  # a temporary folder that must live as long as the model
 
     def __repr__(self) -> str:
         """What it is, how large, and where from."""
         data = self.config.data
-        size = sum(p.numel() for p in self.method.parameters() if p.requires_grad)  # encoder and target network are frozen
-        parameters = f"{size:,} parameters, " if size else ""  # those of an exported model are in its graphs
+        size = 0  # those of an exported model are in its graphs
+        if self.parts.trained is not None:  # encoder and target network are frozen
+            size = sum(p.numel() for p in self.parts.trained.parameters() if p.requires_grad)
+        parameters = f"{size:,} parameters, " if size else ""
         latents = f"{self.config.model.latent_len} latents for " if self.config.rate is not None else ""
         origin = "the package" if self.parts.origin == bundled_folder() else repr(str(self.parts.origin))
         return (
-            f"<{self.method.title}: {parameters}{latents}{data.token_len} tokens, vocabulary {data.vocab_size:,}, "
-            f"preset {self.config.preset}, {self.dtype} on {device_of(self.method)}, from {origin}>"
+            f"<{self.writer.title}: {parameters}{latents}{data.token_len} tokens, vocabulary {data.vocab_size:,}, "
+            f"preset {self.config.preset}, {self.dtype} on {self.writer.device}, from {origin}>"
         )
 
     # ------------------------------------------------------------ generation
@@ -83,43 +86,43 @@ class Model:
         return self.ended(tokens, given)
 
     @property
-    def writer(self) -> Writer:
-        """What samples: the method as the paper writes it, or the engine that `accelerate` made of it."""
-        return self._engine or self.method
+    def method(self) -> Method:
+        """The trained method; a model of exported networks refuses."""
+        return self.parts.method
 
     @property
     def dtype(self) -> str:
         """What the writer computes in, as results record it."""
-        if self._engine is not None:
-            name = f"{self._engine.dtype} engine"
-            reduced = self._engine.dtype != "fp32" and self._engine.device.type == "cpu"
+        if self._engine_dtype is not None:
+            name = f"{self._engine_dtype} engine"
+            reduced = self._engine_dtype != "fp32" and self.writer.device.type == "cpu"
             return with_limit(name) if reduced else name
-        return str(next(self.method.parameters()).dtype).removeprefix("torch.")
+        if self.parts.trained is None:
+            return "float32"
+        return str(next(self.parts.trained.parameters()).dtype).removeprefix("torch.")
 
     @property
     def can_accelerate(self) -> bool:
-        return isinstance(self.method, JpegDlm) and not isinstance(self.method, ExportedSampler)
+        return networks_of(self.parts.writer) is not None
 
     def accelerate(self, dtype: Dtype = "fp32", compile: bool = False) -> Model:
         """Sample with weights prepared as they are now, in this dtype; `compile` fuses what lies between matrix products."""
         if dtype not in DTYPES:
             raise UsageError(f"The dtype must be one of {', '.join(DTYPES)}, not '{dtype}'.")
-        if not self.can_accelerate:
-            raise UsageError(f"{self.method.title} samples as it is: a dtype and compilation are for jpeg-dlm.")
-        self._engine = Engine(self.codec, dtype, compile)
+        self.writer, self._engine_dtype = accelerated(self.parts.writer, dtype, compile), dtype
         return self
 
     def sampler_options(self, fast: bool = False, **options: Any) -> Any:
         """The options of the method's sampler, or of its fast one, with these in place."""
         config = self.config
         if fast:
-            if not isinstance(config.sampler, SamplerConfig):
-                raise UsageError(f"{self.method.title} has no fast sampler: leave it at its own.")
+            if self.writer.latent_sampler is None:
+                raise UsageError(f"{self.writer.title} has no fast sampler: leave it at its own.")
             config = dataclasses.replace(config, sampler=config.sampler.fast())
         known = [f.name for f in dataclasses.fields(self.config.sampler)]
         for name in options:
             if name not in known:
-                raise UsageError(f"The sampler of {self.method.title} has no option '{name}': it has {', '.join(known)}.")
+                raise UsageError(f"The sampler of {self.writer.title} has no option '{name}': it has {', '.join(known)}.")
         return validate(override(config, {f"sampler.{name}": value for name, value in options.items()})).sampler
 
     def generate(
@@ -173,10 +176,12 @@ class Model:
     # ------------------------------------------------------------ the codec
 
     @property
-    def codec(self) -> JpegDlm:
-        if not isinstance(self.method, JpegDlm):
+    def codec(self) -> LatentSampler:
+        """What decodes latents: Algorithm 2 as the paper writes it, or on exported networks."""
+        found = self.parts.writer.latent_sampler
+        if found is None:
             raise UsageError(f"{self.config.method} has no latent codec: encode, decode and interpolate need jpeg-dlm.")
-        return self.method
+        return found
 
     @torch.no_grad()
     def encode(self, texts: str | Sequence[str]) -> Tensor:
@@ -221,16 +226,14 @@ class Model:
         return self.to_text(tokens[:, start : start + max(lengths)])
 
     def _encode_rows(self, rows: Tensor) -> Tensor:
-        codec = self.codec
-        self.complete_method()
-        rows = rows.to(device_of(codec))
+        rows = rows.to(self.codec.device)
         mask = rows != self.tokenizer.pad_id if self.config.data.rows_end else None
-        return codec.encode(Batch(rows, mask))
+        found = self.complete_method().latent_space(Batch(rows, mask))
+        assert found is not None  # what has a codec has latents
+        return found.z_BND
 
     def _decode_rows(self, latents: Tensor) -> Tensor:
-        latents = latents.to(device_of(self.codec))
-        w = torch.full((len(latents),), self.config.sampler.w, device=latents.device)
-        return self.codec.tokens(latents, w).cpu()
+        return self.codec.tokens(latents.to(self.codec.device), self.config.sampler.w).cpu()
 
     @property
     def _payload_start(self) -> int:
@@ -297,7 +300,7 @@ class Model:
     @cached_property
     def encoder(self) -> FrozenEncoder:
         """The frozen text encoder; generating does not need it."""
-        return self.parts.read_encoder().to(device_of(self.method))
+        return self.parts.read_encoder().to(self.writer.device)
 
     def complete_method(self) -> Method:
         """The method with its text encoder in place, if it uses one."""

@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from jpeg_dlm.encoders.build import build_encoder
 from jpeg_dlm.encoders.small import CONFIG_FILE, WEIGHTS_FILE
 from jpeg_dlm.errors import CheckpointError, UsageError, reason_of
 from jpeg_dlm.files import MANIFEST, atomic_directory, load_tensors, save_tensors, verify_manifest, write_atomic, write_manifest
+from jpeg_dlm.flow.latent_sampler import LatentSampler, Writer
 from jpeg_dlm.methods.base import Method, copy_tensors
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer
@@ -41,15 +42,28 @@ SLACK, SLACK_BYTES, SLACK_TENSORS = 8, 1 << 28, 500
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A method with its weights, and the paths of its tokenizer and encoder (None: they come from elsewhere)."""
+    """A writer of texts, and the paths of its tokenizer and encoder (None: they come from elsewhere)."""
 
-    method: Method
+    trained: Method | None  # the method with its weights; None for a model of exported networks
     config: Config
     origin: Path
     tokenizer: Path | None
     encoder: Path | None
     tokenizer_fingerprint: str = ""  # of the tokenizer in training, if known
     encoder_fingerprint: str = ""
+    exported: LatentSampler | None = field(default=None, kw_only=True)
+
+    @property
+    def method(self) -> Method:
+        """The trained method, which an exported model does not have."""
+        if self.trained is None:
+            raise UsageError("An ONNX or OpenVINO model only writes and decodes: use the model it was exported from.")
+        return self.trained
+
+    @property
+    def writer(self) -> Writer:
+        """What samples."""
+        return self.exported or self.method
 
     def read_tokenizer(self) -> TextTokenizer:
         """Load the tokenizer that the model was trained with."""

@@ -20,6 +20,10 @@ class Timed(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
         self.name, self.seconds, self.log, self.clock = name, list(seconds), log, clock
 
+    @property
+    def device(self):
+        return self.weight.device
+
     def sample(self, sampler, noise, watch=None, given_BL=None):
         assert self.weight.dtype == torch.float32 and not self.training and not torch.is_grad_enabled()
         self.log.append((self.name, len(noise.rows), noise.rows[0]))

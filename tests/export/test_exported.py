@@ -18,17 +18,17 @@ from jpeg_dlm.config_io import override
 from jpeg_dlm.errors import CheckpointError, MissingPackageError, UsageError
 from jpeg_dlm.export import folder as export_folder
 from jpeg_dlm.export.folder import EXPORT_FILE, is_exported, read_exported, write_exported
-from jpeg_dlm.export.graph import Graph
-from jpeg_dlm.export.graphs import logits, write_network
-from jpeg_dlm.export.networks import DENOISE, in_torch, random_inputs
+from jpeg_dlm.export.interface import DENOISE, in_torch, random_inputs
+from jpeg_dlm.export.onnx_builder import Graph
+from jpeg_dlm.export.onnx_networks import logits, write_network
 from jpeg_dlm.export.onnx_runtime import open_onnx
 from jpeg_dlm.files import verify_manifest, write_manifest
-from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.model_folder import ModelParts, write_model
 from jpeg_dlm.presets import preset
 from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.sampling.folded import fold
 from jpeg_dlm.text.tokenizer import train_bpe
 
 KINDS = ("onnx", "openvino")
@@ -68,7 +68,7 @@ def folder(request, folders, tmp_path) -> Path:
 
 @pytest.fixture(scope="module", params=KINDS)
 def sampler(request, folders):
-    return read_exported(folders[request.param]).method
+    return read_exported(folders[request.param]).writer
 
 
 # ---------------------------------------------------------------- the same as torch
@@ -110,11 +110,18 @@ def test_a_model_with_exported_networks_writes_and_decodes_but_does_not_encode(f
     assert_same_tokens(model.sample(3, **released), whole.sample(3, **released))
     z = RowNoise(0, range(2)).normal("z", 3, 16)
     assert model.decode(z) == whole.decode(z)
-    for act in (lambda: model.reconstruct(["The farmer"]), lambda: model.save(folder / "again"), model.accelerate):
+    acts = (
+        lambda: model.reconstruct(["The farmer"]),
+        lambda: model.save(folder / "again"),
+        model.accelerate,
+        lambda: model.method,
+    )
+    for act in acts:
         with pytest.raises(UsageError, match="exported"):
             act()
-    batch = Batch(torch.zeros(1, 12, dtype=torch.long))
-    assert model.method.reconstruction(batch) is None and model.method.latent_space(batch) is None
+    assert not model.can_accelerate and not (folder / "again").exists()
+    assert repr(model).startswith("<JPEG-DLM, exported: 3 latents for 12 tokens") and "float32 on cpu" in repr(model)
+    assert main(["benchmark", str(folder), "--batch", "2", "--repeats", "1", "--warmup", "0", "--quiet"]) == 0
 
 
 SIZES = [
@@ -134,7 +141,7 @@ def test_every_size_and_switch_of_the_networks_reaches_the_graphs(changes, tmp_p
 
     graph, (z, w) = Graph(), (inputs["z"], inputs["w"])  # tokens would hide errors that turn none of them over
     names = {"z": graph.input("z", *z.shape[1:]), "w": graph.input("w")}
-    graph.save(tmp_path / "logits.onnx", logits(graph, method, **names), "logits", [12, 300], integers=False)
+    graph.save(tmp_path / "logits.onnx", logits(graph, fold(method), **names), "logits", [12, 300], integers=False)
     with torch.no_grad():
         wanted = method.project(method.decompressor(method.unstandardize(method.decode_latents(z, w))))
     assert_close(open_onnx(tmp_path / "logits.onnx")(z=z, w=w), wanted)
@@ -222,7 +229,7 @@ def test_a_network_that_is_off_is_not_written(parts, folders, name, wrong):
 
 
 def test_a_network_beyond_the_format_is_refused(parts, tmp_path, monkeypatch):
-    monkeypatch.setattr("jpeg_dlm.export.graph.LARGEST", 1000)
+    monkeypatch.setattr("jpeg_dlm.export.onnx_builder.LARGEST", 1000)
     with pytest.raises(UsageError, match="2 GB"):
         write_exported(parts, "openvino", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -268,7 +275,7 @@ found = [SignalStack(), SignalStack()]
 look = lambda stack: ctypes.CDLL(None).sigaltstack(None, ctypes.byref(stack))
 look(found[0])
 parts = read_exported(Path({str(folders["openvino"])!r}))
-parts.method.sample(parts.config.sampler, RowNoise(0, range(2)))
+parts.writer.sample(parts.config.sampler, RowNoise(0, range(2)))
 look(found[1])
 assert [s.address for s in found] == [found[0].address] * 2, [(s.address, s.flags) for s in found]
 """

@@ -24,7 +24,6 @@ from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.rng import RowNoise
-from jpeg_dlm.sampling.grid_search import end_state
 
 B, L, VOCAB = 6, 12, 300
 
@@ -120,7 +119,8 @@ def test_a_fresh_student_writes_what_its_teacher_writes(shared):
 @torch.no_grad()
 def sampled_logits(method: JpegDlm) -> torch.Tensor:
     w, m = torch.full((B,), 3.0), method.config.model
-    z = end_state(method, method.config.sampler, noise().normal("sample", m.latent_len, m.latent_dim), (0.0, 0.3, 0.6, 1.0))
+    z = noise().normal("sample", m.latent_len, m.latent_dim)
+    z = method.latent_sampler.latents(z, [0.0, 0.3, 0.6, 1.0], method.config.sampler)
     return method.project(method.decompressor(method.unstandardize(method.decode_latents(z, w))))
 
 

@@ -17,7 +17,7 @@ from jpeg_dlm.methods.base import FREE
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.presets import preset
 from jpeg_dlm.rng import RowNoise
-from jpeg_dlm.sampling.engine import Engine
+from jpeg_dlm.sampling.engine import Engine, accelerated
 from jpeg_dlm.sampling.engine_decoder import FastDecoder
 from jpeg_dlm.sampling.sampler import sample_batches
 
@@ -42,11 +42,7 @@ def made(**changes: object) -> JpegDlm:
 @torch.no_grad()
 def latents(sampler, method: JpegDlm, z, grid):
     """Where the solver ends, by the method and by the engine."""
-    from jpeg_dlm.flow.solvers import SOLVERS
-
-    times, solve = grid.tolist(), SOLVERS[sampler.solver]
-    by_method = solve(method.self_conditioned(torch.full((len(z),), sampler.w)), z, times, None)
-    return by_method, solve(Engine(method).self_conditioned(times, sampler.w), z, times, None)
+    return (writer.latents(z, grid.tolist(), sampler) for writer in (method.latent_sampler, accelerated(method)))
 
 
 @pytest.mark.parametrize("solver", ["euler", "heun", "multistep"])
@@ -58,8 +54,8 @@ def test_latents_and_tokens_are_those_of_the_method(solver, grid):
     times = make_grid(grid, 4, -1.5, 0.8, torch.Generator().manual_seed(1))
     expected, found = latents(sampler, method, z, times)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    tokens = method.integrate(z, times, sampler)
-    assert_same_tokens(Engine(method).integrate(z, times, sampler), tokens)
+    tokens = method.latent_sampler.integrate(z, times, sampler)
+    assert_same_tokens(accelerated(method).integrate(z, times, sampler), tokens)
     assert len(tokens.unique()) > 5  # agreement says something
 
 
@@ -79,16 +75,16 @@ def test_latents_and_tokens_are_those_of_the_method(solver, grid):
 def test_every_variant_of_the_network_agrees(changes, batch):
     method = made(**changes)
     sampler, noise = method.config.sampler, RowNoise(3, range(batch))
-    assert_same_tokens(Engine(method).sample(sampler, noise), method.sample(sampler, noise))
+    assert_same_tokens(accelerated(method).sample(sampler, noise), method.sample(sampler, noise))
 
 
 def test_logits_in_chunks_give_the_same_tokens(monkeypatch):
     method = made()
     sampler, noise = method.config.sampler, RowNoise(0, range(3))
-    whole = Engine(method).sample(sampler, noise)
+    whole = accelerated(method).sample(sampler, noise)
     monkeypatch.setattr("jpeg_dlm.config.LOGITS_AT_ONCE", 7 * 300)  # seven rows of 300 ids
     sizes = []
-    engine, argmax = Engine(method), torch.Tensor.argmax
+    engine, argmax = accelerated(method), torch.Tensor.argmax
     monkeypatch.setattr(torch.Tensor, "argmax", lambda x, *a: sizes.append(len(x)) or argmax(x, *a))
     assert_same_tokens(engine.sample(sampler, noise), whole)
     assert sizes == [7] * 5 + [1]
@@ -96,7 +92,7 @@ def test_logits_in_chunks_give_the_same_tokens(monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
 def test_a_sample_does_not_depend_on_its_batch(dtype):
-    engine = Engine(made(), dtype)
+    engine = accelerated(made(), dtype)
     sampler = engine.config.sampler
     together = torch.cat(list(sample_batches(engine, 5, sampler, seed=2)))
     apart = torch.cat(list(sample_batches(engine, 5, sampler, seed=2, batch=2)))
@@ -107,7 +103,7 @@ def test_a_sample_does_not_depend_on_its_batch(dtype):
 def test_the_released_protocol_draws_the_same_numbers(grid):
     method = made()
     sampler = replace(method.config.sampler, grid=grid, protocol="released")
-    by_method, by_engine = (torch.cat(list(sample_batches(m, 4, sampler, 0, 3))) for m in (method, Engine(method)))
+    by_method, by_engine = (torch.cat(list(sample_batches(m, 4, sampler, 0, 3))) for m in (method, accelerated(method)))
     assert_same_tokens(by_method, by_engine)
 
 
@@ -123,7 +119,7 @@ def test_the_released_protocol_refuses_grids_that_it_never_had(grid):
 def test_reduced_precision_stays_close(dtype, error):
     method = made()
     z = RowNoise(0, range(4)).normal("sample", 3, 16)
-    exact, reduced = (Engine(method, d).self_conditioned([0.2], 3.0)(z, 0.2) for d in ("fp32", dtype))
+    exact, reduced = (accelerated(method, d).denoiser([0.2], 3.0)(z, 0.2, None) for d in ("fp32", dtype))
     assert reduced.dtype == torch.float32
     difference = (reduced - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert 1e-4 < difference < error  # reduced it is
@@ -132,7 +128,7 @@ def test_reduced_precision_stays_close(dtype, error):
 def test_what_the_watcher_sees_and_what_is_returned_can_be_used():
     method = made()
     seen: list[tuple[int, float]] = []
-    for writer in (method, Engine(method)):
+    for writer in (method, accelerated(method)):
         seen.append([])
         tokens = writer.sample(
             method.config.sampler, RowNoise(0, range(2)), lambda k, n, t, decode: seen[-1].append((k, n, t, decode()))
@@ -145,7 +141,7 @@ def test_what_the_watcher_sees_and_what_is_returned_can_be_used():
 def test_weights_are_those_of_the_time_it_was_made():
     method = made()
     sampler, noise = method.config.sampler, RowNoise(0, range(2))
-    engine, before = Engine(method), method.sample(method.config.sampler, noise)
+    engine, before = accelerated(method), method.sample(method.config.sampler, noise)
     with torch.no_grad():
         for p in method.parameters():
             p.mul_(-1.5)
@@ -155,7 +151,7 @@ def test_weights_are_those_of_the_time_it_was_made():
 
 def test_prompts_are_refused_as_by_the_method():
     with pytest.raises(UsageError, match="whole texts"):
-        Engine(made()).sample(config().sampler, RowNoise(0, range(1)), given_BL=torch.full((1, 12), FREE))
+        accelerated(made()).sample(config().sampler, RowNoise(0, range(1)), given_BL=torch.full((1, 12), FREE))
 
 
 def test_queries_are_prepared_once_for_all_samples():
@@ -175,7 +171,7 @@ def test_queries_are_prepared_once_for_all_samples():
 def test_compiled_it_gives_the_same_tokens(dtype):
     method = made()
     sampler, noise = method.config.sampler, RowNoise(0, range(2))
-    plain, compiled = (Engine(method, dtype, c).sample(sampler, noise) for c in (False, True))
+    plain, compiled = (accelerated(method, dtype, c).sample(sampler, noise) for c in (False, True))
     assert (plain == compiled).float().mean() > (0.99 if dtype == "fp32" else 0.8)
 
 

@@ -53,7 +53,7 @@ def test_numbers_are_those_of_the_latents(run, tmp_path):
     row = geometry.analyze([source], asked()).result["rows"][0]
     source.model.complete_method()
     tokens = heldout_of(source).rows(list(range(20)))
-    u = source.model.codec.encode(Batch(tokens)).flatten(0, 1).double().numpy()
+    u = source.model.method.encode(Batch(tokens)).flatten(0, 1).double().numpy()
     values = np.sort(np.linalg.eigvalsh(np.cov(u.T, bias=True)))[::-1]
     assert row["eigenvalues"] == pytest.approx(values.tolist(), rel=1e-3, abs=1e-5)
     p = values[values > 0] / values.sum()

@@ -18,6 +18,7 @@ from jpeg_dlm.presets import PRESETS
 if TYPE_CHECKING:
     from jpeg_dlm.config import Config
     from jpeg_dlm.evaluation.throughput import Subject
+    from jpeg_dlm.flow.latent_sampler import Writer
     from jpeg_dlm.methods.base import Method
     from jpeg_dlm.training.console import Console
 
@@ -94,7 +95,7 @@ def contestants(asked: str | None) -> list[str]:
 
 
 def _subjects(
-    models: Sequence[tuple[str, Method, Config, str]], args: argparse.Namespace, sampler: dict[str, Any], console: Console
+    models: Sequence[tuple[str, Writer, Config, str]], args: argparse.Namespace, sampler: dict[str, Any], console: Console
 ) -> list[Subject]:
     """Combine every model with the requested steps and solvers that its sampler supports."""
     from jpeg_dlm.config import validate
@@ -114,7 +115,7 @@ def _subjects(
     return subjects
 
 
-def _models(args: argparse.Namespace, methods: Sequence[str]) -> list[tuple[str, Method, Config, str]]:
+def _models(args: argparse.Namespace, methods: Sequence[str]) -> list[tuple[str, Writer, Config, str]]:
     """Return (name, method, config, origin of the weights) of all checkpoints and randomly initialized systems."""
     from jpeg_dlm.api import load
     from jpeg_dlm.config_io import override
@@ -127,7 +128,7 @@ def _models(args: argparse.Namespace, methods: Sequence[str]) -> list[tuple[str,
     found = []
     for path in checkpoints:
         model = load(path, args.device)
-        found.append((path.resolve().name if path else "bundled", model.method, model.config, str(path or "bundled")))
+        found.append((path.resolve().name if path else "bundled", model.writer, model.config, str(path or "bundled")))
     device = read_ranks(args.device, {}).device
     presets = args.preset or (["lm1b"] if methods else [])
     built: dict[str, Method] = {}

@@ -81,12 +81,11 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
     from jpeg_dlm.api import load
     from jpeg_dlm.files import write_atomic
-    from jpeg_dlm.sampling.sampler import device_of
 
     model = load(args.checkpoint, args.device, args.dtype, args.compile)
     given = model.given(args.prompt, args.template)
     reduced = args.dtype in ("bf16", "int8")
-    on_cpu = device_of(model.method).type == "cpu"
+    on_cpu = model.writer.device.type == "cpu"
     if reduced and on_cpu and (cost := slower(args.dtype)):
         print(f"{cost} --dtype auto is the fastest that writes the texts of fp32.", file=sys.stderr)
     watch, picture = watchers(args, model, given)

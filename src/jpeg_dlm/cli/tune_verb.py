@@ -36,15 +36,15 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from dataclasses import replace
 
     from jpeg_dlm.api import load
-    from jpeg_dlm.config import SamplerConfig, validate
+    from jpeg_dlm.config import validate
     from jpeg_dlm.model_folder import write_model
     from jpeg_dlm.sampling.grid_search import tuned
     from jpeg_dlm.training.console import Console
 
     model = load(args.checkpoint, args.device)
     config = model.config
-    if not isinstance(config.sampler, SamplerConfig):
-        raise UsageError(f"{model.method.title} has no sampling times to tune: use a jpeg-dlm model.")
+    if model.writer.latent_sampler is None:
+        raise UsageError(f"{model.writer.title} has no sampling times to tune: use a jpeg-dlm model.")
     sampler = replace(
         config.sampler, fast_solver=args.solver or config.sampler.fast_solver,
         fast_w=config.sampler.fast_w if args.w is None else args.w,

@@ -18,7 +18,6 @@ from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.evaluation.text_metrics import TextScore, perplexity, perplexity_interval
 from jpeg_dlm.methods.base import Batch, Method
 from jpeg_dlm.rng import RowNoise
-from jpeg_dlm.sampling.sampler import device_of
 from jpeg_dlm.text.blocks import Blocks
 
 DRAWS = 8  # random times per row
@@ -75,7 +74,7 @@ def row_nats(
     every draw and bias the mean.
     """
     nats, tokens = np.zeros(n), np.zeros(n)
-    device = device_of(method)
+    device = method.device
     for start in range(0, n, batch):
         rows = range(start, min(start + batch, n))
         tokens_BL = blocks.rows(rows).to(device)

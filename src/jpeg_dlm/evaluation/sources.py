@@ -18,7 +18,6 @@ from jpeg_dlm.encoders.base import tensors_sha256
 from jpeg_dlm.errors import DataError, JpegDlmError
 from jpeg_dlm.evaluation.samples import REAL, SampleFile, read_samples
 from jpeg_dlm.methods.base import Batch, Trainable
-from jpeg_dlm.sampling.sampler import device_of
 from jpeg_dlm.text.blocks import Blocks
 
 
@@ -102,7 +101,7 @@ class ModelSource:
             "sampler": to_dict(options),
             "batch": self.batch if released else None,  # otherwise it has no effect
             "dtype": self.model.dtype,
-            "device": device_of(self.model.method).type,
+            "device": self.model.method.device.type,
             # Do not reuse texts that earlier versions stored without cutting rows at their end.
             **({"ends": True} if self.model.config.data.rows_end else {}),
         }
@@ -146,7 +145,7 @@ class ModelSource:
             return None
         n, kept = min(n, len(self.heldout)), 0.0
         for start in range(0, n, batch):
-            tokens = self.heldout.rows(list(range(start, min(start + batch, n)))).to(device_of(codec))
+            tokens = self.heldout.rows(list(range(start, min(start + batch, n)))).to(codec.device)
             found = codec.reconstruction(Batch(tokens, self.heldout.mask(tokens)), self.model.config.sampler)
             if found is None:
                 return None

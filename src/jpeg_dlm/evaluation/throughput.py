@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from jpeg_dlm import __version__
 from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.cpu import make_safe, with_limit
 from jpeg_dlm.evaluation.paper import paper_figures
-from jpeg_dlm.methods.base import Method
+from jpeg_dlm.flow.latent_sampler import Writer
 from jpeg_dlm.results.table import Table
 from jpeg_dlm.rng import RowNoise
-from jpeg_dlm.sampling.sampler import device_of
 
 Dtype = Literal["fp32", "bf16"]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16 autocast"}
@@ -32,10 +32,10 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Subject:
-    """A method and the sampler to time; `origin` names the source of its weights."""
+    """A writer and the sampler to time; `origin` names the source of its weights."""
 
     name: str
-    method: Method
+    method: Writer
     sampler: Any
     token_len: int
     preset: str
@@ -56,11 +56,12 @@ def measure(
     `dtype` bf16 means autocast, as in training; weights stay fp32.
     """
     name = DTYPES[dtype]
-    if dtype == "bf16" and device_of(subjects[0].method).type == "cpu":
+    if dtype == "bf16" and subjects[0].method.device.type == "cpu":
         make_safe()
         name = with_limit(name)
     for subject in subjects:
-        subject.method.float().eval()
+        if isinstance(subject.method, nn.Module):  # exported networks are what they are
+            subject.method.float().eval()
     seconds: list[list[float]] = [[] for _ in subjects]
     for round_ in range(warmup + repeats):
         for i, subject in enumerate(subjects):
@@ -95,7 +96,7 @@ def _paper_speed(subject: Subject) -> float | None:
 @torch.no_grad()
 def _seconds(subject: Subject, batch: int, round_: int, clock: Callable[[], float], dtype: Dtype) -> float:
     """Time one batch from noise to token ids; drawing the noise is included, as in generation."""
-    device = device_of(subject.method)
+    device = subject.method.device
     noise = RowNoise(0, range(round_ * batch, (round_ + 1) * batch), 0, device)
     _wait(device)
     began = clock()
@@ -112,7 +113,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _device_name(subject: Subject) -> str:
-    device = device_of(subject.method)
+    device = subject.method.device
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

@@ -18,14 +18,14 @@ from jpeg_dlm.config import Config, ModelConfig, validate
 from jpeg_dlm.config_io import from_dict, to_dict
 from jpeg_dlm.cpu import Runtime, make_safe
 from jpeg_dlm.errors import CheckpointError, UsageError
-from jpeg_dlm.export.graph import onnx_package
-from jpeg_dlm.export.graphs import write_network
-from jpeg_dlm.export.networks import DECODE, DENOISE, Opened, in_torch, input_sizes, random_inputs
+from jpeg_dlm.export.interface import DECODE, DENOISE, Opened, in_torch, input_sizes, random_inputs
+from jpeg_dlm.export.onnx_builder import onnx_package
+from jpeg_dlm.export.onnx_networks import write_network
 from jpeg_dlm.export.onnx_runtime import open_onnx
 from jpeg_dlm.export.openvino_runtime import convert_onnx, open_openvino
-from jpeg_dlm.export.sampler import ExportedSampler
+from jpeg_dlm.export.sampler import exported_sampler
 from jpeg_dlm.files import atomic_directory, dump_json, load_json, verify_manifest, write_atomic, write_manifest
-from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.flow.latent_sampler import LatentNetworks, networks_of
 from jpeg_dlm.model_folder import TOKENIZER_FILE, ModelParts, without_paths
 
 EXPORT_FILE = "export.json"
@@ -64,8 +64,8 @@ def is_exported(path: Path) -> bool:
 
 def write_exported(parts: ModelParts, kind: str, out: Path, tell: Callable[[str], None] = lambda text: None) -> Path:
     """The model as a folder of `kind`, one of FORMATS; nothing is written unless its networks agree with torch's."""
-    method = parts.method
-    if not isinstance(method, JpegDlm) or isinstance(method, ExportedSampler):
+    networks = networks_of(parts.writer)
+    if networks is None:
         raise UsageError(f"Only jpeg-dlm has an {kind} form, not {parts.config.method}: use --format safetensors.")
     if out.exists():
         raise CheckpointError(f"'{out}' already exists: name another folder, nothing was overwritten.")
@@ -75,7 +75,7 @@ def write_exported(parts: ModelParts, kind: str, out: Path, tell: Callable[[str]
         agreement = {}
         for name in (DENOISE, DECODE):
             tell(f"Exporting the {name} network ...")
-            agreement[name] = agreement_of(name, method, written_and_opened(name, method, kind, temp))
+            agreement[name] = agreement_of(name, networks, written_and_opened(name, networks, kind, temp))
         parts.copy_tokenizer(temp)
         said = {"format": kind, "versions": _versions(kind), "agreement": agreement}
         config = without_paths(parts)
@@ -85,20 +85,20 @@ def write_exported(parts: ModelParts, kind: str, out: Path, tell: Callable[[str]
     return out
 
 
-def written_and_opened(name: str, method: JpegDlm, kind: str, folder: Path) -> Opened:
+def written_and_opened(name: str, networks: LatentNetworks, kind: str, folder: Path) -> Opened:
     """A network as a file of `kind` in a folder, in its runtime."""
     path, onnx = folder / f"{name}{FORMATS[kind].suffix}", folder / f"{name}.onnx"
-    write_network(name, method, onnx)
+    write_network(name, networks, onnx)
     if kind == "openvino":
         convert_onnx(onnx, path)
         onnx.unlink()
     return FORMATS[kind].open_safely(path)
 
 
-def agreement_of(name: str, method: JpegDlm, opened: Opened) -> float:
+def agreement_of(name: str, networks: LatentNetworks, opened: Opened) -> float:
     """How closely a file does what torch does: the largest error relative to x, or the share of equal tokens."""
-    inputs = random_inputs(name, method.config, CHECK_ROWS)
-    wanted, found = in_torch(name, method, inputs), opened(**inputs)
+    inputs = random_inputs(name, networks.config, CHECK_ROWS)
+    wanted, found = in_torch(name, networks, inputs), opened(**inputs)
     if name == DENOISE:
         agreement = float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-8))
         agrees = agreement <= LARGEST_ERROR
@@ -121,7 +121,7 @@ def _versions(kind: str) -> dict[str, str]:
 
 
 def read_exported(path: Path) -> ModelParts:
-    """The parts of `jpeg_dlm.api.Model`, after every file proved to be what was written; the method is an `ExportedSampler`."""
+    """The parts of `jpeg_dlm.api.Model`, after every file proved to be what was written."""
     verify_manifest(path)
     said = load_json(path / EXPORT_FILE, EXPORT_BYTES)
     kind, values = str(said.get("format")), said.get("config")
@@ -132,8 +132,8 @@ def read_exported(path: Path) -> ModelParts:
         raise CheckpointError(f"'{path / EXPORT_FILE}' is of {config.method}, which is never exported: export the model again.")
     opened = {name: _open(path, name, kind, config) for name in (DENOISE, DECODE)}
     tokenizer = path / TOKENIZER_FILE
-    method = ExportedSampler(config, opened[DENOISE], opened[DECODE])
-    return ModelParts(method.eval(), config, path, tokenizer if tokenizer.is_file() else None, None)
+    sampler = exported_sampler(config, opened[DENOISE], opened[DECODE])
+    return ModelParts(None, config, path, tokenizer if tokenizer.is_file() else None, None, exported=sampler)
 
 
 def _open(folder: Path, name: str, kind: str, config: Config) -> Opened:

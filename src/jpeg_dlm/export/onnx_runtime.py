@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from jpeg_dlm.errors import MissingPackageError
-from jpeg_dlm.export.networks import Opened, not_runnable
+from jpeg_dlm.export.interface import Opened, not_runnable
 
 
 def open_onnx(path: Path) -> Opened:

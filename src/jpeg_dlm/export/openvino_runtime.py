@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from jpeg_dlm.errors import MissingPackageError
-from jpeg_dlm.export.networks import Opened, not_runnable
+from jpeg_dlm.export.interface import Opened, not_runnable
 
 TELEMETRY = "openvino_telemetry"
 

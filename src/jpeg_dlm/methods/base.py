@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from jpeg_dlm.collectives import all_mean
 from jpeg_dlm.config import Config, ModelConfig, ObjectiveConfig, SamplerConfig
 from jpeg_dlm.errors import CheckpointError, UsageError
+from jpeg_dlm.flow.latent_sampler import LatentSampler, Watch
 from jpeg_dlm.flow.path import interpolate, per_sample
 from jpeg_dlm.methods.registry import systems_that
 from jpeg_dlm.rng import RowNoise
@@ -42,9 +43,6 @@ class ParameterGroup:
 FROZEN = "encoder."  # the frozen encoder is stored once beside a model, never among its tensors
 
 FREE = -1  # in `given`: a position the sampler fills
-
-# What a sampler tells while it works: step, number of steps, time, and a function that decodes the current prediction.
-Watch = Callable[[int, int, float, Callable[[], Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ class Publication:
 class Trainable(nn.Module, ABC):
     """What the trainer trains: a system, a student of one, or a stage that comes before."""
 
-    title: ClassVar[str]  # as the paper's tables name it
+    title: str  # as the paper's tables name it
     groups: ClassVar[dict[str, type]] = {"model": ModelConfig, "objective": ObjectiveConfig, "sampler": SamplerConfig}
     uses_encoder: ClassVar[bool] = False
     loss_weights: dict[str, float]  # the trainer minimizes the weighted sum; other terms are only reported
@@ -180,6 +178,16 @@ class Trainable(nn.Module, ABC):
         return sum(terms[1:], start=terms[0])
 
     # ------------------------------------------------------------ what held-out text tells
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return next(self.parameters()).device
+
+    @property
+    def latent_sampler(self) -> LatentSampler | None:
+        """Algorithm 2 of JPEG-DLM on this method's networks; None for a method that samples in another way."""
+        return None
 
     def features(self, batch: Batch) -> Tensor:
         """Return h = E(x) from the cache or the frozen encoder, for methods that use one."""

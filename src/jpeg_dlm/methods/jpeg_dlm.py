@@ -8,7 +8,7 @@ Shapes: B batch, L tokens, N latents, D latent width, F feature width, V vocabul
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from jpeg_dlm.collectives import all_mean
 from jpeg_dlm.config import Config, ModelConfig, ObjectiveConfig, SamplerConfig
 from jpeg_dlm.errors import CheckpointError
-from jpeg_dlm.flow.grids import make_grid
+from jpeg_dlm.flow.latent_sampler import Denoise, LatentSampler, Watch
 from jpeg_dlm.flow.path import guidance_scale, guided_target, interpolate, logit_normal, mixed_times, per_row, per_sample
-from jpeg_dlm.flow.solvers import SOLVERS
 from jpeg_dlm.methods.base import (
     FROZEN,
     Batch,
@@ -29,12 +28,10 @@ from jpeg_dlm.methods.base import (
     Method,
     ParameterGroup,
     Publication,
-    Watch,
     copy_tensors,
     linear_ramp,
     linear_time,
     masked_mean,
-    refuse_given,
     rounded_up_share,
 )
 from jpeg_dlm.methods.regularizers import sigreg, unit_directions, variance_covariance
@@ -297,48 +294,23 @@ class JpegDlm(Method):
 
     # ------------------------------------------------------------ Algorithm 2
 
-    @torch.no_grad()
     def sample(
         self, sampler: SamplerConfig, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
     ) -> Tensor:
-        refuse_given(given_BL, self.title)
-        m = self.config.model
-        z = noise.normal("sample", m.latent_len, m.latent_dim)  # z ~ N(0, I), one generator per row
-        grid = make_grid(
-            sampler.grid, sampler.steps, sampler.grid_mean, sampler.grid_std, noise.shared("grid"), sampler.times
-        )  # fmt: skip
-        return self.integrate(z, grid, sampler, watch)
+        return self.latent_sampler.sample(sampler, noise, watch, given_BL)
 
-    @torch.no_grad()
-    def integrate(self, z: Tensor, grid: Tensor, sampler: SamplerConfig, watch: Watch | None = None) -> Tensor:
-        """From the noise z along the grid to tokens."""
-        w = torch.full((len(z),), sampler.w, device=z.device)
-        times = grid.tolist()
+    @property
+    def latent_sampler(self) -> LatentSampler:
+        """z ~ N(0, I), then z <- z + (t' - t) v along the grid with x = f(z, t; s, w) and s <- x, then tokens of z."""
+        return LatentSampler(self.title, self.config, self.device, self.denoiser, self.tokens, self)
 
-        def on_step(k: int, t: float, z: Tensor, x: Tensor) -> None:
-            if watch:
-                watch(k, sampler.steps, t, lambda: self.tokens(x, w))
+    def denoiser(self, times: Sequence[float], w: float) -> Denoise:
+        """f(z, t; s, w) in denoise mode, at any times."""
+        return lambda z, t, s: self.dit(z, per_sample(t, z), s, per_sample(w, z))
 
-        z = SOLVERS[sampler.solver](self.self_conditioned(w), z, times, on_step)
-        tokens = self.tokens(z, w)
-        if watch:
-            watch(sampler.steps, sampler.steps, 1.0, lambda: tokens)
-        return tokens
-
-    def self_conditioned(self, w: Tensor) -> Callable[[Tensor, float], Tensor]:
-        """`predict(z, t)`, each call conditioned on the prediction of the call before (appendix)."""
-        s: Tensor | None = None
-
-        def predict(z: Tensor, t: float) -> Tensor:
-            nonlocal s
-            s = x = self.dit(z, torch.full_like(w, t), s, w)
-            return x
-
-        return predict
-
-    def tokens(self, z: Tensor, w: Tensor) -> Tensor:
+    def tokens(self, z: Tensor, w: float) -> Tensor:
         """One decode evaluation at t = 1, then greedy tokens."""
-        return self.greedy(self.decode_latents(z, w))
+        return self.greedy(self.decode_latents(z, per_sample(w, z)))
 
     def greedy(self, z_standardized: Tensor) -> Tensor:
         """Latents straight through D and W to the most probable tokens."""
@@ -359,11 +331,11 @@ class JpegDlm(Method):
     def reconstruction(self, batch: Batch, sampler: SamplerConfig | None = None) -> Tensor:
         """Return the share of real tokens that the decode branch reconstructs from their own latents."""
         z = self.encode(batch)
-        same = self.tokens(z, per_sample(sampler.w if sampler else 1.0, z)) == batch.tokens_BL
+        same = self.tokens(z, sampler.w if sampler else 1.0) == batch.tokens_BL
         return masked_mean(same.float(), batch.mask_BL)
 
     def latent_space(self, batch: Batch) -> Latents:
-        return Latents(self.encode(batch), lambda z: self.tokens(z, per_sample(1.0, z)), self.predict_once)
+        return Latents(self.encode(batch), lambda z: self.tokens(z, 1.0), self.predict_once)
 
     def latent_view(self) -> LatentView:
         return LatentView(
@@ -375,7 +347,7 @@ class JpegDlm(Method):
 
     def predict_once(self, z_t: Tensor, t: float) -> Tensor:
         """The prediction of clean latents at w = 1, with no earlier one to go by."""
-        return self.self_conditioned(per_sample(1.0, z_t))(z_t, t)
+        return self.denoiser([t], 1.0)(z_t, t, None)
 
     # ------------------------------------------------------------ files and optimization
 

@@ -1,5 +1,6 @@
 """The latent DiT f: a transformer over [time, scale and mode tokens, N latents] with two heads (paper, after ELF).
 
+`sampling.folded` mirrors it for sampling: a change here belongs there too.
 Shapes: B batch, N latents, D latent width, H hidden width, P prefix tokens, S = P + N.
 """
 
@@ -17,11 +18,15 @@ from jpeg_dlm.nn.precision import fp32_island
 NORM_EPS = 1e-6  # (released)
 
 
-def scalar_embedding(x_B: Tensor, dim: int) -> Tensor:
-    """Return cosines then sines of x at `dim / 2` frequencies from 1 down to 1e-4; x is not multiplied by 1000 (released)."""
+def scalar_frequencies(dim: int, device: torch.device) -> Tensor:
+    """Return `dim / 2` frequencies from 1 down to 1e-4 (released)."""
     half = dim // 2
-    freqs = torch.exp(-math.log(10_000.0) * torch.arange(half, device=x_B.device, dtype=torch.float32) / half)
-    angles = x_B.float()[:, None] * freqs
+    return torch.exp(-math.log(10_000.0) * torch.arange(half, device=device, dtype=torch.float32) / half)
+
+
+def scalar_embedding(x_B: Tensor, dim: int) -> Tensor:
+    """Cosines then sines of x at all frequencies; x is not multiplied by 1000 (released)."""
+    angles = x_B.float()[:, None] * scalar_frequencies(dim, x_B.device)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 

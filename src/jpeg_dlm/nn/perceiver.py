@@ -1,5 +1,6 @@
 """Perceiver compressor C and decompressor D: L token features <-> N latents (released code, which follows COSMOS).
 
+`sampling.folded` mirrors the decompressor for sampling: a change here belongs there too.
 Shapes: B batch, L tokens, N latents, D latent width, F feature width.
 """
 

@@ -1,105 +1,77 @@
-"""Algorithm 2 of JPEG-DLM on prepared weights: what `JpegDlm.sample` does, rearranged to leave the machine to products.
+"""The networks of JPEG-DLM on prepared weights, rearranged to leave the machine to products.
 
 `methods.jpeg_dlm` is the reference. In fp32 the two differ by rounding alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from jpeg_dlm.config import SamplerConfig
 from jpeg_dlm.cpu import make_safe
-from jpeg_dlm.flow.grids import make_grid
-from jpeg_dlm.flow.solvers import SOLVERS
-from jpeg_dlm.methods.base import Watch, refuse_given
-from jpeg_dlm.methods.jpeg_dlm import JpegDlm
-from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.errors import UsageError
+from jpeg_dlm.flow.latent_sampler import Denoise, LatentNetworks, LatentSampler, Writer
+from jpeg_dlm.nn.dit import linear_estimate
 from jpeg_dlm.sampling.engine_decoder import FastDecoder
 from jpeg_dlm.sampling.engine_dit import FastDiT, FastHead
-from jpeg_dlm.sampling.engine_graph import Recorded
+from jpeg_dlm.sampling.folded import fold
 from jpeg_dlm.sampling.linear import Dtype, linear_maker
 
 
 class Engine:
-    """A sampler of `method` as it is now: weights that change later are not seen.
+    """The networks as they are now: weights that change later are not seen.
 
     `dtype` is that of the products in the blocks of DiT and decompressor; input projections, prefix, norms, softmax,
     heads and vocabulary stay fp32. `compile` fuses what lies between the products; it takes a minute at first and gains
     nothing on a CPU (measured).
     """
 
-    title = JpegDlm.title
-
     @torch.no_grad()
-    def __init__(self, method: JpegDlm, dtype: Dtype = "fp32", compile: bool = False) -> None:
-        self.config, self.dtype = method.config, dtype
-        self.device = method.latent_mean.device
+    def __init__(self, networks: LatentNetworks, dtype: Dtype = "fp32", compile: bool = False) -> None:
+        self.device = networks.latent_mean.device
         if dtype != "fp32" and self.device.type == "cpu":
             make_safe()
-        make = linear_maker(dtype)
-        self.dit = FastDiT(method.dit, make, compile)
-        self.predictor = self.dit if method.predictor is None else FastDiT(method.predictor, make, compile)
-        self.with_skip = method.dit.with_skip
-        self.denoise_head = FastHead(method.dit.denoise_head)
-        self.decode_head = FastHead((method.predictor or method.dit).decode_head)
-        self.decoder = FastDecoder(method, make, compile)
-        self.denoise, self.decode = Recorded(self._denoise), Recorded(self._decode)
+        make, folded = linear_maker(dtype), fold(networks)
+        self.dit = FastDiT(folded.dit, make, compile)
+        self.predictor = self.dit if folded.predictor is folded.dit else FastDiT(folded.predictor, make, compile)
+        self.denoise_head, self.decode_head = FastHead(folded.denoise_head), FastHead(folded.decode_head)
+        self.decoder = FastDecoder(folded.decoder, make, compile)
+        self.denoise_skip, self.decode_residual = folded.denoise_skip, folded.decode_residual
 
-    # ------------------------------------------------------------ Algorithm 2
-
-    def sample(
-        self, sampler: SamplerConfig, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
-    ) -> Tensor:
-        """As `JpegDlm.sample`."""
-        refuse_given(given_BL, self.title)
-        m = self.config.model
-        z = noise.normal("sample", m.latent_len, m.latent_dim)
-        s = sampler
-        grid = make_grid(s.grid, s.steps, s.grid_mean, s.grid_std, noise.shared("grid"), s.times)
-        return self.integrate(z, grid, sampler, watch)
-
-    def integrate(self, z: Tensor, grid: Tensor, sampler: SamplerConfig, watch: Watch | None = None) -> Tensor:
-        """As `JpegDlm.integrate`: from the noise z along the grid to tokens."""
-        with torch.inference_mode():
-            tokens = self._integrate(z, grid.tolist(), sampler, watch)
-        return tokens.clone()  # a tensor of inference mode could not be changed in place
-
-    def _integrate(self, z: Tensor, times: list[float], sampler: SamplerConfig, watch: Watch | None) -> Tensor:
-        def on_step(k: int, t: float, z: Tensor, x: Tensor) -> None:
-            if watch:
-                watch(k, sampler.steps, t, lambda: self.tokens(x, sampler.w))
-
-        z = SOLVERS[sampler.solver](self.self_conditioned(times, sampler.w), z, times, on_step)
-        tokens = self.tokens(z, sampler.w)
-        if watch:
-            watch(sampler.steps, sampler.steps, 1.0, lambda: tokens)
-        return tokens
-
-    def self_conditioned(self, times: list[float], w: float) -> Callable[[Tensor, float], Tensor]:
-        """`predict(z, t)` for the times of a grid, each call conditioned on the prediction of the call before."""
+    @torch.inference_mode()
+    def denoiser(self, times: Sequence[float], w: float) -> Denoise:
+        """f(z, t; s, w) for the times of a grid."""
         prefixes = dict(zip(times, self.dit.prefixes(times, w, decode=False), strict=True))
-        s: Tensor | None = None
 
-        def predict(z: Tensor, t: float) -> Tensor:
-            nonlocal s
-            out = self.denoise(z, s, prefixes[t])
-            s = x = self.with_skip(out, z, out.new_tensor([t]))
-            return x
+        @torch.inference_mode()
+        def denoise(z: Tensor, t: float, s: Tensor | None) -> Tensor:
+            x = self.denoise_head(self.dit.states(z, s, prefixes[t]))
+            if not self.denoise_skip:
+                return x
+            c_skip, c_out = linear_estimate(x.new_tensor([t]))
+            return c_skip * z + c_out * x
 
-        return predict
+        return denoise
 
     def tokens(self, z: Tensor, w: float) -> Tensor:
         """One decode evaluation at t = 1, then greedy tokens."""
-        return self.decode(z, self.predictor.prefixes([1.0], w, decode=True)[0])
+        with torch.inference_mode():
+            tokens = self.decoder(self.decode_latents(z, w))
+        return tokens.clone()  # a tensor of inference mode could not be changed in place
 
-    # ------------------------------------------------------------ what is recorded on CUDA
+    def decode_latents(self, z: Tensor, w: float) -> Tensor:
+        """f(z, t = 1) in decode mode."""
+        (prefix,) = self.predictor.prefixes([1.0], w, decode=True)
+        zhat = self.decode_head(self.predictor.states(z, None, prefix))
+        return zhat + z if self.decode_residual else zhat
 
-    def _denoise(self, z: Tensor, s: Tensor | None, prefix_PH: Tensor) -> Tensor:
-        return self.denoise_head(self.dit.states(z, s, prefix_PH))
 
-    def _decode(self, z: Tensor, prefix_PH: Tensor) -> Tensor:
-        zhat = self.decode_head(self.predictor.states(z, None, prefix_PH))
-        return self.decoder(zhat + z if self.config.model.decode_residual else zhat)
+def accelerated(writer: Writer, dtype: Dtype = "fp32", compile: bool = False) -> LatentSampler:
+    """Algorithm 2 on weights of a writer's networks that are prepared as they are now."""
+    sampler = writer.latent_sampler
+    if sampler is None or sampler.networks is None:
+        raise UsageError(f"{writer.title} samples as it is: a dtype and compilation are for jpeg-dlm.")
+    engine = Engine(sampler.networks, dtype, compile)
+    return LatentSampler(sampler.title, sampler.config, engine.device, engine.denoiser, engine.tokens)

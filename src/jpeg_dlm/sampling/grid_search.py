@@ -9,17 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 from jpeg_dlm.config import SamplerConfig, steps_within
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.grids import quantile_grid, uniform_grid
-from jpeg_dlm.flow.solvers import SOLVERS
-from jpeg_dlm.methods.base import Method
-from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.flow.latent_sampler import LatentSampler, Writer
 from jpeg_dlm.rng import RowNoise
-from jpeg_dlm.sampling.sampler import device_of
 
 Times = tuple[float, ...]
 Error = Callable[[Times], float]
@@ -90,29 +84,22 @@ def increasing(times: Times) -> bool:
 # ---------------------------------------------------------------- for a model
 
 
-@torch.no_grad()
-def end_state(method: JpegDlm, sampler: SamplerConfig, z: Tensor, times: Sequence[float]) -> Tensor:
-    """Return the final latents of a solver, before decoding."""
-    w = torch.full((len(z),), sampler.w, device=z.device)
-    return SOLVERS[sampler.solver](method.self_conditioned(w), z, list(times), None)
-
-
-def latent_error(method: JpegDlm, sampler: SamplerConfig, rows: int, seed: int = SEARCH_SEED) -> Error:
+def latent_error(latent: LatentSampler, sampler: SamplerConfig, rows: int, seed: int = SEARCH_SEED) -> Error:
     """Return the error of a grid: mean squared distance of its latents from those of many steps from the same noise."""
-    m = method.config.model
-    z = RowNoise(seed, range(rows), 0, device_of(method)).normal("sample", m.latent_len, m.latent_dim)
-    many = replace(sampler, solver="euler")
-    reference = end_state(method, many, z, uniform_grid(REFERENCE_STEPS).tolist())
-    return lambda times: float((end_state(method, sampler, z, times) - reference).square().mean())
+    m = latent.config.model
+    z = RowNoise(seed, range(rows), 0, latent.device).normal("sample", m.latent_len, m.latent_dim)
+    reference = latent.latents(z, uniform_grid(REFERENCE_STEPS).tolist(), replace(sampler, solver="euler"))
+    return lambda times: float((latent.latents(z, list(times), sampler) - reference).square().mean())
 
 
 def tuned(
-    method: Method, sampler: SamplerConfig, evaluations: int, rows: int, trials: int, progress: Progress | None = None
+    writer: Writer, sampler: SamplerConfig, evaluations: int, rows: int, trials: int, progress: Progress | None = None
 ) -> tuple[SamplerConfig, Found]:
     """Return `sampler` with the times found for its fast solver and scale, and the result of the search."""
-    if not isinstance(method, JpegDlm):
-        raise UsageError(f"{method.title} has no sampling times to tune: use a jpeg-dlm model.")
+    latent = writer.latent_sampler
+    if latent is None:
+        raise UsageError(f"{writer.title} has no sampling times to tune: use a jpeg-dlm model.")
     steps = steps_within(evaluations, sampler.fast_solver)
     few = replace(sampler, solver=sampler.fast_solver, w=sampler.fast_w or sampler.w)
-    found = search(latent_error(method, few, rows), steps, trials, progress)
+    found = search(latent_error(latent, few, rows), steps, trials, progress)
     return replace(sampler, times=found.times), found

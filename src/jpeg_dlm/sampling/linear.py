@@ -33,15 +33,15 @@ def unit_rms(x: Tensor, eps: float) -> Tensor:
 
 
 class DenseLinear(nn.Module):
-    """y = x W^T + b. On a CPU, small batches use a packed copy of W, made at the first one."""
+    """y = x W^T + b, without copying W; on a CPU, small batches use a packed W, made at the first one."""
 
     weight_NK: Tensor
     bias_N: Tensor | None
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.register_buffer("weight_NK", weight_NK.to(dtype, copy=True).contiguous())
-        self.register_buffer("bias_N", None if bias_N is None else bias_N.to(dtype, copy=True))
+        self.register_buffer("weight_NK", weight_NK.to(dtype).contiguous())
+        self.register_buffer("bias_N", None if bias_N is None else bias_N.to(dtype))
         self.can_pack = weight_NK.device.type == "cpu" and torch.backends.mkldnn.is_available()
         self.packed: Tensor | None = None
 

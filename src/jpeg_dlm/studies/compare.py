@@ -93,16 +93,18 @@ def _trained(asked: Comparison, workshop: Workshop, name: str, row: dict[str, An
 
 def _timed(asked: Comparison, workshop: Workshop, models: Mapping[str, Model]) -> dict[str, Any]:
     """Time all models in turns; those with a KV cache twice, because the paper's speeds are relative to AR without one."""
-    subjects = []
+    subjects, identities = [], []
     for model in models.values():
         title, sampler = model.method.title, model.config.sampler
+        sha256 = tensors_sha256(model.method.export_state())
         samplers = {title: sampler}
         if hasattr(sampler, "kv_cache"):
             samplers = {title: replace(sampler, kv_cache=False), title + CACHED: replace(sampler, kv_cache=True)}
         for title, sampler in samplers.items():
             subjects.append(Subject(title, model.method, sampler, model.config.data.token_len, model.config.preset, "trained"))
+            identities.append([title, to_dict(sampler), sha256])
     depends = {
         "kind": "speed", "batch": asked.batch, "repeats": asked.repeats, "device": str(workshop.ranks.device),
-        "samplers": [[s.name, to_dict(s.sampler), tensors_sha256(s.method.export_state())] for s in subjects],
+        "samplers": identities,
     }  # fmt: skip
     return workshop.parts.get_or_make("speed", depends, lambda: measure(subjects, asked.batch, asked.repeats))

@@ -15,7 +15,6 @@ import numpy as np
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.results.pictures import LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.results.table import Table, emphasis
-from jpeg_dlm.sampling.sampler import device_of
 from jpeg_dlm.studies.latents import about, heldout_of, identity
 from jpeg_dlm.studies.study import Asked, Outcome
 from jpeg_dlm.studies.workshop import training_seconds
@@ -61,7 +60,7 @@ def measure(source: ModelSource, asked: Asked) -> dict[str, float | None]:
     """Apply `Diagnosis` with more rows to the texts of all seeds, and measure the reconstruction by the codec."""
     method, heldout = source.model.complete_method(), heldout_of(source)
     train = Blocks(heldout.folder, "train")
-    stream = BatchStream(train, source.model.config.train, device_of(method))
+    stream = BatchStream(train, source.model.config.train, method.device)
     diagnosis = Diagnosis(stream, heldout, source.model.tokenizer, FIT_ROWS, HELDOUT_ROWS)
     with asked.console.progress(f"Diagnosing {source.name}", "parts") as progress:
         found: dict[str, float | None] = dict(diagnosis.latents(method))

@@ -18,7 +18,6 @@ from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.flow.vp import TanSchedule
 from jpeg_dlm.methods.base import Batch, LatentView, Method
 from jpeg_dlm.methods.registry import systems_that
-from jpeg_dlm.sampling.sampler import device_of
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training.console import Console
 from jpeg_dlm.wording import either
@@ -69,7 +68,7 @@ def heldout_of(source: ModelSource) -> Blocks:
 
 def batches_of(source: ModelSource, rows: Sequence[int]) -> Iterator[tuple[range, Batch]]:
     """Yield batches of (places in `rows`, the held-out rows there) on the model's device."""
-    heldout, device = heldout_of(source), device_of(source.model.method)
+    heldout, device = heldout_of(source), source.model.method.device
     for start in range(0, len(rows), source.batch):
         places = range(start, min(start + source.batch, len(rows)))
         tokens_BL = heldout.rows([rows[i] for i in places]).to(device)
@@ -96,7 +95,7 @@ def identity(source: ModelSource) -> dict[str, Any]:
         "tokenizer": source.model.tokenizer.fingerprint,
         "encoder": to_dict(config.encoder),
         "heldout": heldout_of(source).fingerprint,
-        "device": device_of(source.model.method).type,
+        "device": source.model.method.device.type,
     }
 
 

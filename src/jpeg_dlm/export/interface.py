@@ -1,4 +1,4 @@
-"""The two networks of Algorithm 2: what goes in and out, and what a runtime makes of their files.
+"""The two networks of Algorithm 2 as files: what goes in and out, and what a runtime makes of them.
 
 denoise: x = f(z, t; s, w), where s is zeros without self-conditioning
 decode: the decode evaluation at t = 1, D, W and the most probable tokens
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jpeg_dlm.config import Config
 from jpeg_dlm.errors import CheckpointError, reason_of
-from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.flow.latent_sampler import LatentNetworks
 from jpeg_dlm.rng import RowNoise
 
 DENOISE, DECODE = "denoise", "decode"
@@ -39,10 +39,11 @@ def random_inputs(name: str, config: Config, rows: int) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def in_torch(name: str, method: JpegDlm, inputs: Mapping[str, Tensor]) -> Tensor:
+def in_torch(name: str, networks: LatentNetworks, inputs: Mapping[str, Tensor]) -> Tensor:
     """What a network must give."""
-    act = method.dit if name == DENOISE else method.tokens
-    return act(*inputs.values())
+    if name == DENOISE:
+        return networks.dit(*inputs.values())
+    return networks.tokens(inputs["z"], float(inputs["w"][0]))
 
 
 @dataclass(frozen=True)

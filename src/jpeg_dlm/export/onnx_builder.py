@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from jpeg_dlm.errors import MissingPackageError, UsageError
@@ -79,14 +80,16 @@ class Graph:
         y = self.op("MatMul", x, self.constant(weight_OI.T))
         return y if bias_O is None else self.op("Add", y, self.constant(bias_O))
 
-    def unit_rms(self, x: str, eps: float) -> str:
-        """The last axis scaled to RMS 1, in the form that both runtimes recognize and fuse."""
+    def rms_norm(self, x: str, gain: Tensor, eps: float) -> str:
+        """The last axis scaled to RMS 1 and by a gain, in the form that both runtimes recognize and fuse."""
         square = self.op("Pow", x, self.constant(2.0))
         mean = self.op("ReduceMean", square, self.constant([-1]), keepdims=1)
-        return self.op("Div", x, self.op("Sqrt", self.op("Add", mean, self.constant(eps))))
+        unit = self.op("Div", x, self.op("Sqrt", self.op("Add", mean, self.constant(eps))))
+        return self.op("Mul", unit, self.constant(gain))
 
-    def rms_norm(self, x: str, gain: Tensor, eps: float) -> str:
-        return self.op("Mul", self.unit_rms(x, eps), self.constant(gain))
+    def unit_rms(self, x: str, width: int, eps: float) -> str:
+        """The last axis, of this width, scaled to RMS 1; a norm without a gain would not be fused."""
+        return self.rms_norm(x, torch.ones(width), eps)
 
     def silu(self, x: str) -> str:
         return self.op("Mul", x, self.op("Sigmoid", x))

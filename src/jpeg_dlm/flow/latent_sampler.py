@@ -1,0 +1,142 @@
+"""Algorithm 2 of the paper: noise, a grid of times, a solver with self-conditioning, and one decoding to tokens.
+
+The two networks are callables, so the same algorithm runs on torch's networks, on prepared weights and on exported files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from jpeg_dlm.config import Config, SamplerConfig
+from jpeg_dlm.errors import UsageError
+from jpeg_dlm.flow.grids import make_grid
+from jpeg_dlm.flow.solvers import SOLVERS, OnStep, Predict
+from jpeg_dlm.nn.dit import DiT
+from jpeg_dlm.nn.perceiver import Decompressor
+from jpeg_dlm.rng import RowNoise
+
+Denoise = Callable[[Tensor, float, Tensor | None], Tensor]  # x = f(z, t; s, w), with w fixed
+
+# What a sampler tells while it works: step, number of steps, time, and a function that decodes the current prediction.
+Watch = Callable[[int, int, float, Callable[[], Tensor]], None]
+
+
+class Writer(Protocol):
+    """What writes texts: a method, or Algorithm 2 on networks of another kind."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def latent_sampler(self) -> LatentSampler | None:
+        """Algorithm 2, where that is how texts are written."""
+        ...
+
+    def sample(
+        self, sampler: Any, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
+    ) -> Tensor: ...  # fmt: skip
+
+
+class LatentNetworks(Protocol):
+    """The trained torch networks that sampling reads; `methods.jpeg_dlm.JpegDlm` has them."""
+
+    config: Config
+    dit: DiT
+    predictor: DiT | None
+    decompressor: Decompressor
+    unembed_proj: nn.Linear
+    lm_head: nn.Linear
+    latent_mean: Tensor
+    latent_scale: Tensor
+
+    def tokens(self, z: Tensor, w: float) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class LatentSampler:
+    """Algorithm 2 on two networks. `networks` are the trained ones, where weights can be prepared or exported from them."""
+
+    title: str
+    config: Config
+    device: torch.device
+    denoiser: Callable[[Sequence[float], float], Denoise]  # f prepared for the times of a grid and for w
+    tokens: Callable[[Tensor, float], Tensor]  # latents and w to token ids: one decode evaluation at t = 1, greedy
+    networks: LatentNetworks | None = None
+
+    @property
+    def latent_sampler(self) -> LatentSampler:
+        return self
+
+    @torch.no_grad()
+    def sample(
+        self, sampler: SamplerConfig, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
+    ) -> Tensor:
+        """Token ids (B, L), a row for each of the noise."""
+        if given_BL is not None:
+            raise UsageError(f"{self.title} writes whole texts: leave out the prompt or template.")
+        m = self.config.model
+        z = noise.normal("sample", m.latent_len, m.latent_dim)  # z ~ N(0, I), one generator per row
+        return self.integrate(z, grid_of(sampler, noise.shared("grid")), sampler, watch)
+
+    @torch.no_grad()
+    def released(self, n: int, sampler: SamplerConfig, seed: int, batch: int, watch: Watch | None = None) -> Iterator[Tensor]:
+        """Batches of samples in the random-number order of the authors' code, in which a sample depends on its batch.
+
+        With the random grid (LM1B) the generator is seeded once per run and every batch draws noise, then a new grid. With
+        the quantile grid (OWT) it is seeded anew with seed + number of the batch's first sample.
+        """
+        m, g = self.config.model, torch.Generator(self.device).manual_seed(seed)
+        for start in range(0, n, batch):
+            if sampler.grid == "quantile":
+                g.manual_seed(seed + start)
+            z = torch.randn((min(batch, n - start), m.latent_len, m.latent_dim), generator=g, device=self.device)
+            yield self.integrate(z, grid_of(sampler, g), sampler, watch)
+
+    @torch.no_grad()
+    def integrate(self, z: Tensor, grid: Tensor, sampler: SamplerConfig, watch: Watch | None = None) -> Tensor:
+        """From the noise z along the grid to tokens."""
+
+        def on_step(k: int, t: float, z: Tensor, x: Tensor) -> None:
+            if watch:
+                watch(k, sampler.steps, t, lambda: self.tokens(x, sampler.w))
+
+        tokens = self.tokens(self.latents(z, grid.tolist(), sampler, on_step), sampler.w)
+        if watch:
+            watch(sampler.steps, sampler.steps, 1.0, lambda: tokens)
+        return tokens
+
+    @torch.no_grad()
+    def latents(self, z: Tensor, times: list[float], sampler: SamplerConfig, on_step: OnStep | None = None) -> Tensor:
+        """From the noise z along the times to clean latents."""
+        return SOLVERS[sampler.solver](self_conditioned(self.denoiser(times, sampler.w)), z, times, on_step)
+
+
+def networks_of(writer: Writer) -> LatentNetworks | None:
+    """The trained networks behind a writer, of which prepared or exported ones can be made; None where there are none."""
+    return writer.latent_sampler.networks if writer.latent_sampler else None
+
+
+def grid_of(sampler: SamplerConfig, generator: torch.Generator) -> Tensor:
+    """The times of a sampler; only a random grid draws."""
+    s = sampler
+    return make_grid(s.grid, s.steps, s.grid_mean, s.grid_std, generator, s.times)
+
+
+def self_conditioned(denoise: Denoise) -> Predict:
+    """`predict(z, t)`, each call conditioned on the prediction of the call before (appendix)."""
+    s: Tensor | None = None
+
+    def predict(z: Tensor, t: float) -> Tensor:
+        nonlocal s
+        s = denoise(z, t, s)
+        return s
+
+    return predict
