@@ -11,7 +11,7 @@ from torch import Tensor
 
 from jpeg_dlm.api import Model
 from jpeg_dlm.cli.watch import AGES, Aged, aged, readable
-from jpeg_dlm.report.blocks import visible
+from jpeg_dlm.results.table import visible
 
 FRAMES = 48  # at most about as many, spread evenly over the steps
 TEXTS = 4  # of the first batch
