@@ -28,10 +28,10 @@ from released import Released
 from torch import Tensor
 from workers import Request, Workers
 
+from jpeg_dlm.accounting.info import sampling_macs
 from jpeg_dlm.allocator import keep_freed_memory
 from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import override
-from jpeg_dlm.evaluation.counts import sampling_macs
 from jpeg_dlm.export.folder import FORMATS, written_and_opened
 from jpeg_dlm.export.interface import DECODE, DENOISE
 from jpeg_dlm.export.sampler import exported_sampler

@@ -53,15 +53,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.plan:
         print(_plan(args, config))
         return 0
-    if config.method == "jpeg-dlm":  # by formula, without torch
-        from jpeg_dlm.evaluation.info import describe, format_description
+    from jpeg_dlm.accounting.info import describe, format_description
 
-        description, show = describe(config), format_description
-    else:
-        from jpeg_dlm.evaluation.method_info import describe_method, format_method
-
-        description, show = describe_method(config), format_method
-    print(json.dumps(description, indent=1) if args.json else show(description))
+    description = describe(config)
+    print(json.dumps(description, indent=1) if args.json else format_description(description))
     return 0
 
 
@@ -83,7 +78,8 @@ def _describe(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _plan(args: argparse.Namespace, config: Config) -> str:
-    from jpeg_dlm.evaluation.plan import format_plan, full_plan, measured_speed, parse_devices, parse_tokens, stated_speed
+    from jpeg_dlm.accounting.plan import full_plan, measured_speed, parse_devices, parse_tokens, stated_speed
+    from jpeg_dlm.accounting.plan_text import format_plan
 
     devices = parse_devices(args.devices or "8x80GB")
     tokens = parse_tokens(args.tokens) if args.tokens else None

@@ -177,17 +177,12 @@ class Trainable(nn.Module, ABC):
             raise ValueError("no loss term has a weight")
         return sum(terms[1:], start=terms[0])
 
-    # ------------------------------------------------------------ what held-out text tells
-
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
         return next(self.parameters()).device
 
-    @property
-    def latent_sampler(self) -> LatentSampler | None:
-        """Algorithm 2 of JPEG-DLM on this method's networks; None for a method that samples in another way."""
-        return None
+    # ------------------------------------------------------------ what held-out text tells
 
     def features(self, batch: Batch) -> Tensor:
         """Return h = E(x) from the cache or the frozen encoder, for methods that use one."""
@@ -239,6 +234,11 @@ class Method(Trainable):
 
     def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood | None:
         """Compute how probable the model finds rows; None if it cannot say."""
+        return None
+
+    @property
+    def latent_sampler(self) -> LatentSampler | None:
+        """Algorithm 2 of JPEG-DLM on this method's networks; None for a method that samples in another way."""
         return None
 
     def latent_view(self) -> LatentView | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from jpeg_dlm.config import logit_rows
-from jpeg_dlm.nn.precision import fp32_island
+from jpeg_dlm.nn.precision import autocast_device, fp32_island
 
 
 def token_nll(project: Callable[[Tensor], Tensor], h_BLF: Tensor, tokens_BL: Tensor, chunk: int = 0) -> Tensor:
@@ -51,7 +51,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x_RF: Tensor, weight_VF: Tensor, bias_V: Tensor, target_R: Tensor, share_R: Tensor, chunk: int
     ) -> Tensor:  # fmt: skip
-        device = x_RF.device.type
+        device = autocast_device(x_RF)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_RF.dtype
         x, weight, bias = (p.detach().to(dtype) for p in (x_RF, weight_VF, bias_V))
         wide = torch.promote_types(dtype, torch.float32)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from jpeg_dlm.accounting.costs import build_weightless, parameter_parts
 from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import from_dict, read_json_file
 from jpeg_dlm.errors import CheckpointError
-from jpeg_dlm.evaluation.method_info import build_weightless, parameter_parts
 from jpeg_dlm.methods.registry import method_class, writes
 from jpeg_dlm.report.reading import Trouble, read_text
 from jpeg_dlm.report.runs import Run, duration, is_model, is_run, read_run, split_samples

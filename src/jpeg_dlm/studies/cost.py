@@ -10,20 +10,24 @@ import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import comb, factorial, prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+from jpeg_dlm.accounting.costs import build_weightless, parameter_parts, sampling_cost
+from jpeg_dlm.accounting.info import as_released, gigabytes, operations
 from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import override, to_dict
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.evaluation import counts, memory
-from jpeg_dlm.evaluation.info import gigabytes, operations
-from jpeg_dlm.evaluation.method_info import build_weightless, parameter_parts
 from jpeg_dlm.evaluation.paper import OWN, paper_tables
 from jpeg_dlm.evaluation.trial import Trial, run_trial
+from jpeg_dlm.methods.ar import Ar
+from jpeg_dlm.methods.base import FREE
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
@@ -37,6 +41,7 @@ FULL = "ELF, full length"  # one latent for each token and no codec
 SYSTEMS = (OWN, FULL, UNCACHED, CACHED)
 COLORS = dict(zip(SYSTEMS, LINE_COLORS, strict=False))
 STYLES = {FULL: "--"}  # where it needs the same as another system both lines are seen
+LEAST = (2, 1)  # tokens and latents of the shortest text that is measured
 LONGEST = 1 << 22  # where the search for the length at which attention dominates gives up
 
 
@@ -73,39 +78,90 @@ def at_length(base: Config, system: str, token_len: int, rate: float) -> Point:
 
 
 def macs_of(point: Point) -> tuple[int, int]:
-    """(all, of these attention) of one text."""
-    config = point.config
-    if point.system == OWN:
-        return counts.sampling_macs(config)["total"], counts.sampling_attention_macs(config)
-    return counts.elf_sampling_macs(config) if point.system == FULL else counts.ar_sampling_macs(config)
+    """Return the operations of one text, and how many of them are attention.
+
+    They are a polynomial in the lengths L and N, of degree 3 for AR without cache, else 2. A few texts of very few tokens
+    determine it, and Newton's differences give its value at any length, in whole numbers.
+    """
+    lengths = point.token_len, getattr(point.config.model, "latent_len", None)
+    steps = [0 if length is None else length - least for length, least in zip(lengths, LEAST, strict=True)]
+    terms = [(_choose(steps[0], i) * _choose(steps[1], j), found) for (i, j), found in _differences(at_least(point)).items()]
+    return sum(c * macs for c, (macs, _) in terms), sum(c * attention for c, (_, attention) in terms)
 
 
-def memory_of(point: Point, parameters: int) -> dict[str, int]:
-    """Bytes of sampling one text at a time, in fp32."""
-    config = point.config
-    if point.system == OWN:
-        weights = parameters - counts.compressor_parameters(config)  # sampling needs no compressor
-        numbers = (weights, max(memory.sampling_moments(config).values()), 0)
-    elif point.system == FULL:
-        numbers = (parameters, memory.elf_moment(config), 0)
-    else:
-        numbers = (parameters, memory.ar_moment(config), memory.kv_cache_numbers(config))
-    names = ("weights", "activations", "kv_cache")
-    return {name: memory.FP32 * number for name, number in zip(names, numbers, strict=True)}
+def at_least(point: Point) -> Point:
+    """Return a point with the shortest texts that are measured."""
+    return _resized(point, *LEAST)
+
+
+def _resized(point: Point, token_len: int, latent_len: int) -> Point:
+    config = replace(point.config, data=replace(point.config.data, token_len=token_len))
+    if hasattr(config.model, "latent_len"):
+        config = replace(config, model=replace(config.model, latent_len=latent_len))
+    return replace(point, config=config)
+
+
+@lru_cache(maxsize=64)
+def _differences(least: Point) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return the differences of i-th order in L and j-th in N, of all operations and of those of attention."""
+    degree, latents = 3 if least.system == UNCACHED else 2, hasattr(least.config.model, "latent_len")
+    places = [(i, j) for i in range(degree + 1) for j in range(degree - i + 1 if latents else 1)]
+    found = {(i, j): _measured_macs(_resized(least, LEAST[0] + i, LEAST[1] + j)) for i, j in places}
+
+    def difference(i: int, j: int, which: int) -> int:
+        return sum(
+            (-1) ** (i + j - a - b) * comb(i, a) * comb(j, b) * found[a, b][which] for a in range(i + 1) for b in range(j + 1)
+        )
+
+    return {(i, j): (difference(i, j, 0), difference(i, j, 1)) for i, j in places}
+
+
+def _measured_macs(point: Point) -> tuple[int, int]:
+    cost = sampling_cost(point.config, prepare=as_released if point.system == OWN else None)
+    return cost.macs, cost.attention
+
+
+def _choose(n: int, k: int) -> int:
+    """Return n (n - 1) ... (n - k + 1) / k!, also of a negative n."""
+    return prod(n - i for i in range(k)) // factorial(k)
+
+
+def memory_of(point: Point) -> dict[str, int]:
+    """Return bytes of sampling one text at a time, in fp32.
+
+    Without cache, AR holds most when it reads the whole text for its last token; with it, what a token needs beside the
+    cache does not depend on the length.
+    """
+    config, cache = point.config, 0
+    if point.system == CACHED:
+        cache, config = kv_cache_bytes(point), at_least(point).config
+    given_BL = None
+    if point.system == UNCACHED:
+        given_BL = torch.zeros(1, point.token_len, dtype=torch.long)
+        given_BL[:, -1] = FREE
+    cost = sampling_cost(config, given_BL=given_BL)
+    beside = cost.peak - (kv_cache_bytes(at_least(point)) if point.system == CACHED else 0)
+    return {"weights": cost.weights, "activations": beside, "kv_cache": cache}
+
+
+def kv_cache_bytes(point: Point) -> int:
+    """Return the bytes of AR's keys and values of one text."""
+    method = build_weightless(point.config)
+    assert isinstance(method, Ar)
+    layers = method.backbone.new_cache(1, point.token_len + method.before)
+    return sum(layer.k_BKLd.nbytes + layer.v_BKLd.nbytes for layer in layers)
 
 
 def counted(point: Point) -> dict[str, Any]:
-    """Everything that a formula gives."""
+    """Return everything that needs no clock."""
     own = point.system == OWN
-    parameters = (
-        counts.parameter_counts(point.config)["total"] if own else parameter_parts(build_weightless(point.config))["total"]
-    )
+    parameters = parameter_parts(build_weightless(point.config))["total"]
     macs, attention = macs_of(point)
     return {
         "system": point.system, "token_len": point.token_len, "latent_len": point.key[2],
         "rate": point.config.rate if own else None, "parameters": parameters,
         "evaluations": point.config.sampler.evaluations(point.token_len), "macs": macs, "attention_share": attention / macs,
-        "memory": memory_of(point, parameters), "paper_macs_T": paper_macs(point),
+        "memory": memory_of(point), "paper_macs_T": paper_macs(point),
     }  # fmt: skip
 
 
@@ -218,8 +274,6 @@ def study(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Outcome:
 
 
 def _measured(args: argparse.Namespace, points: Sequence[Point]) -> dict[Any, dict[str, Any]]:
-    import torch
-
     from jpeg_dlm.training.dist import read_ranks
 
     trial = Trial("sample", args.batch, str(read_ranks(args.device, {}).device), torch.get_num_threads(), args.limit)
