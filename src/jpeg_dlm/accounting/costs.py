@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from jpeg_dlm.accounting.meter import Meter
 from jpeg_dlm.accounting.shapes import ShapeNoise, shapes_only
 from jpeg_dlm.config import Config
 from jpeg_dlm.evaluation.trial import random_batch
-from jpeg_dlm.methods.base import Batch, Method
+from jpeg_dlm.methods.base import Batch, Method, Trainable
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.nn.recompute import recompute_in_backward
 from jpeg_dlm.rng import RowNoise, generator
@@ -32,13 +32,13 @@ NO_VALUES = (NotImplementedError, RuntimeError)  # what torch raises where the v
 # ---------------------------------------------------------------- parameters
 
 
-def build_weightless(config: Config) -> Method:
+def build_weightless(config: Config) -> Trainable:
     """Return the method with shapes in place of its matrices."""
     with shapes_only():
         return build_method(config)
 
 
-def parameter_parts(method: Method) -> dict[str, int]:
+def parameter_parts(method: Trainable) -> dict[str, int]:
     """Return trainable parameters by top-level part, `total`, and `frozen` ones, such as copies, where there are any."""
     parts: dict[str, int] = {}
     for name, parameter in method.named_parameters():
@@ -107,7 +107,7 @@ def _training_cost(config: Config, rows: int, recompute: bool, places: Sequence[
     return replace(largest, **means)
 
 
-def _training_pass(method: Method, config: Config, noise: RowNoise) -> TrainingCost:
+def _training_pass(method: Trainable, config: Config, noise: RowNoise) -> TrainingCost:
     rows, bf16 = len(noise.rows), planned_precision(config) == "bf16"
     batch = _batch(method, config, rows, isinstance(noise, ShapeNoise))
     own = [t for p in method.parameters() for t in (p, p.grad) if t is not None]
@@ -129,7 +129,7 @@ def _noise(rows: int, shapes: bool, step: int = 0, place: float = 0.5) -> RowNoi
     return ShapeNoise(0, range(rows), step, place=place) if shapes else RowNoise(0, range(rows), step)
 
 
-def _batch(method: Method, config: Config, rows: int, shapes: bool) -> Batch:
+def _batch(method: Trainable, config: Config, rows: int, shapes: bool) -> Batch:
     if not shapes:
         return random_batch(config, rows, "cpu", type(method).uses_encoder)
     size = rows, config.data.token_len
@@ -192,7 +192,7 @@ def _sampling_cost(
 ) -> SamplingCost:  # fmt: skip
     parts: dict[str, int] = {}
     with shapes_only():
-        method = build_method(config).eval()
+        method = cast(Method, build_method(config)).eval()
         if prepare is not None:
             prepare(method)
         with Meter([*method.parameters(), *method.buffers()]) as meter:
