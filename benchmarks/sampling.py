@@ -35,8 +35,7 @@ from jpeg_dlm.evaluation.counts import sampling_macs
 from jpeg_dlm.evaluation.pictures import INK, LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.evaluation.report import markdown_table
 from jpeg_dlm.export.folder import FORMATS, written_and_opened
-from jpeg_dlm.export.interface import DECODE, DENOISE
-from jpeg_dlm.export.sampler import exported_sampler
+from jpeg_dlm.export.interface import DECODE, DENOISE, exported_sampler
 from jpeg_dlm.flow.latent_sampler import LatentSampler
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.presets import preset

@@ -18,7 +18,6 @@ from jpeg_dlm.encoders.base import tensors_sha256
 from jpeg_dlm.errors import DataError, JpegDlmError
 from jpeg_dlm.evaluation.samples import REAL, SampleFile, read_samples
 from jpeg_dlm.methods.base import Batch, Method
-from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.text.blocks import Blocks
 
 
@@ -144,7 +143,7 @@ class ModelSource:
             codec = self.model.complete_method()
         except JpegDlmError:
             return None
-        options = {"w": self.model.config.sampler.w} if isinstance(codec, JpegDlm) else {}
+        options = {"w": self.model.config.sampler.w} if codec.latent_sampler is not None else {}
         n, kept = min(n, len(self.heldout)), 0.0
         for start in range(0, n, batch):
             tokens = self.heldout.rows(list(range(start, min(start + batch, n)))).to(codec.device)
