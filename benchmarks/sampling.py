@@ -33,8 +33,7 @@ from jpeg_dlm.allocator import keep_freed_memory
 from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import override
 from jpeg_dlm.export.folder import FORMATS, written_and_opened
-from jpeg_dlm.export.interface import DECODE, DENOISE
-from jpeg_dlm.export.sampler import exported_sampler
+from jpeg_dlm.export.interface import DECODE, DENOISE, exported_sampler
 from jpeg_dlm.flow.latent_sampler import LatentSampler
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.presets import preset

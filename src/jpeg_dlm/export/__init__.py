@@ -1,1 +1,1 @@
-"""Models that sample without torch's networks: ONNX and OpenVINO files, and the sampler that runs them."""
+"""Models that sample without torch's networks: ONNX and OpenVINO files, and Algorithm 2 on them."""

@@ -18,12 +18,11 @@ from jpeg_dlm.config import Config, ModelConfig, validate
 from jpeg_dlm.config_io import from_dict, to_dict
 from jpeg_dlm.cpu import Runtime, make_safe
 from jpeg_dlm.errors import CheckpointError, UsageError
-from jpeg_dlm.export.interface import DECODE, DENOISE, Opened, in_torch, input_sizes, random_inputs
+from jpeg_dlm.export.interface import DECODE, DENOISE, Opened, exported_sampler, in_torch, input_sizes, random_inputs
 from jpeg_dlm.export.onnx_builder import onnx_package
 from jpeg_dlm.export.onnx_networks import write_network
 from jpeg_dlm.export.onnx_runtime import open_onnx
 from jpeg_dlm.export.openvino_runtime import convert_onnx, open_openvino
-from jpeg_dlm.export.sampler import exported_sampler
 from jpeg_dlm.files import atomic_directory, dump_json, load_json, verify_manifest, write_atomic, write_manifest
 from jpeg_dlm.flow.latent_sampler import LatentNetworks, networks_of
 from jpeg_dlm.model_folder import TOKENIZER_FILE, ModelParts, without_paths

@@ -1,4 +1,4 @@
-"""The two networks of Algorithm 2 as files: what goes in and out, and what a runtime makes of them.
+"""The two networks of Algorithm 2 as files: what goes in and out, what a runtime makes of them, and their sampler.
 
 denoise: x = f(z, t; s, w), where s is zeros without self-conditioning
 decode: the decode evaluation at t = 1, D, W and the most probable tokens
@@ -8,7 +8,7 @@ Shapes: B batch, N latents, D latent width, L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from jpeg_dlm.config import Config
 from jpeg_dlm.errors import CheckpointError, reason_of
-from jpeg_dlm.flow.latent_sampler import LatentNetworks
+from jpeg_dlm.flow.latent_sampler import Denoise, LatentNetworks, LatentSampler
 from jpeg_dlm.rng import RowNoise
 
 DENOISE, DECODE = "denoise", "decode"
+DECODE_ROWS = 8  # decoded at once: the logits of more would take gigabytes at the paper's vocabulary (assumed)
 OUTPUTS = {DENOISE: "x", DECODE: "tokens"}
 
 
@@ -61,3 +62,19 @@ class Opened:
 
 def not_runnable(path: Path, runtime: str, error: Exception) -> CheckpointError:
     return CheckpointError(f"'{path}' is not a network that {runtime} can run ({reason_of(error)}): export it again.")
+
+
+def exported_sampler(config: Config, denoise: Opened, decode: Opened) -> LatentSampler:
+    """The sampler of two opened files, on the CPU."""
+
+    def denoiser(times: Sequence[float], w: float) -> Denoise:
+        def act(z: Tensor, t: float, s: Tensor | None) -> Tensor:
+            t_B, w_B = torch.full((len(z),), t), torch.full((len(z),), w)
+            return denoise(z=z, t=t_B, s=torch.zeros_like(z) if s is None else s, w=w_B)
+
+        return act
+
+    def tokens(z: Tensor, w: float) -> Tensor:
+        return torch.cat([decode(z=part, w=torch.full((len(part),), w)) for part in z.split(DECODE_ROWS)])
+
+    return LatentSampler("JPEG-DLM, exported", config, torch.device("cpu"), denoiser, tokens)

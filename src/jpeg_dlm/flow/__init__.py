@@ -1,1 +1,1 @@
-"""Flow matching as pure functions: path, times, grids, and solvers that see only `predict(z, t)`."""
+"""Flow matching as pure functions: path, times, grids, solvers that see only `predict(z, t)`, and Algorithm 2 on top."""

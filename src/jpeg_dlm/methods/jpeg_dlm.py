@@ -292,7 +292,7 @@ class JpegDlm(Method):
         m = linear_ramp(o.target_ema_start, o.target_ema_end, step, total)
         torch._foreach_lerp_(list(self.target.parameters()), list(self.compressor.parameters()), 1 - m)
 
-    # ------------------------------------------------------------ Algorithm 2
+    # ------------------------------------------------------------ Algorithm 2: evaluations here, loop in `flow.latent_sampler`
 
     def sample(
         self, sampler: SamplerConfig, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None

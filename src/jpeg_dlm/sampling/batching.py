@@ -12,22 +12,17 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.flow.latent_sampler import Writer
 from jpeg_dlm.rng import RowNoise, RowStreams
 
 MAX_BATCH = 64  # rows, as in `generate`
 MAX_WAIT_S = 0.005  # short compared to the time of one text (measured: 8 steps of the bundled model take longer)
-
-
-class Samples(Protocol):
-    """Interface that the service calls: a method, or another sampler of its model."""
-
-    def sample(self, sampler: Any, noise: RowNoise) -> Tensor: ...
 
 
 # ---------------------------------------------------------------- noise of several requests
@@ -95,7 +90,7 @@ class BatchingService:
     """
 
     def __init__(
-        self, method: Samples, max_batch: int = MAX_BATCH, max_wait_s: float = MAX_WAIT_S, device: torch.device | str = "cpu"
+        self, method: Writer, max_batch: int = MAX_BATCH, max_wait_s: float = MAX_WAIT_S, device: torch.device | str = "cpu"
     ) -> None:
         if max_batch < 1 or max_wait_s < 0:
             raise UsageError("A service needs max_batch of at least 1 and max_wait_s of at least 0.")

@@ -13,11 +13,11 @@ from torch import Tensor
 from jpeg_dlm.cpu import make_safe
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.latent_sampler import Denoise, LatentNetworks, LatentSampler, Writer
-from jpeg_dlm.nn.dit import linear_estimate
+from jpeg_dlm.nn.dit import NORM_EPS, linear_estimate
 from jpeg_dlm.sampling.engine_decoder import FastDecoder
-from jpeg_dlm.sampling.engine_dit import FastDiT, FastHead
+from jpeg_dlm.sampling.engine_dit import FastDiT
 from jpeg_dlm.sampling.folded import fold
-from jpeg_dlm.sampling.linear import Dtype, linear_maker
+from jpeg_dlm.sampling.linear import DenseLinear, Dtype, full_precision, linear_maker
 
 
 class Engine:
@@ -36,7 +36,7 @@ class Engine:
         make, folded = linear_maker(dtype), fold(networks)
         self.dit = FastDiT(folded.dit, make, compile)
         self.predictor = self.dit if folded.predictor is folded.dit else FastDiT(folded.predictor, make, compile)
-        self.denoise_head, self.decode_head = FastHead(folded.denoise_head), FastHead(folded.decode_head)
+        self.denoise_head, self.decode_head = full_precision(*folded.denoise_head), full_precision(*folded.decode_head)
         self.decoder = FastDecoder(folded.decoder, make, compile)
         self.denoise_skip, self.decode_residual = folded.denoise_skip, folded.decode_residual
 
@@ -47,7 +47,7 @@ class Engine:
 
         @torch.inference_mode()
         def denoise(z: Tensor, t: float, s: Tensor | None) -> Tensor:
-            x = self.denoise_head(self.dit.states(z, s, prefixes[t]))
+            x = predicted(self.denoise_head, self.dit.states(z, s, prefixes[t]))
             if not self.denoise_skip:
                 return x
             c_skip, c_out = linear_estimate(x.new_tensor([t]))
@@ -64,8 +64,13 @@ class Engine:
     def decode_latents(self, z: Tensor, w: float) -> Tensor:
         """f(z, t = 1) in decode mode."""
         (prefix,) = self.predictor.prefixes([1.0], w, decode=True)
-        zhat = self.decode_head(self.predictor.states(z, None, prefix))
+        zhat = predicted(self.decode_head, self.predictor.states(z, None, prefix))
         return zhat + z if self.decode_residual else zhat
+
+
+def predicted(head: DenseLinear, x_BNH: Tensor) -> Tensor:
+    """The head of hidden states: norm and linear, in fp32."""
+    return head.of_unit_rms(x_BNH.flatten(0, 1), NORM_EPS).unflatten(0, x_BNH.shape[:2])
 
 
 def accelerated(writer: Writer, dtype: Dtype = "fp32", compile: bool = False) -> LatentSampler:

@@ -13,19 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.nn.dit import NORM_EPS
-from jpeg_dlm.sampling.folded import FoldedBlock, FoldedDiT, Weights
+from jpeg_dlm.sampling.folded import FoldedBlock, FoldedDiT
 from jpeg_dlm.sampling.linear import MakeLinear, full_precision, keep_from_compiler, unit_rms
-
-
-class FastHead(nn.Module):
-    """Norm and linear, in fp32."""
-
-    def __init__(self, head: Weights) -> None:
-        super().__init__()
-        self.linear = full_precision(*head)
-
-    def forward(self, x_BNH: Tensor) -> Tensor:
-        return self.linear.of_unit_rms(x_BNH.flatten(0, 1), NORM_EPS).unflatten(0, x_BNH.shape[:2])
 
 
 class FastBlock(nn.Module):

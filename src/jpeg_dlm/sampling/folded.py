@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from jpeg_dlm.flow.latent_sampler import LatentNetworks
 from jpeg_dlm.nn.dit import Block, DiT, Head, ScalarEmbedder, scalar_frequencies
-from jpeg_dlm.nn.perceiver import Decompressor, DecompressorLayer, Gate
+from jpeg_dlm.nn.perceiver import DecompressorLayer, Gate
 
 
 class Weights(NamedTuple):
@@ -102,8 +102,8 @@ def fold_head(head: Head) -> Weights:
 def fold_block(block: Block) -> FoldedBlock:
     a, mlp = block.attn, block.mlp
     return FoldedBlock(
-        a.heads, after_gain(block.norm1.weight, a.qkv), a.q_norm.weight.clone(), a.k_norm.weight.clone(),
-        copied(a.proj), after_gain(block.norm2.weight, mlp.w12), copied(mlp.w3),
+        heads=a.heads, qkv=after_gain(block.norm1.weight, a.qkv), q_gain=a.q_norm.weight.clone(),
+        k_gain=a.k_norm.weight.clone(), proj=copied(a.proj), w12=after_gain(block.norm2.weight, mlp.w12), w3=copied(mlp.w3),
     )  # fmt: skip
 
 
@@ -116,16 +116,12 @@ def fold_dit(dit: DiT) -> FoldedDiT:
     outer, narrow = dit.self_cond_proj, dit.in_proj.proj1.weight
     of_z, of_s = outer.weight.chunk(2, dim=1)
     return FoldedDiT(
-        fold_scalar(dit.t_emb_tokens, dit.t_embedder),
-        fold_scalar(dit.sc_tokens, dit.sc_embedder),
-        dit.mode_tokens.detach().clone(),
-        Weights(narrow @ of_z, narrow @ outer.bias),
-        Weights(narrow @ of_s),
-        copied(dit.in_proj.proj2),
-        tuple(fold_block(cast(Block, block)) for block in dit.blocks),
-        cast(Tensor, dit.rope_cos),
-        cast(Tensor, dit.rope_sin),
-    )
+        time=fold_scalar(dit.t_emb_tokens, dit.t_embedder), scale=fold_scalar(dit.sc_tokens, dit.sc_embedder),
+        mode=dit.mode_tokens.detach().clone(), widen=copied(dit.in_proj.proj2),
+        in_z=Weights(narrow @ of_z, narrow @ outer.bias), in_s=Weights(narrow @ of_s),
+        blocks=tuple(fold_block(cast(Block, block)) for block in dit.blocks),
+        cos=cast(Tensor, dit.rope_cos), sin=cast(Tensor, dit.rope_sin),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- D and W
@@ -163,33 +159,27 @@ def gate_value(gate: Gate) -> Tensor:
 
 
 def fold_layer(layer: DecompressorLayer) -> FoldedLayer:
-    a, gate = layer.attn, gate_value(layer.ffn_gate)
-    norm, widen, narrow = (layer.ffn.net[i] for i in (0, 1, 4))
-    norm, widen, narrow = cast(nn.LayerNorm, norm), cast(nn.Linear, widen), cast(nn.Linear, narrow)
+    a, gate, net = layer.attn, gate_value(layer.ffn_gate), layer.ffn.net
+    norm, widen, narrow = cast(nn.LayerNorm, net[0]), cast(nn.Linear, net[1]), cast(nn.Linear, net[4])
     return FoldedLayer(
-        a.heads,
-        Weights(torch.cat([a.to_q.weight, a.to_kv_latents.weight]) * a.norm_latents.gamma),
-        a.q_norm.gamma * a.k_norm.gamma,
-        Weights(a.out.weight * gate_value(layer.attn_gate)),
-        Weights(widen.weight * norm.weight, widen.bias + widen.weight @ norm.bias),
-        Weights(narrow.weight * gate, narrow.bias * gate),
-        norm.eps,
-    )
+        heads=a.heads, q_gain=a.q_norm.gamma * a.k_norm.gamma, layer_norm_eps=norm.eps,
+        qkv=Weights(torch.cat([a.to_q.weight, a.to_kv_latents.weight]) * a.norm_latents.gamma),
+        out=Weights(a.out.weight * gate_value(layer.attn_gate)),
+        widen=Weights(widen.weight * norm.weight, widen.bias + widen.weight @ norm.bias),
+        narrow=Weights(narrow.weight * gate, narrow.bias * gate),
+    )  # fmt: skip
 
 
 def fold_decoder(networks: LatentNetworks) -> FoldedDecoder:
-    d: Decompressor = networks.decompressor
+    d, first = networks.decompressor, networks.unembed_proj
     layers = [cast(DecompressorLayer, layer) for layer in d.layers]
     return FoldedDecoder(
-        (d.query_gate(d.query_ffn(d.base_query)) + d.position_scale * d.pos_emb.weight)[0],
-        1 / networks.latent_scale,
-        networks.latent_mean + d.position_scale * d.pos_latent.weight,
-        Weights(torch.cat([layer.attn.to_kv_ctx.weight * layer.attn.norm_ctx.gamma for layer in layers])),
-        tuple(map(fold_layer, layers)),
-        Weights(d.out_proj.down.weight.clone()),
-        Weights(networks.unembed_proj.weight @ d.out_proj.up.weight, networks.unembed_proj.bias.clone()),
-        copied(networks.lm_head),
-    )
+        queries=(d.query_gate(d.query_ffn(d.base_query)) + d.position_scale * d.pos_emb.weight)[0],
+        spread=1 / networks.latent_scale, shift=networks.latent_mean + d.position_scale * d.pos_latent.weight,
+        kv_ctx=Weights(torch.cat([layer.attn.to_kv_ctx.weight * layer.attn.norm_ctx.gamma for layer in layers])),
+        layers=tuple(map(fold_layer, layers)), down=Weights(d.out_proj.down.weight.clone()),
+        up=Weights(first.weight @ d.out_proj.up.weight, first.bias.clone()), lm_head=copied(networks.lm_head),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- both networks
@@ -214,7 +204,7 @@ def fold(networks: LatentNetworks) -> Folded:
     dit, predictor = networks.dit, networks.predictor or networks.dit
     folded = fold_dit(dit)
     return Folded(
-        folded, fold_head(dit.denoise_head), dit.denoise_skip,
-        folded if predictor is dit else fold_dit(predictor), fold_head(predictor.decode_head),
-        networks.config.model.decode_residual, fold_decoder(networks),
+        dit=folded, denoise_head=fold_head(dit.denoise_head), denoise_skip=dit.denoise_skip,
+        predictor=folded if predictor is dit else fold_dit(predictor), decode_head=fold_head(predictor.decode_head),
+        decode_residual=networks.config.model.decode_residual, decoder=fold_decoder(networks),
     )  # fmt: skip
