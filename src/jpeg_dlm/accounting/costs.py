@@ -18,11 +18,10 @@ from jpeg_dlm.accounting.meter import Meter
 from jpeg_dlm.accounting.shapes import ShapeNoise, shapes_only
 from jpeg_dlm.config import Config
 from jpeg_dlm.evaluation.trial import random_batch
-from jpeg_dlm.methods.base import Batch, Method, Trainable
+from jpeg_dlm.methods.base import Method, Trainable
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.nn.recompute import recompute_in_backward
-from jpeg_dlm.rng import RowNoise, generator
-from jpeg_dlm.training.sharding import repeated_layers
+from jpeg_dlm.rng import RowNoise
 
 PLACES = (0.25, 0.75)  # of a training, at which a step is measured: some methods change their steps on the way
 FEW = (2, 4)  # real rows
@@ -80,15 +79,17 @@ def training_cost(
         return _training_cost(config, rows, recompute, places, shapes=True)
     except NO_VALUES:
         few, more = (_training_cost(config, n, recompute, places, shapes=False) for n in FEW)
-        share = (rows - few.rows) / (more.rows - few.rows)  # bytes are of a row, or of none
+        share = (rows - few.rows) / (more.rows - few.rows)  # bytes are a constant and a part for each row
 
         def at(name: str) -> int:
             return round(getattr(few, name) + share * (getattr(more, name) - getattr(few, name)))
 
-        return replace(more, rows=rows, activations=at("activations"), casts=more.casts, working=max(0, at("working")))
+        return replace(more, rows=rows, activations=at("activations"), working=max(0, at("working")))
 
 
 def _training_cost(config: Config, rows: int, recompute: bool, places: Sequence[float], shapes: bool) -> TrainingCost:
+    from jpeg_dlm.training.sharding import repeated_layers  # loads FSDP, which counting parameters does not need
+
     found = []
     with shapes_only() if shapes else nullcontext() as kernels:
         method = build_method(config).train()
@@ -109,7 +110,7 @@ def _training_cost(config: Config, rows: int, recompute: bool, places: Sequence[
 
 def _training_pass(method: Trainable, config: Config, noise: RowNoise) -> TrainingCost:
     rows, bf16 = len(noise.rows), planned_precision(config) == "bf16"
-    batch = _batch(method, config, rows, isinstance(noise, ShapeNoise))
+    batch = random_batch(config, rows, "cpu", type(method).uses_encoder)
     own = [t for p in method.parameters() for t in (p, p.grad) if t is not None]
     with Meter(own) as meter, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         loss = method.total_loss(method(batch, noise))
@@ -127,15 +128,6 @@ def _backward(loss: Tensor) -> None:
 
 def _noise(rows: int, shapes: bool, step: int = 0, place: float = 0.5) -> RowNoise:
     return ShapeNoise(0, range(rows), step, place=place) if shapes else RowNoise(0, range(rows), step)
-
-
-def _batch(method: Trainable, config: Config, rows: int, shapes: bool) -> Batch:
-    if not shapes:
-        return random_batch(config, rows, "cpu", type(method).uses_encoder)
-    size = rows, config.data.token_len
-    tokens = torch.randint(config.data.vocab_size, size, generator=generator(0, "accounting"))
-    features = torch.empty(*size, config.encoder.feature_dim) if type(method).uses_encoder else None
-    return Batch(tokens, features_BLF=features)
 
 
 def _without_values(method: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What a text costs as the rate r falls and texts grow: parameters, operations, memory and time.
+"""Count what a text costs as the rate r falls and texts grow: parameters, operations, memory and time.
 
 JPEG-DLM stands beside the same network at full length without codec (ELF) and beside AR with and without KV cache. All of
 it is counted; with `--measure` models with random weights, which are as fast, are built at these sizes and timed in turns.
