@@ -17,9 +17,9 @@ from jpeg_dlm.sampling.grid_search import latent_error
 
 # Written for this test in the manner of the training text; none of them is in it.
 SENTENCES = [
-    "We must work together to build a stronger economy and a better future for our children.",
-    "The Congress should act this year to reduce the cost of health care for every family.",
-    "I ask you tonight to support our men and women who serve the nation around the world.",
+    "A man in a blue shirt is riding a bike down the road.",
+    "Two little girls are playing with a ball near the lake.",
+    "An old woman is reading a book on a bench in the park.",
 ]
 
 
@@ -35,7 +35,7 @@ def test_its_files_are_whole_and_small():
 
 
 def test_it_has_the_sizes_text_and_sampler_of_the_preset(model):
-    expected = preset("tiny")
+    expected = preset("captions")
     for section in ("data", "encoder", "model"):
         assert getattr(model.config, section) == getattr(expected, section)
     assert replace(model.config.sampler, times=()) == expected.sampler
@@ -56,7 +56,7 @@ def test_a_text_is_the_same_in_any_batch_and_differs_between_seeds(model):
     assert texts == model.generate(5, seed=3, steps=8, batch=2)
     assert texts[2:4] == model.generate(2, seed=3, steps=8, first=2)
     assert len(set(texts)) == 5 and texts != model.generate(5, seed=4, steps=8)
-    assert all(len(text.split()) > 5 for text in texts)
+    assert all(len(text.split()) > 1 for text in texts)
 
 
 def test_it_keeps_most_of_a_sentence(model):
