@@ -71,7 +71,7 @@ def owt128() -> Config:
 
 
 def tiny() -> Config:
-    """The bundled model, which two CPU cores train in an evening, with its own tokenizer and encoder, r = 0.25.
+    """A model of any text that two CPU cores train in an evening, with its own tokenizer and encoder, r = 0.25.
 
     Sizes are (measured) on two AVX2 cores: about 0.6 GFLOP per row, so half a million rows take about 90 minutes.
     bf16 is emulated on such a CPU and ten times slower than fp32. Residual decode head, position tables at scale 1,

@@ -18,7 +18,7 @@ from jpeg_dlm.training.diagnosis_plot import diagnoses, plot_diagnosis
 
 @pytest.fixture(scope="module")
 def runs(corpus_file, tmp_path_factory):
-    """A micro run of JPEG-DLM that was diagnosed, and one of AR that was not."""
+    """A micro run of JPEG-DLM that was diagnosed, and one of AR on padded rows that was not."""
     folder = tmp_path_factory.mktemp("diagnose")
     where = ["--data", str(corpus_file), "--quiet", "--device", "cpu", "--threads", "1"]
     micro = micro_flags(encoder__kind="random", encoder__scale="none", data__holdout=0.2, train__diagnose="true")
@@ -28,6 +28,7 @@ def runs(corpus_file, tmp_path_factory):
     plot_diagnosis(folder / "latent")
     small = ["--data.vocab-size", "300", "--data.token-len", "12", "--model.hidden", "16", "--model.depth", "1"]
     few = ["--model.heads", "2", "--train.steps", "2", "--train.batch", "8", "--train.eval-every", "0", "--data.holdout", "0.2"]
+    few += ["--data.packing", "padded"]  # rows that end, so that texts have different lengths
     assert main(["train", "--preset", "smoke", "--method", "ar", *where, "--out", str(folder / "ar"), *small, *few]) == 0
     return folder
 

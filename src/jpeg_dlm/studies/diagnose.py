@@ -65,8 +65,8 @@ def measure(source: ModelSource, asked: Asked) -> dict[str, float | None]:
     with asked.console.progress(f"Diagnosing {source.name}", "parts") as progress:
         found: dict[str, float | None] = dict(diagnosis.latents(method))
         progress(1, 2)
-        ids = [row for seed in asked.seeds for row in source.write(seed, asked.n, {}, False).ids or ()]
-        found |= diagnosis.texts(np.array(ids))
+        rows_BL = np.concatenate([source.model.sample(asked.n, seed=seed).numpy() for seed in asked.seeds])
+        found |= diagnosis.texts(rows_BL)
         progress(2, 2)
     return found | {"reconstruction": source.reconstruction(HELDOUT_ROWS)}
 
