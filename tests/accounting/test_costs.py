@@ -13,7 +13,7 @@ from jpeg_dlm.accounting.shapes import ShapeNoise
 from jpeg_dlm.config_io import override
 from jpeg_dlm.evaluation.trial import random_batch, train_pass
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
-from jpeg_dlm.methods.registry import METHODS, build_method, for_method
+from jpeg_dlm.methods.registry import build_method, for_method, names
 from jpeg_dlm.nn.recompute import recompute_in_backward
 from jpeg_dlm.presets import preset
 from jpeg_dlm.rng import RowNoise
@@ -35,7 +35,7 @@ def odd(**more):
 # ---------------------------------------------------------------- parameters
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", names("system", "stage"))
 def test_parameters_are_those_of_the_method_with_weights(name):
     config = for_method(preset("smoke"), name)
     method, parts = build_method(config), costs.parameter_parts(costs.build_weightless(config))
@@ -72,7 +72,7 @@ def real_pass(config, rows, recompute, place):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", names("system", "stage"))
 def test_a_step_on_shapes_costs_what_a_real_one_does(name, precision):
     config = for_method(override(preset("smoke"), {"train.precision": precision, "train.steps": 100}), name)
     for recompute in (False, True):
@@ -91,7 +91,7 @@ def seen(function):
     return counter.get_total_flops() / 2
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "encoder"])
+@pytest.mark.parametrize("name", [name for name in names("system", "stage") if name != "encoder"])
 def test_operations_of_a_step_are_about_those_that_torch_sees(name):
     """With the trainer's own noise, whose choices nearly average out; plain attention has a product less in backward."""
     config = for_method(override(preset("smoke"), {"train.batch": 64}), name)

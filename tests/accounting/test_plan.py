@@ -187,7 +187,7 @@ class Stranger(Ar):
 def test_a_new_method_has_a_plan_without_being_known_here(monkeypatch):
     config = for_method(preset("smoke"), "ar")
     known = plan.make_plan(config, plan.parse_devices("1x8GB"), SPEED)
-    monkeypatch.setitem(registry.METHODS, "stranger", (__name__, "Stranger"))
+    monkeypatch.setitem(registry.METHODS, "stranger", registry.Entry("system", f"{__name__}:Stranger"))
     found = plan.make_plan(replace(config, method="stranger"), plan.parse_devices("1x8GB"), SPEED)
     assert found["row_macs"] == known["row_macs"]  # measured on real rows, as its method needs values
     for ours, theirs in zip(found["ways"], known["ways"], strict=True):

@@ -199,7 +199,7 @@ def test_capped_scores():
 
 
 def test_capped_attention_is_never_taken_for_a_causal_one():
-    with pytest.raises(ValueError, match="both ways"):
+    with pytest.raises(ValueError, match="bidirectional"):
         Block(H, HEADS, 4.0, 0.0, None, causal=True, softcap=50.0)
 
 
