@@ -51,7 +51,7 @@ class Model:
         self._scratch: Any = None  # a temporary folder that must live as long as the model
 
     def __repr__(self) -> str:
-        """What it is, how large, and where from."""
+        """Describe the model: system, size and origin."""
         data = self.config.data
         size = 0  # those of an exported model are in its graphs
         if self.parts.trained is not None:  # encoder and target network are frozen
@@ -92,7 +92,7 @@ class Model:
 
     @property
     def dtype(self) -> str:
-        """What the writer computes in, as results record it."""
+        """The type that the writer computes in, as results record it."""
         if self._engine_dtype is not None:
             name = f"{self._engine_dtype} engine"
             reduced = self._engine_dtype != "fp32" and self.writer.device.type == "cpu"
@@ -138,7 +138,7 @@ class Model:
         return self.to_text(self.sample(n, seed=seed, **options), options.get("given"))
 
     def given(self, prompt: str | None = None, template: str | None = None) -> Tensor | None:
-        """What `sample` has to keep for a prompt or a template."""
+        """Return the row of ids that `sample` keeps for a prompt or a template."""
         if prompt is not None and template is not None:
             raise UsageError("Give a prompt or a template, not both.")
         if prompt is not None:
@@ -177,7 +177,7 @@ class Model:
 
     @property
     def codec(self) -> LatentSampler:
-        """What decodes latents: Algorithm 2 as the paper writes it, or on exported networks."""
+        """The sampler that decodes latents, on the torch networks or on exported ones."""
         found = self.parts.writer.latent_sampler
         if found is None:
             raise UsageError(f"{self.config.method} has no latent codec: encode, decode and interpolate need jpeg-dlm.")
@@ -202,7 +202,7 @@ class Model:
 
     @torch.no_grad()
     def reconstruct(self, texts: str | Sequence[str]) -> list[str]:
-        """What is left of texts, or of one, after compression to N latents and back; longer texts go block by block."""
+        """Compress texts, or one text, to N latents and decode them; longer texts go block by block."""
         out = Texts()
         for text in as_texts(texts):
             rows, lengths = self._rows(self._blocks(text), from_ids=True)

@@ -62,7 +62,7 @@ class ModelParts:
 
     @property
     def writer(self) -> Writer:
-        """What samples."""
+        """The object that samples."""
         return self.exported or self.method
 
     def read_tokenizer(self) -> TextTokenizer:

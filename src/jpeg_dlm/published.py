@@ -60,7 +60,7 @@ class Published:
 
     @property
     def method(self) -> str:
-        """Which system it is of."""
+        """Name of the system."""
         return _system_of_notes(self.notes) or _system_of_tensors(self)
 
     def facts(self) -> dict[str, int]:

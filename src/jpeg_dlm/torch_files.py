@@ -88,7 +88,7 @@ def load_stored(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, Ten
 
 
 def read_torch_file(path: Path) -> Any:
-    """What was saved, as plain values with `StoredTensor` for tensors and `Foreign` for objects of other classes.
+    """Read what was saved as plain values with `StoredTensor` for tensors and `Foreign` for objects of other classes.
 
     Sets come as lists, subclasses of dict and tuple as dict and tuple; entries whose key is not a plain value are left out.
     """
@@ -232,7 +232,7 @@ class _Machine:
         self.stack.append(DTYPES.get(full) or Foreign(full))
 
     def call(self, what: Any, args: Any) -> None:
-        """What calling `what` would have given, where that is known; else a `Foreign`."""
+        """Return the result of calling `what` where it is known, else a `Foreign`."""
         name = what.name if isinstance(what, Foreign) else "?"
         make = _CALLS.get(name)
         self.stack.append(make(self, args) if make and isinstance(args, tuple) else Foreign(name, args))

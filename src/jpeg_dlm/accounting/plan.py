@@ -86,7 +86,7 @@ def stated_speed(config: Config, tflops: float | None, utilization: float | None
 
 @dataclass(frozen=True)
 class Layout:
-    """How the state of training lies on the devices and whether layers are computed again in backward."""
+    """Placement of the training state on the devices, and if layers are computed again in the backward pass."""
 
     fsdp: bool
     recompute: bool
@@ -98,7 +98,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Training:
-    """What a training is made of, measured once for each number of rows at once."""
+    """Measured costs of a training, one measurement for each micro-batch size."""
 
     config: Config
     trained: int  # parameters

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _describe(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """What a folder holds; its options are fixed."""
+    """Describe the model or run in a folder; its options are fixed."""
     stray = [name for name in (*PLAN_ONLY, "plan", "options", "preset", "config", "method") if getattr(args, name)]
     if stray or rest:
         option = rest[0] if rest else f"--{stray[0]}"

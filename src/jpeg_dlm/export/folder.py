@@ -95,7 +95,7 @@ def written_and_opened(name: str, networks: LatentNetworks, kind: str, folder: P
 
 
 def agreement_of(name: str, networks: LatentNetworks, opened: Opened) -> float:
-    """How closely a file does what torch does: the largest error relative to x, or the share of equal tokens."""
+    """Return the agreement of a file with torch: the largest error relative to x, or the share of equal tokens."""
     inputs = random_inputs(name, networks.config, CHECK_ROWS)
     wanted, found = in_torch(name, networks, inputs), opened(**inputs)
     if name == DENOISE:

@@ -41,7 +41,7 @@ def random_inputs(name: str, config: Config, rows: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def in_torch(name: str, networks: LatentNetworks, inputs: Mapping[str, Tensor]) -> Tensor:
-    """What a network must give."""
+    """Compute the output of a network in torch, which its export must match."""
     if name == DENOISE:
         return networks.dit(*inputs.values())
     return networks.tokens(inputs["z"], float(inputs["w"][0]))

@@ -27,7 +27,7 @@ Watch = Callable[[int, int, float, Callable[[], Tensor]], None]
 
 
 class Writer(Protocol):
-    """What writes texts: a method, or Algorithm 2 on networks of another kind."""
+    """Interface of everything that writes texts: a method, or Algorithm 2 on networks of another kind."""
 
     @property
     def title(self) -> str: ...

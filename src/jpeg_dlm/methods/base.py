@@ -78,7 +78,7 @@ def linear_state(z_BND: Tensor, eps_BND: Tensor, ratio: float) -> Tensor:
 
 @dataclass(frozen=True)
 class LatentView:
-    """What studies of the latent space ask of a model, in the standardized coordinates that it generates in.
+    """Functions that studies of the latent space use, in the standardized coordinates in which a model generates.
 
     Noise is told by the ratio of its factor to the signal's, sigma / alpha = SNR**-0.5, which is 0 for clean latents and
     the same number on every path. The self-conditioning scale is 1 (paper).
@@ -93,7 +93,7 @@ class LatentView:
 
 @dataclass(frozen=True)
 class Publication:
-    """How the authors' own checkpoints of a system are recognized, and what has to be known about them."""
+    """Facts about the authors' own checkpoints of a system: how to recognize and read them."""
 
     algo: tuple[str, ...] = ()  # its names in config.algo.name of Lightning's hyperparameters (Duo, FLM)
     parameterization: str = ""  # its name in config.parameterization there (MDLM)
@@ -106,7 +106,7 @@ class Publication:
 
 
 class Trainable(nn.Module, ABC):
-    """What the trainer trains: a system, a student of one, or a stage that comes before."""
+    """Interface of everything that the trainer trains: a system, a student of one, or a stage before it."""
 
     title: str  # as the paper's tables name it
     groups: ClassVar[dict[str, type]] = {"model": ModelConfig, "objective": ObjectiveConfig, "sampler": SamplerConfig}

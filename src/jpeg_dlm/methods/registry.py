@@ -32,7 +32,7 @@ KINDS: tuple[Kind, ...] = ("system", "stage", "student")
 
 @dataclass(frozen=True)
 class Entry:
-    """What a method is, and where its class lies: `module:Class`."""
+    """Kind of a method and the place of its class, `module:Class`."""
 
     kind: Kind
     place: str
@@ -77,7 +77,7 @@ def names(*kinds: Kind) -> tuple[str, ...]:
 
 
 def writes(name: str) -> bool:
-    """Whether a method writes text: all but stages do."""
+    """Return True if a method writes text, as all but stages do."""
     return _entry(name).kind != "stage"
 
 

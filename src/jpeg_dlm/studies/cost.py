@@ -332,7 +332,7 @@ def _paper(row: Mapping[str, Any]) -> str:
 
 
 def sentences(result: Mapping[str, Any]) -> list[str]:
-    """Where attention takes over, and what was not measured."""
+    """Return sentences on where attention dominates and on what was not measured."""
     found = [
         f"{name}: attention is more than half of the operations from L = {length:,} on."
         if length else f"{name}: attention is never more than half of the operations up to L = {LONGEST:,}."
