@@ -88,7 +88,7 @@ def load_stored(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, Ten
 
 
 def read_torch_file(path: Path) -> Any:
-    """Read what was saved as plain values with `StoredTensor` for tensors and `Foreign` for objects of other classes.
+    """Read a file of torch.save as plain values, with `StoredTensor` for tensors and `Foreign` for objects of other classes.
 
     Sets come as lists, subclasses of dict and tuple as dict and tuple; entries whose key is not a plain value are left out.
     """
