@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
+import setuptools  # noqa: F401  # torch.compile imports it from its threads, where replacing distutils can fail
 from hypothesis import HealthCheck, settings
 
 from jpeg_dlm.cpu import make_safe

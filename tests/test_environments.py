@@ -188,7 +188,7 @@ def test_no_home_no_temporary_folder_and_another_time_zone(tmp_path):
         assert done.returncode == 0 and not done.stderr, done.stderr
     names = sorted(path.name for path in (tmp_path / "0").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "1").iterdir())
-    for name in names:
+    for name in set(names) - {"lock"}:  # which names the process that prepared
         assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
 
 
@@ -230,7 +230,11 @@ def test_train_generate_and_evaluate_without_network_or_home(env, byte_gpt2, tmp
 @pytest.mark.parametrize("redirect", [">&-", "<&-", "2>&-", "> /dev/full"])
 def test_generating_with_the_bundled_model_into_nothing(redirect):
     done = run("generate", "-n", 1, "--steps", 2, shell=redirect)
-    assert done.returncode == ("full" in redirect) and b"Traceback" not in done.stderr and b"ignored" not in done.stderr
+    assert (
+        done.returncode == (redirect in (">&-", "> /dev/full"))
+        and b"Traceback" not in done.stderr
+        and b"ignored" not in done.stderr
+    )
 
 
 @pytest.mark.slow
