@@ -25,18 +25,18 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from jpeg_dlm.config import steps_within
 from jpeg_dlm.evaluation.entry_pictures import draw_against_evaluations
-from jpeg_dlm.evaluation.evaluate import Evaluation, Request
+from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.heldout import model_sources
 from jpeg_dlm.evaluation.protocols import protocol
-from jpeg_dlm.evaluation.scoring import build_scorer
 from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.flow.sampler_config import steps_within
+from jpeg_dlm.machine.console import Console
 from jpeg_dlm.results.pictures import INK
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.spread import plus_minus, spread
 from jpeg_dlm.results.table import markdown_table
-from jpeg_dlm.training.console import Console
+from jpeg_dlm.scorers.scoring import build_scorer
 
 TEXTS, SEEDS = 100, 3  # the fewest texts for MAUVE; three seeds show the variation that differences must exceed
 BATCH = 64
@@ -101,7 +101,7 @@ class Bench:
 
     def __init__(self, texts: int, seeds: int) -> None:
         self.console, self.texts, self.seeds = Console(), texts, tuple(range(seeds))
-        self.request = Request(protocol("default"), self.seeds, texts, mauve="off")
+        self.request = EvaluationRequest(protocol("default"), self.seeds, texts, mauve="off")
         self.scorer = build_scorer(SCORER)
 
     def sources(self, paths: Sequence[Path | None]) -> list[ModelSource]:

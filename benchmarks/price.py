@@ -9,9 +9,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from jpeg_dlm.api import Model, load
-from jpeg_dlm.evaluation.scoring import Scorer, build_scorer, gen_ppl, unigram_entropy
 from jpeg_dlm.results.table import markdown_table
 from jpeg_dlm.sampling.linear import DTYPES
+from jpeg_dlm.scorers.scoring import Scorer, build_scorer, gen_ppl, unigram_entropy
 
 PLAIN = "plain fp32"
 

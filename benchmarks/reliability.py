@@ -40,10 +40,10 @@ from reliability_runs import (
     write_text,
 )
 
+from jpeg_dlm.folders.checkpoint import latest_checkpoint, save_checkpoint, verify_run
+from jpeg_dlm.machine.console import Console
 from jpeg_dlm.methods.registry import names
 from jpeg_dlm.results.table import markdown_table
-from jpeg_dlm.training.checkpoint import latest_checkpoint, save_checkpoint, verify_run
-from jpeg_dlm.training.console import Console
 
 SIZE = 200_000  # numbers in each of three groups: a checkpoint of 2.4 MB
 FLAT_MB = 2.0  # growth per 1000 steps below which memory counts as flat: one leaked tensor a step would be fifty times that

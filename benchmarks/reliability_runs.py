@@ -28,9 +28,9 @@ from jpeg_dlm import files
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config_io import flatten, to_dict
 from jpeg_dlm.files import sha256_file
+from jpeg_dlm.folders import checkpoint
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
-from jpeg_dlm.training import checkpoint
 from jpeg_dlm.training.loop import Trainer
 from jpeg_dlm.training.metrics import read_metrics
 
@@ -221,7 +221,7 @@ SERVER.set_forkserver_preload(PRELOADED)
 MOMENTS = {  # name -> the function whose first call starts it
     "while preparing text": ("jpeg_dlm.text.prepare", "write_atomic"),
     "in the first steps": ("jpeg_dlm.training.loop:Trainer", "train_step"),
-    "while saving": ("jpeg_dlm.training.checkpoint", "write_manifest"),
+    "while saving": ("jpeg_dlm.folders.checkpoint", "write_manifest"),
     "in an evaluation": ("jpeg_dlm.training.optim:WeightEma", "swap"),  # the averaged weights have replaced the live ones
 }
 SIGNALS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGINT: 128 + signal.SIGINT}

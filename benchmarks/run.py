@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from jpeg_dlm.allocator import keep_freed_memory
-from jpeg_dlm.cpu import cpu_facts, instruction_limit, make_safe
+from jpeg_dlm.cli.allocator import keep_freed_memory
 from jpeg_dlm.files import write_atomic
+from jpeg_dlm.machine.cpu import cpu_facts, instruction_limit, make_safe
 from jpeg_dlm.results.pictures import LINE_COLORS, dress, new_figure, save_png
 
 BENCHMARKS = ("peak", "sampling", "shares", "training", "fewer_steps", "price", "growth", "service")

@@ -29,19 +29,19 @@ from torch import Tensor
 from workers import Request, Workers
 
 from jpeg_dlm.accounting.info import sampling_macs
-from jpeg_dlm.allocator import keep_freed_memory
+from jpeg_dlm.cli.allocator import keep_freed_memory
 from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import override
 from jpeg_dlm.export.folder import FORMATS, written_and_opened
 from jpeg_dlm.export.interface import DECODE, DENOISE, exported_sampler
 from jpeg_dlm.flow.latent_sampler import LatentSampler
+from jpeg_dlm.machine.console import Console
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.presets import preset
 from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.results.table import markdown_table
 from jpeg_dlm.sampling.engine import accelerated
 from jpeg_dlm.sampling.linear import DTYPES, Dtype, computes_in_bf16
-from jpeg_dlm.training.console import Console
 
 Setups = Mapping[str, Mapping[int, int]]
 SETUPS: Setups = {"lm1b": {1: 7, 8: 5, 64: 2}, "owt1024": {1: 2, 2: 2}}  # rounds by preset and batch

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.collectives import world_size
 from jpeg_dlm.config import TrainConfig
 from jpeg_dlm.flow.path import guidance_scale, guided_target, interpolate, logit_normal, per_row
+from jpeg_dlm.machine.collectives import world_size
 from jpeg_dlm.methods.base import Batch, linear_ramp, masked_mean
+from jpeg_dlm.methods.common.regularizers import unit_directions
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
-from jpeg_dlm.methods.regularizers import unit_directions
-from jpeg_dlm.nn.dit import Block, DiT
+from jpeg_dlm.nn.dit import DiT, DitBlock
 from jpeg_dlm.nn.perceiver import Compressor, Decompressor, PerceiverAttention
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.training.optim import build_optimizer, schedule_factor, set_learning_rates
@@ -37,7 +37,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.stack([-odd, even], dim=-1).flatten(-2) * sin
 
 
-def dit_block(block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def dit_block(block: DitBlock, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     attn, mlp = block.attn, block.mlp
     q, k, v = (
         y.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for y in attn.qkv(rms_norm(x, block.norm1.weight, 1e-6)).chunk(3, -1)
@@ -56,7 +56,7 @@ def dit(network: DiT, z: Tensor, t: Tensor, s: Tensor, w: Tensor, decode: bool =
     mode = (network.mode_tokens if decode else torch.zeros_like(network.mode_tokens)).expand(len(z), -1, -1)
     x = torch.cat([time, scale, mode, x], dim=1)
     for block in network.blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, DitBlock)
         x = dit_block(block, x, network.rope_cos, network.rope_sin)  # pyright: ignore[reportArgumentType]
     head = network.decode_head if decode else network.denoise_head
     return head.linear(rms_norm(x[:, network.prefix :], head.norm_final.weight, 1e-6))

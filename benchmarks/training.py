@@ -25,17 +25,17 @@ from straightforward import Straightforward, StraightforwardStep
 from torch import Tensor
 from workers import Request, Workers
 
-from jpeg_dlm.allocator import keep_freed_memory
+from jpeg_dlm.cli.allocator import keep_freed_memory
 from jpeg_dlm.config import Config
-from jpeg_dlm.encoders.base import FrozenEncoder
 from jpeg_dlm.encoders.build import build_encoder
+from jpeg_dlm.encoders.frozen import FrozenEncoder
 from jpeg_dlm.evaluation.trial import peak_bytes, random_batch
+from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.presets import preset
 from jpeg_dlm.results.table import markdown_table
 from jpeg_dlm.rng import RowNoise
-from jpeg_dlm.training.dist import Ranks
 from jpeg_dlm.training.loop import Trainer
 
 PLAIN, PLAIN_KEPT = "straightforward", "straightforward, memory kept"

@@ -11,7 +11,7 @@ import pytest
 import setuptools  # noqa: F401  # torch.compile imports it from its threads, where replacing distutils can fail
 from hypothesis import HealthCheck, settings
 
-from jpeg_dlm.cpu import make_safe
+from jpeg_dlm.machine.cpu import make_safe
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reached for the hub would be a bug
 

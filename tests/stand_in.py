@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.config_io import override
+from jpeg_dlm.folders.model_folder import ModelParts, write_model
 from jpeg_dlm.methods.base import FREE, Batch, Likelihood, Method, ParameterGroup
-from jpeg_dlm.methods.discrete import draw_tokens
+from jpeg_dlm.methods.common.discrete import draw_tokens
 from jpeg_dlm.methods.registry import METHODS, Entry, build_method, for_method
-from jpeg_dlm.model_folder import ModelParts, write_model
 from jpeg_dlm.presets import preset
 from jpeg_dlm.text.tokenizer import train_bpe
 

@@ -8,10 +8,10 @@ import pytest
 
 from jpeg_dlm import load
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.config import FAST_EVALUATIONS
 from jpeg_dlm.files import verify_manifest
 from jpeg_dlm.flow.grids import uniform_grid
-from jpeg_dlm.model_folder import bundled_folder
+from jpeg_dlm.flow.sampler_config import FAST_EVALUATIONS
+from jpeg_dlm.folders.model_folder import bundled_folder
 from jpeg_dlm.presets import preset
 from jpeg_dlm.sampling.grid_search import latent_error
 

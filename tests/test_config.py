@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpeg_dlm.config import Config, TrainConfig, groups_of, validate
+from jpeg_dlm.config import Config, TrainConfig, validate
 from jpeg_dlm.config_io import changed, flatten, from_dict, option_names, override, read_json_file, to_dict
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.methods.registry import for_method
+from jpeg_dlm.methods.registry import default_config, for_method, groups_of
 from jpeg_dlm.presets import PRESETS, preset
 
 # ---------------------------------------------------------------- strictness
@@ -38,9 +38,9 @@ def test_unknown_keys_are_refused_with_the_nearest_name(values, nearest):
 
 def test_override_suggests_the_full_dotted_name():
     with pytest.raises(UsageError, match="did you mean 'model.latent_len'"):
-        override(Config(), {"model.latent-lenn": 8})
+        override(default_config(), {"model.latent-lenn": 8})
     with pytest.raises(UsageError, match="Unknown option 'model'"):
-        override(Config(), {"model": {}})
+        override(default_config(), {"model": {}})
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_override_suggests_the_full_dotted_name():
 )
 def test_wrong_types_are_refused_by_name(option, value):
     with pytest.raises(UsageError, match=option):
-        override(Config(), {option: value})
+        override(default_config(), {option: value})
 
 
 def test_a_value_in_place_of_a_group_is_refused():
@@ -93,7 +93,7 @@ def test_a_value_in_place_of_a_group_is_refused():
     ],
 )
 def test_command_line_strings_become_typed_values(option, text, value):
-    changed = flatten(to_dict(override(Config(), {option: text})))[option.replace("-", "_")]
+    changed = flatten(to_dict(override(default_config(), {option: text})))[option.replace("-", "_")]
     assert changed == value and type(changed) is type(value)
 
 
@@ -140,14 +140,14 @@ def configs(cls=Config):
 def test_every_config_survives_json_and_dotted_names(config):
     again = json.loads(json.dumps(to_dict(config)))
     assert from_dict(again) == config
-    assert override(Config(), flatten(again)) == config
+    assert override(default_config(), flatten(again)) == config
 
 
 def test_every_option_has_a_help_text_and_missing_options_keep_their_defaults():
     names = option_names()
     assert all(f.metadata["help"] for f in names.values())
-    assert set(names) == set(flatten(to_dict(Config())))
-    assert from_dict({}) == Config()
+    assert set(names) == set(flatten(to_dict(default_config())))
+    assert from_dict({}) == default_config()
 
 
 @pytest.mark.parametrize(("text", "says"), [("{", "not valid JSON"), ("[1]", "JSON object"), ("[" * 100_000, "not valid JSON")])
@@ -319,6 +319,6 @@ def test_what_tells_configs_apart_is_what_was_changed():
     base = for_method(preset("smoke"), "mdlm")
     again = override(base, {"train.seed": str(TrainConfig.seed + 1)})
     assert changed(again) == changed(base) | {"train.seed": TrainConfig.seed + 1}
-    assert changed(Config()) == {"method": "jpeg-dlm"}
+    assert changed(default_config()) == {"method": "jpeg-dlm"}
     elf = for_method(preset("smoke"), "elf")
     assert changed(dataclasses.replace(elf, method="encoder"))["method"] == "encoder"  # a stage keeps the groups of its method

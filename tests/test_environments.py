@@ -165,7 +165,7 @@ class FullDisk:
 
 @pytest.mark.parametrize("stream", [FullDisk(), None], ids=["full", "none"])
 def test_messages_that_cannot_be_shown_end_no_work(stream, monkeypatch):
-    from jpeg_dlm.training.console import Console
+    from jpeg_dlm.machine.console import Console
 
     monkeypatch.setattr(sys, "stderr", stream)
     console = Console()

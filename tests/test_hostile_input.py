@@ -24,12 +24,12 @@ from jpeg_dlm.encoders.flan_t5 import convert_t5_encoder, dequantize
 from jpeg_dlm.encoders.onnx_reader import read_onnx
 from jpeg_dlm.encoders.small import SmallEncoder, load_small_encoder, save_small_encoder
 from jpeg_dlm.errors import AssetError, CheckpointError, DataError, JpegDlmError, UsageError
-from jpeg_dlm.evaluation.gguf import read_gguf
 from jpeg_dlm.evaluation.samples import read_samples
-from jpeg_dlm.evaluation.scoring import GgufScorer
 from jpeg_dlm.files import load_tensors, write_manifest
-from jpeg_dlm.model_folder import read_model
+from jpeg_dlm.folders.model_folder import read_model
 from jpeg_dlm.presets import preset
+from jpeg_dlm.scorers.gguf_files import read_gguf
+from jpeg_dlm.scorers.scoring import GgufScorer
 from jpeg_dlm.strict_json import parse_json
 from jpeg_dlm.text import corpora
 from jpeg_dlm.text.blocks import Blocks
@@ -757,7 +757,7 @@ def test_text_that_changed_under_a_run(tmp_path, capsys):
 
 
 def test_a_checkpoint_that_does_not_say_what_it_is(tmp_path, capsys):
-    from jpeg_dlm.training.checkpoint import save_checkpoint
+    from jpeg_dlm.folders.checkpoint import save_checkpoint
 
     for state in ({}, {"config": 3}, {"config": {"method": "../x"}}, {"config": {}, "provenance": []}):
         save_checkpoint(tmp_path, 1, {"model": {"a": torch.zeros(1)}, "ema": {}}, state, 1)

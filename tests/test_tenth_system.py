@@ -14,7 +14,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent / "benchmarks"), str(HERE / "training")]
+sys.path.insert(0, str(HERE.parent / "benchmarks"))
 
 from reliability_runs import STEPS, prepare_text, resume_is_exact, train_to_the_end, train_words  # noqa: E402
 from small_runs import largest_difference, launch, weights  # noqa: E402

@@ -10,10 +10,10 @@ from conftest import MICRO, made_up_text
 
 from jpeg_dlm.api import Model
 from jpeg_dlm.config_io import override
-from jpeg_dlm.evaluation.scoring import Scorer
+from jpeg_dlm.folders.model_folder import ModelParts, write_model
 from jpeg_dlm.methods.registry import build_method
-from jpeg_dlm.model_folder import ModelParts, write_model
 from jpeg_dlm.presets import preset
+from jpeg_dlm.scorers.scoring import Scorer
 from jpeg_dlm.text.tokenizer import train_bpe
 
 

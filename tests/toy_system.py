@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.methods.base import Batch, Method, Watch, masked_mean, refuse_given
-from jpeg_dlm.methods.discrete import draw_tokens
+from jpeg_dlm.methods.common.discrete import draw_tokens
 from jpeg_dlm.rng import RowNoise
 
 

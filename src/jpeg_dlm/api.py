@@ -21,13 +21,14 @@ from torch import Tensor
 from jpeg_dlm.arguments import as_texts, check_given, check_latents, check_tokens, shown, whole_number
 from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import override
-from jpeg_dlm.cpu import recall_limit, with_limit
 from jpeg_dlm.encoders import FrozenEncoder
 from jpeg_dlm.errors import CheckpointError, DataError, UsageError
 from jpeg_dlm.export.folder import is_exported, read_exported
 from jpeg_dlm.flow.latent_sampler import LatentSampler, Watch, Writer, networks_of
+from jpeg_dlm.folders.model_folder import ModelParts, bundled_folder, read_model, write_model
+from jpeg_dlm.machine.cpu import recall_limit, with_limit
+from jpeg_dlm.machine.dist import read_ranks
 from jpeg_dlm.methods.base import Batch, Method
-from jpeg_dlm.model_folder import ModelParts, bundled_folder, read_model, write_model
 from jpeg_dlm.sampling.engine import accelerated
 from jpeg_dlm.sampling.given import payload, prompt_row, template_row
 from jpeg_dlm.sampling.linear import DTYPES, Dtype
@@ -35,7 +36,6 @@ from jpeg_dlm.sampling.sampler import sample_batches
 from jpeg_dlm.text.packing import end_rows
 from jpeg_dlm.text.tokenizer import TextTokenizer
 from jpeg_dlm.texts import Texts
-from jpeg_dlm.training.dist import read_ranks
 
 
 class Model:
@@ -318,20 +318,24 @@ class Model:
         """`ModelHubMixin.save_pretrained` of huggingface_hub: a model folder with the hub's model card beside it."""
         from jpeg_dlm.hub import HubModel
 
-        return HubModel(self).save_pretrained(Path(save_directory), **options)
+        return HubModel(self.parts).save_pretrained(Path(save_directory), **options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
         """`ModelHubMixin.push_to_hub` of huggingface_hub."""
         from jpeg_dlm.hub import HubModel
 
-        return HubModel(self).push_to_hub(repo_id, **options)
+        return HubModel(self.parts).push_to_hub(repo_id, **options)
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | os.PathLike[str], **options: Any) -> Model:
         """`ModelHubMixin.from_pretrained` of huggingface_hub: from a repository of the hub or a folder."""
         from jpeg_dlm.hub import HubModel
 
-        return HubModel.from_pretrained(str(name_or_path), **options).model
+        device = options.pop("device", "cpu")
+        stored = HubModel.from_pretrained(str(name_or_path), **options)
+        model = cls(stored.parts, device)
+        model._scratch = stored.scratch  # tokenizer and encoder are read from it on first use
+        return model
 
 
 def first_copy(row: list[int], separator: int) -> list[int]:

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jpeg_dlm.config import Config, groups_of
+from jpeg_dlm.config import Config
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.methods.registry import default_config, groups_of
 from jpeg_dlm.strict_json import parse_json
 
 LARGEST_FILE = 1 << 20  # bytes of an options file; a whole config has 3,000
@@ -23,7 +24,7 @@ LARGEST_FILE = 1 << 20  # bytes of an options file; a whole config has 3,000
 
 def option_names(config: Any = None, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
     """Return every leaf option of a config (default: JPEG-DLM's) by its dotted name, in order."""
-    config = Config() if config is None else config
+    config = default_config() if config is None else config
     names: dict[str, dataclasses.Field[Any]] = {}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
@@ -36,7 +37,7 @@ def option_names(config: Any = None, prefix: str = "") -> dict[str, dataclasses.
 
 def option_choices(config: Any = None) -> dict[str, tuple[str, ...]]:
     """Return the possible values of all options with a fixed set of values, by dotted name."""
-    config = Config() if config is None else config
+    config = default_config() if config is None else config
     found: dict[str, tuple[str, ...]] = {}
     for group in dataclasses.fields(config):
         options = getattr(config, group.name)
@@ -97,10 +98,11 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
 def from_dict(values: Mapping[str, Any], cls: type = Config, path: str = "") -> Any:
     """Build a config of type `cls` from nested mappings; an unknown key is an error that suggests the nearest name."""
     hints = typing.get_type_hints(cls)
-    if cls is Config:
-        hints |= groups_of(str(values.get("method", "jpeg-dlm")))
+    groups = groups_of(str(values.get("method", "jpeg-dlm"))) if cls is Config else {}
+    hints |= groups
     known = [f.name for f in dataclasses.fields(cls)]
     kwargs = {f.name: f.metadata["earlier"] for f in dataclasses.fields(cls) if "earlier" in f.metadata}
+    kwargs |= {name: group() for name, group in groups.items()}
     for key, value in values.items():
         full = f"{path}.{key}" if path else key
         if key not in known:

@@ -12,20 +12,19 @@ from typing import Any
 
 from huggingface_hub import ModelHubMixin, snapshot_download
 
-from jpeg_dlm.api import Model
 from jpeg_dlm.errors import AssetError, UsageError, reason_of
-from jpeg_dlm.model_folder import ENCODER_FILES, MODEL_FILES, read_model, write_model
+from jpeg_dlm.folders.model_folder import ENCODER_FILES, MODEL_FILES, ModelParts, read_model, write_model
 
 
 class HubModel(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-generation", "diffusion"]):
-    """A `Model` with the methods of the hub's mixin."""
+    """The parts of a model with the methods of the hub's mixin; `scratch` holds the files that are read on first use."""
 
-    def __init__(self, wrapped: Model) -> None:  # not named like a config group, which the mixin would fill in
-        self.model = wrapped
+    def __init__(self, parts: ModelParts, scratch: tempfile.TemporaryDirectory[str] | None = None) -> None:
+        self.parts, self.scratch = parts, scratch
 
     def _save_pretrained(self, save_directory: Path) -> None:
         with tempfile.TemporaryDirectory() as scratch:
-            folder = write_model(self.model.parts, Path(scratch) / "model")
+            folder = write_model(self.parts, Path(scratch) / "model")
             for file in folder.iterdir():
                 shutil.copyfile(file, save_directory / file.name)
 
@@ -34,7 +33,7 @@ class HubModel(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["tex
         cls, *, model_id: str, revision: str | None, cache_dir: Any, force_download: bool, local_files_only: bool,
         token: Any, **kwargs: Any,
     ) -> HubModel:  # fmt: skip
-        if kwargs.keys() - {"device", "config", "proxies", "resume_download"}:
+        if kwargs.keys() - {"config", "proxies", "resume_download"}:
             raise UsageError(f"Unknown argument '{min(kwargs)}' of from_pretrained.")
         folder = Path(model_id)
         if not folder.is_dir():
@@ -52,6 +51,4 @@ class HubModel(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["tex
         for name in (*MODEL_FILES, *ENCODER_FILES):
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, Path(scratch.name) / name)
-        model = Model(read_model(Path(scratch.name)), kwargs.get("device", "cpu"))
-        model._scratch = scratch  # tokenizer and encoder are read from it on first use
-        return cls(model)
+        return cls(read_model(Path(scratch.name)), scratch)

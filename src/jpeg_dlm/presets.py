@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from jpeg_dlm.config import Config, DataConfig, EncoderConfig, ModelConfig, ObjectiveConfig, SamplerConfig, TrainConfig
+from jpeg_dlm.config import Config, DataConfig, EncoderConfig, TrainConfig
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.flow.sampler_config import SamplerConfig
+from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel, JpegDlmObjective
 
 T5_VOCAB = 32_100  # released: not T5's padded 32,128
 T5_SMALL = EncoderConfig(
@@ -37,8 +39,8 @@ def lm1b() -> Config:
             detokenize="lm1b",
         ),
         encoder=T5_SMALL,
-        model=ModelConfig(latent_len=32),
-        objective=ObjectiveConfig(sigma=0.8, target_ema_start=0.995, target_ema_end=0.999, ce_chunk=1024),
+        model=JpegDlmModel(latent_len=32),
+        objective=JpegDlmObjective(sigma=0.8, target_ema_start=0.995, target_ema_end=0.999, ce_chunk=1024),
         train=TrainConfig(epochs=20, batch=384, accumulation=2, devices=8, lr=1e-3, codec_lr=3e-4),
         sampler=SamplerConfig(steps=32, w=3.0, grid="random"),
     )
@@ -50,8 +52,8 @@ def owt1024() -> Config:
         preset="owt1024",
         data=DataConfig(source="openwebtext", tokenizer="t5", vocab_size=T5_VOCAB, token_len=1024, packing="sentences"),
         encoder=T5_SMALL,
-        model=ModelConfig(latent_len=512),
-        objective=ObjectiveConfig(sigma=0.8, target_ema_start=0.996, target_ema_end=0.999, ce_chunk=1024),
+        model=JpegDlmModel(latent_len=512),
+        objective=JpegDlmObjective(sigma=0.8, target_ema_start=0.996, target_ema_end=0.999, ce_chunk=1024),
         train=TrainConfig(epochs=5, batch=24, accumulation=2, devices=8, lr=1e-3, codec_lr=2e-4),
         sampler=SamplerConfig(steps=32, w=2.0, grid="quantile"),
     )
@@ -85,7 +87,7 @@ def tiny() -> Config:
             source="sotu-modern", tokenizer="bpe", vocab_size=4096, token_len=32, holdout=0.04, cache_features=True
         ),
         encoder=EncoderConfig(kind="small", feature_dim=128, depth=2, heads=4),
-        model=ModelConfig(
+        model=JpegDlmModel(
             latent_len=8,
             latent_dim=128,
             bottleneck_dim=128,
@@ -102,7 +104,7 @@ def tiny() -> Config:
             decode_residual=True,
             position_scale=1.0,
         ),
-        objective=ObjectiveConfig(sigma=0.8, sigreg_weight=0.02, sigreg_slices=64, standardize_steps=1500),
+        objective=JpegDlmObjective(sigma=0.8, sigreg_weight=0.02, sigreg_slices=64, standardize_steps=1500),
         train=TrainConfig(
             steps=6000,
             precision="fp32",

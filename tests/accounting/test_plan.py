@@ -74,7 +74,7 @@ def test_tokens_and_speeds():
 # ---------------------------------------------------------------- memory and time
 
 SPEED = plan.Speed(1e12, "made up")
-PLAIN, AGAIN = plan.Layout(False, False), plan.Layout(False, True)
+PLAIN, AGAIN = plan.Placement(False, False), plan.Placement(False, True)
 
 
 def linear_costs(config):
@@ -94,7 +94,7 @@ def test_memory_of_a_device_adds_up():
     weights = 4 * 151_468_670
     assert found["weights"] == found["gradients"] == found["ema"] == found["communication"] == weights
     assert (found["optimizer"], found["bf16_weights"], found["activations"]) == (2 * weights, 3 * 10**8, 2 * 10**9)
-    sharded = training.memory(2, count, plan.Layout(True, False))
+    sharded = training.memory(2, count, plan.Placement(True, False))
     for name in ("weights", "gradients", "optimizer", "ema"):
         assert sharded[name] == pytest.approx(found[name] / count, rel=1e-6)
     assert sharded["communication"] == weights and sharded["activations"] == found["activations"]
@@ -134,7 +134,7 @@ def test_advice_works(measured_at_once):
         way = found["ways"][found["chosen"]]
         rows = -(-384 // devices.count)
         assert way["batch"] * way["accumulation"] == rows and found["rows_per_step"] == rows * devices.count
-        layout, room = plan.Layout(way["fsdp"], way["recompute"]), plan.USABLE * devices.capacity
+        layout, room = plan.Placement(way["fsdp"], way["recompute"]), plan.USABLE * devices.capacity
         totals = {b: training.memory(b, devices.count, layout)["total"] for b in range(1, 25) if rows % b == 0}
         assert totals[way["batch"]] <= room and all(total > room for b, total in totals.items() if b > way["batch"])
         assert f"--train.batch {way['batch']} --train.accumulation {way['accumulation']}" in " ".join(plan_text.advice(found))

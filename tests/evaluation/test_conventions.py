@@ -8,12 +8,12 @@ import pytest
 import torch
 import transformers
 
-from jpeg_dlm.evaluation.evaluate import Evaluation, Request
+from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
-from jpeg_dlm.evaluation.scoring import TransformersScorer
 from jpeg_dlm.evaluation.sources import file_sources
+from jpeg_dlm.machine.console import Console
 from jpeg_dlm.results.resumable import Parts
-from jpeg_dlm.training.console import Console
+from jpeg_dlm.scorers.scoring import TransformersScorer
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
 
@@ -51,7 +51,7 @@ def test_gen_ppl_equals_transformers_called_directly(parts_of, tmp_path, name):
     (tmp_path / "s.txt").write_text("\n".join(TEXTS) + "\n", "utf-8")
     (tmp_path / "r.txt").write_text("A real text.\nAnother real text of some length.\n")
     [source] = file_sources([tmp_path / "s.txt"], tmp_path / "r.txt")
-    found = Evaluation(scorer, Request(rule), Parts(), Console(quiet=True)).run([source])["entries"][0]
+    found = Evaluation(scorer, EvaluationRequest(rule), Parts(), Console(quiet=True)).run([source])["entries"][0]
     longest = min(96, max(len(tokenizer(t).input_ids) for t in TEXTS))
     rows = [direct(tokenizer, model, t, rule.bos, rule.scored, longest) for t in TEXTS]
     rows = [(nll, n) for nll, n in rows if n]

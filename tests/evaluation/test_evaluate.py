@@ -10,18 +10,18 @@ from conftest import made_up_text
 from jpeg_dlm.api import load
 from jpeg_dlm.evaluation.entry_pictures import draw_lengths, draw_sweep
 from jpeg_dlm.evaluation.entry_tables import evaluation_tables
-from jpeg_dlm.evaluation.evaluate import Evaluation, Request
+from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.figures import TextFigures
 from jpeg_dlm.evaluation.paper import comparable_rows, paper_figures, paper_tables
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
 from jpeg_dlm.evaluation.samples import REAL, read_samples
-from jpeg_dlm.evaluation.scoring import TransformersScorer
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.evaluation.summary import warnings, way
+from jpeg_dlm.machine.console import Console
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.spread import spread
 from jpeg_dlm.results.table import markdown
-from jpeg_dlm.training.console import Console
+from jpeg_dlm.scorers.scoring import TransformersScorer
 
 pytest_plugins = ["tiny_evaluation", "stand_in"]  # fixtures
 
@@ -47,7 +47,7 @@ def counted(scorer, monkeypatch):
 
 
 def run(model, scorer, reference, folder=None, **request):
-    asked = Request(PROTOCOLS["default"], **({"n": 5, "seeds": (0, 1)} | request))
+    asked = EvaluationRequest(PROTOCOLS["default"], **({"n": 5, "seeds": (0, 1)} | request))
     return Evaluation(scorer, asked, Parts(folder), Console(quiet=True)).run([ModelSource(model, "micro", 4, None, reference)])
 
 
@@ -187,7 +187,7 @@ def test_the_papers_figures_by_system():
 
 def test_several_systems_in_one_table(micro, micro_folders, scorer, reference):
     mdlm, ar = (load(micro_folders(name), "cpu") for name in ("mdlm", "ar"))
-    asked = Request(PROTOCOLS["default"], n=3, steps=(1, 2), solvers=("euler",))
+    asked = EvaluationRequest(PROTOCOLS["default"], n=3, steps=(1, 2), solvers=("euler",))
     sources = [ModelSource(model, model.config.method, 4, None, reference) for model in (mdlm, ar, micro)]
     result = Evaluation(scorer, asked, Parts(None), Console(quiet=True)).run(sources)
     # A sampler without steps is evaluated once, one without solvers for each number of steps.

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.evaluation.evaluate import Evaluation, Request
+from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol, protocol
 from jpeg_dlm.evaluation.sources import FileSource, file_sources
+from jpeg_dlm.machine.console import Console
 from jpeg_dlm.results.resumable import Parts
-from jpeg_dlm.training.console import Console
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
 
@@ -28,7 +28,7 @@ def entry(fake, tmp_path, found: Protocol, texts=TEXTS, ids=None, real=REAL):
     (tmp_path / "r.txt").write_text("\n".join(real) + "\n")
     [source] = file_sources([tmp_path / "s.jsonl"], tmp_path / "r.txt")
     assert isinstance(source, FileSource)
-    evaluation = Evaluation(fake, Request(found), Parts(), Console(quiet=True))
+    evaluation = Evaluation(fake, EvaluationRequest(found), Parts(), Console(quiet=True))
     return evaluation.run([source])["entries"][0]
 
 
@@ -138,13 +138,13 @@ def test_length(fake, tmp_path):
 def test_entropy_over_the_models_own_ids(fake, micro):
     """The model's ids and the scorer's differ, and so do the entropies; real text is treated alike."""
     from jpeg_dlm.evaluation.evaluate import Frame
-    from jpeg_dlm.evaluation.sources import Texts
+    from jpeg_dlm.evaluation.sources import SourceTexts
 
-    texts = Texts(["w1 w1 w2", "w1 w2 w3"], [[5, 6], [7, 7]])
+    texts = SourceTexts(["w1 w1 w2", "w1 w2 w3"], [[5, 6], [7, 7]])
     for name, want, whose in (("duo", math.log(2) / 2, "model"), ("default", None, "scorer")):
         rule = replace(PROTOCOLS[name], batch_rule=0)
         frame = Frame(limit=8, cut=None, budget=2, own_entropy=rule.entropy == "model", ids=False)
-        found = Evaluation(fake, Request(rule), Parts(), Console(quiet=True)).figures("x", texts, frame, 8)
+        found = Evaluation(fake, EvaluationRequest(rule), Parts(), Console(quiet=True)).figures("x", texts, frame, 8)
         assert found.entropy_ids == whose
         by_scorer = (math.log(3) + (math.log(3) - 2 / 3 * math.log(2))) / 2
         assert found.entropy == pytest.approx(by_scorer if want is None else want)

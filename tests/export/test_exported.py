@@ -23,9 +23,9 @@ from jpeg_dlm.export.onnx_builder import Graph
 from jpeg_dlm.export.onnx_networks import logits, write_network
 from jpeg_dlm.export.onnx_runtime import open_onnx
 from jpeg_dlm.files import verify_manifest, write_manifest
+from jpeg_dlm.folders.model_folder import ModelParts, write_model
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.registry import build_method, for_method
-from jpeg_dlm.model_folder import ModelParts, write_model
 from jpeg_dlm.presets import preset
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.sampling.folded import fold

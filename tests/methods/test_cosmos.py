@@ -14,12 +14,12 @@ from jpeg_dlm.config_io import override
 from jpeg_dlm.encoders import build_encoder
 from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.flow.vp import TanSchedule
+from jpeg_dlm.folders.model_folder import build_stored
 from jpeg_dlm.methods.base import FREE, Batch, Method
 from jpeg_dlm.methods.cosmos import VARIANCE_FLOOR, Cosmos
 from jpeg_dlm.methods.cosmos_codec import CosmosCodec
 from jpeg_dlm.methods.cosmos_config import CosmosSampler
 from jpeg_dlm.methods.registry import build_method, for_method
-from jpeg_dlm.model_folder import build_stored
 from jpeg_dlm.nn.ddit import rotary_table
 from jpeg_dlm.nn.unet_transformer import LlamaBlock, UNetTransformer, time_waves
 from jpeg_dlm.presets import preset

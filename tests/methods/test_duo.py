@@ -12,7 +12,8 @@ from jpeg_dlm.config import validate
 from jpeg_dlm.config_io import from_dict, override, to_dict
 from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.methods.base import FREE, Batch
-from jpeg_dlm.methods.discrete import LogLinear
+from jpeg_dlm.methods.common.discrete import LogLinear
+from jpeg_dlm.methods.common.gaussian_argmax import survival
 from jpeg_dlm.methods.duo import (
     CURRICULUM_ALPHAS,
     Duo,
@@ -24,7 +25,6 @@ from jpeg_dlm.methods.duo import (
     nucleus,
     prior_divergence,
 )
-from jpeg_dlm.methods.gaussian_argmax import survival
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.presets import PRESETS, preset
 from jpeg_dlm.rng import RowNoise

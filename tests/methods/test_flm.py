@@ -11,7 +11,7 @@ from jpeg_dlm.config import validate
 from jpeg_dlm.config_io import from_dict, override, to_dict
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.base import Batch
-from jpeg_dlm.methods.decoding_error import TimeMap
+from jpeg_dlm.methods.common.decoding_error import TimeMap
 from jpeg_dlm.methods.flm import SOFTCAP, TIME_FLOOR, Flm, leap, split_share
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.presets import preset

@@ -8,8 +8,8 @@ from conftest import perturb
 
 from jpeg_dlm.config import validate
 from jpeg_dlm.config_io import from_dict, override, to_dict
-from jpeg_dlm.methods.absorbing import step_distribution
 from jpeg_dlm.methods.base import Batch
+from jpeg_dlm.methods.common.absorbing import step_distribution
 from jpeg_dlm.methods.mdlm import Mdlm
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.methods.sedd import Sedd, SeddObjective, SeddSampler

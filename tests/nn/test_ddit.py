@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from jpeg_dlm.nn.ddit import Block, CausalTransformer, DDiT, capped_attention, rotary_table, rotate_halves
+from jpeg_dlm.nn.ddit import CausalTransformer, DDiT, DditBlock, capped_attention, rotary_table, rotate_halves
 
 B, L, V, H, HEADS, DEPTH, COND, FREQ = 3, 7, 11, 24, 3, 2, 10, 8
 
@@ -200,7 +200,7 @@ def test_capped_scores():
 
 def test_capped_attention_is_never_taken_for_a_causal_one():
     with pytest.raises(ValueError, match="bidirectional"):
-        Block(H, HEADS, 4.0, 0.0, None, causal=True, softcap=50.0)
+        DditBlock(H, HEADS, 4.0, 0.0, None, causal=True, softcap=50.0)
 
 
 # ---------------------------------------------------------------- properties

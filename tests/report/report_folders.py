@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from jpeg_dlm.config_io import override, to_dict
+from jpeg_dlm.folders.checkpoint import save_checkpoint
 from jpeg_dlm.presets import preset
 from jpeg_dlm.results.table import Table, emphasis, write_result
-from jpeg_dlm.training.checkpoint import save_checkpoint
 from jpeg_dlm.training.metrics import MetricsLog
 
 HOSTILE = '<script>alert("x")</script></style><img src=x onerror=alert(1)>\u202e"\'&amp; `|*'

@@ -13,8 +13,8 @@ from jpeg_dlm.config_io import read_json_file
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.files import sha256_file
 from jpeg_dlm.report import markdown, page
-from jpeg_dlm.report.blocks import Command, Details, Facts, Figure, Note, Paragraph, Samples, Verbatim, figures
 from jpeg_dlm.report.collect import collect
+from jpeg_dlm.report.page_blocks import Command, Details, Facts, Figure, Note, Paragraph, Samples, Verbatim, figures
 from jpeg_dlm.report.results import evaluate_command
 from jpeg_dlm.report.runs import split_samples
 from jpeg_dlm.results.resumable import key_of

@@ -9,8 +9,8 @@ from report_folders import make_run
 
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.files import sha256_file
-from jpeg_dlm.report.blocks import Command, Paragraph
 from jpeg_dlm.report.commands import effective, training_commands
+from jpeg_dlm.report.page_blocks import Command, Paragraph
 from jpeg_dlm.report.runs import run_section
 from jpeg_dlm.training.record import INVOCATIONS, append_row, read_rows
 

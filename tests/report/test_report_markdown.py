@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from report_folders import tiny_png
 
-from jpeg_dlm.report.blocks import Command, Facts, Figure, Paragraph, Report, Samples, Section, code
 from jpeg_dlm.report.markdown import render
+from jpeg_dlm.report.page_blocks import Command, Facts, Figure, Paragraph, Report, Samples, Section, code
 from jpeg_dlm.results.table import Table
 
 words = st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), min_size=1).map(lambda s: " ".join(s.split()))

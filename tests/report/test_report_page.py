@@ -6,7 +6,9 @@ from html.parser import HTMLParser
 import pytest
 from report_folders import HOSTILE, make_results, make_run, make_workshop, tiny_png
 
-from jpeg_dlm.report.blocks import (
+from jpeg_dlm.report.collect import collect
+from jpeg_dlm.report.page import render
+from jpeg_dlm.report.page_blocks import (
     Details,
     Facts,
     Figure,
@@ -18,8 +20,6 @@ from jpeg_dlm.report.blocks import (
     Verbatim,
     code,
 )
-from jpeg_dlm.report.collect import collect
-from jpeg_dlm.report.page import render
 from jpeg_dlm.results.table import Table, emphasis, visible
 
 VOID = {"meta", "img", "link", "br", "hr", "input"}

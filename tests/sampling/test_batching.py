@@ -9,9 +9,9 @@ import pytest
 import torch
 from conftest import MICRO, perturb
 
-from jpeg_dlm.config import SamplerConfig
 from jpeg_dlm.config_io import override
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.flow.sampler_config import SamplerConfig
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.rng import RowNoise

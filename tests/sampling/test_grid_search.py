@@ -13,13 +13,14 @@ from conftest import MICRO, perturb
 
 from jpeg_dlm.api import Model, load
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.config import FAST_EVALUATIONS, Config, SamplerConfig, steps_within, validate
+from jpeg_dlm.config import validate
 from jpeg_dlm.config_io import from_dict, override, to_dict
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.grids import uniform_grid
+from jpeg_dlm.flow.sampler_config import FAST_EVALUATIONS, SamplerConfig, steps_within
 from jpeg_dlm.flow.solvers import SOLVERS
-from jpeg_dlm.methods.registry import build_method, for_method
-from jpeg_dlm.model_folder import ModelParts, write_model
+from jpeg_dlm.folders.model_folder import ModelParts, write_model
+from jpeg_dlm.methods.registry import build_method, default_config, for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.sampling.grid_search import families, latent_error, search, tuned
@@ -159,13 +160,13 @@ def test_the_fast_sampler_has_its_own_scale_and_keeps_the_rest():
 )
 def test_times_that_cannot_be_are_refused(options, sentence):
     with pytest.raises(UsageError, match=sentence):
-        validate(Config(sampler=SamplerConfig(**options)))
+        validate(default_config(sampler=SamplerConfig(**options)))
 
 
 def test_times_go_through_json_and_the_command_line():
-    config = Config(sampler=SamplerConfig(times=TIMES, steps=3, grid="stored"))
+    config = default_config(sampler=SamplerConfig(times=TIMES, steps=3, grid="stored"))
     assert from_dict(to_dict(config)) == config
-    assert override(Config(), {"sampler.times": "0,0.125, 0.5,1"}).sampler.times == TIMES
+    assert override(default_config(), {"sampler.times": "0,0.125, 0.5,1"}).sampler.times == TIMES
     assert override(config, {"sampler.times": ""}).sampler.times == ()
     for wrong in ("0,half,1", 0.5, [0, None, 1], {"a": 1}, [[0, 1]], [True]):
         with pytest.raises(UsageError, match=r"sampler\.times"):

@@ -8,20 +8,20 @@ from conftest import MICRO
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config_io import override
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.evaluation.evaluate import Request
+from jpeg_dlm.evaluation.evaluate import EvaluationRequest
 from jpeg_dlm.evaluation.protocols import protocol
-from jpeg_dlm.evaluation.scoring import build_scorer
+from jpeg_dlm.machine.console import Console
+from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.results.table import markdown
+from jpeg_dlm.scorers.scoring import build_scorer
 from jpeg_dlm.studies import workshop as workshop_module
 from jpeg_dlm.studies.budget import parse_budget
 from jpeg_dlm.studies.compare import Comparison, compare, method_names
 from jpeg_dlm.studies.compare_report import compare_table, draw_comparison
 from jpeg_dlm.studies.study import read_base
-from jpeg_dlm.studies.workshop import Stopped, Workshop
-from jpeg_dlm.training.console import Console
-from jpeg_dlm.training.dist import Ranks
+from jpeg_dlm.studies.workshop import StudyStopped, Workshop
 from jpeg_dlm.training.run import Outcome
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
@@ -33,7 +33,7 @@ def asked(corpus_file, methods, budget="6steps"):
 
 
 def run(asked, folder, byte_gpt2):
-    request = Request(protocol("default"), (0, 1), 4, mauve="off")
+    request = EvaluationRequest(protocol("default"), (0, 1), 4, mauve="off")
     return compare(asked, Workshop(folder, Ranks(), Console(quiet=True)), lambda: build_scorer(f"hf:{byte_gpt2}"), request)
 
 
@@ -75,7 +75,7 @@ def test_a_failing_system_does_not_cost_the_others(corpus_file, byte_gpt2, tmp_p
 
 def test_a_stop_is_no_failure(corpus_file, byte_gpt2, tmp_path, monkeypatch):
     monkeypatch.setattr(workshop_module, "train_run", lambda *a, **k: Outcome(1, "SIGTERM"))
-    with pytest.raises(Stopped) as stopped:
+    with pytest.raises(StudyStopped) as stopped:
         run(asked(corpus_file, "ar,jpeg-dlm"), tmp_path, byte_gpt2)
     assert stopped.value.exit_code == 143
 

@@ -73,7 +73,7 @@ def test_two_models_of_unequal_length(micro_folders, corpus_file, tmp_path, monk
 
 def test_only_different_rows_count(micro_folders, tmp_path, monkeypatch):
     from jpeg_dlm.evaluation.heldout import model_sources
-    from jpeg_dlm.training.console import Console
+    from jpeg_dlm.machine.console import Console
 
     monkeypatch.setenv("JPEG_DLM_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "same.txt"  # every document one of four, so that rows of short blocks repeat

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config_io import override
 from jpeg_dlm.evaluation.trial import Trial, run_trial
+from jpeg_dlm.machine.console import Console
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.results.resumable import Parts
@@ -20,7 +21,6 @@ from jpeg_dlm.results.table import markdown
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.studies import cost
 from jpeg_dlm.studies.cost import CACHED, UNCACHED
-from jpeg_dlm.training.console import Console
 
 MICRO_BASE = override(preset("smoke"), MICRO)
 

@@ -8,7 +8,7 @@ import torch
 from conftest import MICRO
 
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.evaluation.decodability import break_point, right_tokens
+from jpeg_dlm.evaluation.noisy_tokens import break_point, right_tokens
 from jpeg_dlm.methods.base import Batch, LatentView
 from jpeg_dlm.studies import decodability
 from jpeg_dlm.studies.decodability import BRANCH, DIRECT, PREDICTED, TIMES, curve, draw, ways_of
@@ -108,9 +108,9 @@ def test_both_systems_and_two_rates(micro_folders, corpus_file, tmp_path, monkey
 
 def test_clean_share_is_the_evaluations_reconstruction(micro_folders, corpus_file, tmp_path, monkeypatch):
     from jpeg_dlm.evaluation.heldout import model_sources
+    from jpeg_dlm.machine.console import Console
     from jpeg_dlm.results.resumable import Parts
     from jpeg_dlm.studies.study import Asked
-    from jpeg_dlm.training.console import Console
 
     monkeypatch.setenv("JPEG_DLM_CACHE", str(tmp_path / "cache"))
     console = Console(quiet=True)

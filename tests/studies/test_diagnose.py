@@ -8,8 +8,8 @@ from conftest import micro_flags
 from matplotlib.image import imread
 
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.report.blocks import Facts, Figure
 from jpeg_dlm.report.collect import collect
+from jpeg_dlm.report.page_blocks import Facts, Figure
 from jpeg_dlm.results.table import Table
 from jpeg_dlm.studies.diagnose import run_of, way
 from jpeg_dlm.training import run as training

@@ -12,13 +12,13 @@ from matplotlib.image import imread
 
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.evaluation.heldout import model_sources
+from jpeg_dlm.machine.console import Console
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.table import markdown
 from jpeg_dlm.studies import geometry
 from jpeg_dlm.studies.latents import heldout_of
 from jpeg_dlm.studies.study import Asked
-from jpeg_dlm.training.console import Console
 
 
 @pytest.fixture(scope="module")

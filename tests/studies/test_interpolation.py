@@ -101,10 +101,10 @@ def test_both_systems(micro_folders, byte_gpt2, corpus_file, tmp_path, monkeypat
 
 def test_the_ends_of_the_path_are_the_texts_own_reconstructions(micro_folders, corpus_file, tmp_path, monkeypatch):
     from jpeg_dlm.evaluation.heldout import model_sources
+    from jpeg_dlm.machine.console import Console
     from jpeg_dlm.methods.base import Batch
     from jpeg_dlm.results.resumable import Parts
     from jpeg_dlm.studies.study import Asked
-    from jpeg_dlm.training.console import Console
 
     monkeypatch.setenv("JPEG_DLM_CACHE", str(tmp_path / "cache"))
     console = Console(quiet=True)

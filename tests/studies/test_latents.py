@@ -11,6 +11,7 @@ from jpeg_dlm.encoders import build_encoder
 from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.evaluation.heldout import model_sources
 from jpeg_dlm.flow.vp import TanSchedule
+from jpeg_dlm.machine.console import Console
 from jpeg_dlm.methods.base import Batch, linear_time
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.presets import preset
@@ -23,7 +24,6 @@ from jpeg_dlm.studies.latents import (
     unit_rms,
     view_of,
 )
-from jpeg_dlm.training.console import Console
 
 pytest_plugins = ["stand_in"]  # fixtures
 

@@ -6,13 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from jpeg_dlm.evaluation.lengths import chance_overlap, length_accuracy, length_overlap
-from jpeg_dlm.evaluation.sources import Real, Texts
+from jpeg_dlm.evaluation.length_overlap import chance_overlap, length_accuracy, length_overlap
+from jpeg_dlm.evaluation.sources import Real, SourceTexts
+from jpeg_dlm.machine.console import Console
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.table import markdown
 from jpeg_dlm.studies import lengths
 from jpeg_dlm.studies.study import Asked
-from jpeg_dlm.training.console import Console
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
 
@@ -79,10 +79,10 @@ class Writer:
         return {"seed": run}
 
     def write(self, run, n, sampler, specials):
-        return Texts([" ".join(["w1"] * k) for k in np.roll(self.generated, run)[:n]])
+        return SourceTexts([" ".join(["w1"] * k) for k in np.roll(self.generated, run)[:n]])
 
     def real(self, n, specials=False):
-        return Real(Texts([" ".join(["w2"] * k) for k in self._real[:n]]), "made up", same_length=True)
+        return Real(SourceTexts([" ".join(["w2"] * k) for k in self._real[:n]]), "made up", same_length=True)
 
 
 def asked(fake, folder, n=60, **changes):

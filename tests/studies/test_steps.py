@@ -7,15 +7,15 @@ import pytest
 
 from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.evaluation.scoring import build_scorer
 from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.machine.console import Console
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.table import markdown
+from jpeg_dlm.scorers.scoring import build_scorer
 from jpeg_dlm.studies import steps
 from jpeg_dlm.studies.study import Asked
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.prepare import prepare
-from jpeg_dlm.training.console import Console
 
 pytest_plugins = ["tiny_evaluation", "stand_in"]  # fixtures
 

@@ -64,7 +64,7 @@ def test_help_says_what_there_is(capsys):
 def test_other_processes_get_the_training_options_and_a_share_of_the_machine(monkeypatch, tmp_path):
     import torch
 
-    from jpeg_dlm.training.console import Console
+    from jpeg_dlm.machine.console import Console
 
     started = []
 

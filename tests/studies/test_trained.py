@@ -11,11 +11,13 @@ import pytest
 from conftest import MICRO
 
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.evaluation.evaluate import Request
+from jpeg_dlm.evaluation.evaluate import EvaluationRequest
 from jpeg_dlm.evaluation.protocols import protocol
-from jpeg_dlm.evaluation.scoring import build_scorer
+from jpeg_dlm.machine.console import Console
+from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.results.table import markdown
+from jpeg_dlm.scorers.scoring import build_scorer
 from jpeg_dlm.studies import trained
 from jpeg_dlm.studies import workshop as workshop_module
 from jpeg_dlm.studies.budget import parse_budget
@@ -24,9 +26,7 @@ from jpeg_dlm.studies.study import TrainingStudy, Variant, Variants
 from jpeg_dlm.studies.trained import ask, summary
 from jpeg_dlm.studies.variant_pictures import draw_rows
 from jpeg_dlm.studies.variants import TRAINING
-from jpeg_dlm.studies.workshop import Stopped, Workshop
-from jpeg_dlm.training.console import Console
-from jpeg_dlm.training.dist import Ranks
+from jpeg_dlm.studies.workshop import StudyStopped, Workshop
 from jpeg_dlm.training.run import Outcome, train_run
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
@@ -66,7 +66,7 @@ def run(asked, folder, byte_gpt2, seeds=1):
     workshop = shop(folder)
     planned = trained.plan(asked, workshop)
     trained.train(planned, workshop)
-    request = Request(protocol("default"), tuple(range(seeds)), 2, mauve="off")
+    request = EvaluationRequest(protocol("default"), tuple(range(seeds)), 2, mauve="off")
     return trained.evaluate(planned, workshop, lambda: build_scorer(f"hf:{byte_gpt2}"), request)
 
 
@@ -150,7 +150,7 @@ def test_a_failing_variant_does_not_cost_the_others(pair, corpus_file, byte_gpt2
 def test_a_stop_is_no_failure(pair, corpus_file, tmp_path, monkeypatch):
     monkeypatch.setattr(workshop_module, "train_run", lambda *a, **k: Outcome(1, "SIGINT"))
     workshop = shop(tmp_path)
-    with pytest.raises(Stopped) as stopped:
+    with pytest.raises(StudyStopped) as stopped:
         trained.train(trained.plan(question("pair", corpus_file), workshop), workshop)
     assert stopped.value.exit_code == 130
 

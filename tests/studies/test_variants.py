@@ -8,7 +8,7 @@ from jpeg_dlm.config import validate
 from jpeg_dlm.config_io import option_names, override
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
-from jpeg_dlm.studies.registry import STUDIES
+from jpeg_dlm.studies.catalog import STUDIES
 from jpeg_dlm.studies.variants import TRAINING, ablations, encoder_layers, joint_vs_two_stage, rates, regularizers, widths
 
 

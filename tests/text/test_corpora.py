@@ -9,8 +9,8 @@ import zipfile
 
 import pytest
 
-from jpeg_dlm.assets import ASSETS
 from jpeg_dlm.errors import DataError, MissingPackageError, UsageError
+from jpeg_dlm.fetch.assets import ASSETS
 from jpeg_dlm.text import corpora
 from jpeg_dlm.text.captions import sentence
 from jpeg_dlm.text.corpora import detokenize_lm1b, documents, open_corpus, text_lines

@@ -12,9 +12,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jpeg_dlm.config import Config, DataConfig
+from jpeg_dlm.config import DataConfig
 from jpeg_dlm.config_io import from_dict
 from jpeg_dlm.errors import DataError, UsageError
+from jpeg_dlm.methods.registry import default_config
 from jpeg_dlm.text import prepare as module
 from jpeg_dlm.text import split as split_module
 from jpeg_dlm.text.blocks import Blocks
@@ -280,7 +281,7 @@ def test_earlier_models_keep_the_documents_they_held_out(tmp_path):
     split = choose_split(texts, 0.3, 8, by="documents")
     assert [p.split == "heldout" for p in split.pieces(texts)] == [draw(i) < 0.3 for i in range(8)]
     assert from_dict({"data": {"holdout": 0.3}}).data.holdout_by == "documents"
-    assert Config().data.holdout_by == "tokens"
+    assert default_config().data.holdout_by == "tokens"
     data = config(tmp_path)
     done = prepare(data, tmp_path / "out")
     index = json.loads((tmp_path / "out" / "index.json").read_text("utf-8"))

@@ -10,10 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from jpeg_dlm.errors import AssetError, UsageError
-from jpeg_dlm.evaluation.scoring import build_scorer
 from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.scorers.scoring import build_scorer
 from jpeg_dlm.text import corpora, stories
-from jpeg_dlm.text.stories import NUCLEUS, Writer, nucleus_draw, stories_of
+from jpeg_dlm.text.stories import NUCLEUS, StoryWriter, nucleus_draw, stories_of
 from jpeg_dlm.text.stories15m import load_stories15m
 
 WORDS = [" a", "b", "ab", " ab", "ba", " b", "aba", ".", " .", "a", "\n", " "]
@@ -161,7 +161,7 @@ def slow_story(model, tokenizer, number, pieces):
 
 def test_stories_are_those_of_a_slow_writer(path, tmp_path):
     model, tokenizer, context = load_stories15m(path)
-    writer = Writer(model, tokenizer, context, tmp_path, 6)
+    writer = StoryWriter(model, tokenizer, context, tmp_path, 6)
     assert writer.part(0) == [slow_story(model, tokenizer, i, list(range(len(PIECES)))) for i in range(6)]
     second = writer.part(1)
     pieces = json.loads((tmp_path / "pieces.json").read_text())
@@ -219,7 +219,7 @@ def test_the_number_of_stories_is_part_of_the_name(tmp_path):
 
 
 def test_the_scorer_is_named_and_counts_from_the_beginning(path, twin, monkeypatch):
-    monkeypatch.setattr("jpeg_dlm.assets.fetch", lambda name, console: path)
+    monkeypatch.setattr("jpeg_dlm.fetch.assets.fetch", lambda name, console: path)
     scorer = build_scorer("stories15m")
     _, tokenizer, _ = load_stories15m(path)
     ids = [1, *tokenizer.encode("ab ba.", add_special_tokens=False).ids]

@@ -15,11 +15,11 @@ from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config import TrainConfig
 from jpeg_dlm.files import sha256_file
+from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.training import alarms
 from jpeg_dlm.training.alarms import ADVICE, FILE, Alarms
-from jpeg_dlm.training.dist import Ranks
-from jpeg_dlm.training.heldout import heldout_losses
 from jpeg_dlm.training.metrics import MetricsLog, read_metrics
+from jpeg_dlm.training.validation import heldout_losses
 
 pytest_plugins = ["stand_in"]  # fixtures
 HEALTHY = {"latent_rank": 0.3, "latent_text": 0.9, "latent_sigreg": 0.02}

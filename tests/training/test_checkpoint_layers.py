@@ -6,9 +6,9 @@ import pytest
 import torch
 from small_runs import prepare_blocks, start
 
+from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.nn.recompute import recompute_in_backward
 from jpeg_dlm.text.blocks import Blocks
-from jpeg_dlm.training.dist import Ranks
 from jpeg_dlm.training.sharding import repeated_layers
 
 

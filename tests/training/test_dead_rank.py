@@ -13,12 +13,12 @@ from conftest import micro_flags
 from small_runs import launch
 
 from jpeg_dlm.files import sha256_file
-from jpeg_dlm.training.checkpoint import verify_run
+from jpeg_dlm.folders.checkpoint import verify_run
 from jpeg_dlm.training.lifeline import LOST
 
 LIFELINE = """
 import os, signal, sys, time
-from jpeg_dlm.training import dist
+from jpeg_dlm.machine import dist
 from jpeg_dlm.training.lifeline import Lifeline
 ranks = dist.setup("cpu")
 with Lifeline(ranks):

@@ -12,18 +12,19 @@ from matplotlib.image import imread
 
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config_io import override
-from jpeg_dlm.evaluation.known_text import KnownText
 from jpeg_dlm.files import sha256_file
-from jpeg_dlm.methods.denoising import TIMES
+from jpeg_dlm.machine.console import Console
+from jpeg_dlm.methods.common.denoising import TIMES
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.text.known_text import KnownText
 from jpeg_dlm.training import diagnosis
 from jpeg_dlm.training import run as training
-from jpeg_dlm.training.console import Console
 from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.training.diagnosis_plot import diagnoses, plot_diagnosis
 from jpeg_dlm.training.metrics import MetricsLog, read_metrics
+from jpeg_dlm.training.telling import training_progress
 
 TEXT = {f"{name}{of}" for name in ("words", "distinct", "trigram", "copied") for of in ("", "_real")} | {"trigram_shuffled"}
 LATENT = {f"{kind}_{t:g}" for kind in ("error", "linear", "ratio", "accuracy") for t in TIMES} | {"rank", "rank_joint"}
@@ -109,7 +110,7 @@ def test_methods_without_latents_are_judged_by_their_text(run: Path, monkeypatch
 
 
 def test_lines_of_progress_show_two_of_the_measures(run: Path, capsys: pytest.CaptureFixture[str]):
-    with Console().training(override(preset("smoke"), SIZES), 0, 8) as tell:
+    with training_progress(Console(), override(preset("smoke"), SIZES), 0, 8) as tell:
         tell(6, evaluations(run)[0])
     shown = [word for word in capsys.readouterr().err.split() if word.startswith("diag_")]
     assert shown == ["diag_ratio_0.3", "diag_trigram"]

@@ -10,8 +10,8 @@ import torch
 from small_runs import STEPS, largest_difference, launch, prepare_blocks, steps_of, train, train_with_two, weights
 
 from jpeg_dlm.files import load_tensors
-from jpeg_dlm.training.checkpoint import verify_run
-from jpeg_dlm.training.dist import Ranks
+from jpeg_dlm.folders.checkpoint import verify_run
+from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.training.parts import divided_like, local, whole, whole_from
 from jpeg_dlm.training.sharding import clip_grad_norm, divided, gathered, is_sharded, repeated_layers
 

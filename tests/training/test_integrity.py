@@ -10,7 +10,7 @@ from jpeg_dlm import load
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.errors import CheckpointError, JpegDlmError
 from jpeg_dlm.files import sha256_file
-from jpeg_dlm.model_folder import read_model, write_model
+from jpeg_dlm.folders.model_folder import read_model, write_model
 from jpeg_dlm.training import record
 from jpeg_dlm.training.integrity import run_parts
 from jpeg_dlm.training.record import append_row, read_rows, recorded, write_recorded

@@ -8,9 +8,9 @@ from jpeg_dlm import files
 from jpeg_dlm.config import TrainConfig
 from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.methods.base import ParameterGroup
-from jpeg_dlm.training.checkpoint import load_optimizer_tensors, optimizer_tensors
 from jpeg_dlm.training.muon import Muon, newton_schulz, orthogonalize
 from jpeg_dlm.training.optim import build_optimizer, set_learning_rates
+from jpeg_dlm.training.optimizer_state import load_optimizer_tensors, optimizer_tensors
 
 
 def gaussian(*shape, seed=0):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from small_runs import prepare_blocks, start
 
+from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.text.blocks import Blocks
-from jpeg_dlm.training.dist import Ranks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from straightforward import Straightforward, StraightforwardStep

@@ -12,11 +12,11 @@ from jpeg_dlm.cli.main import main
 from jpeg_dlm.config import TrainConfig
 from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.files import load_tensors
+from jpeg_dlm.folders.checkpoint import verify_run
+from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.registry import names
 from jpeg_dlm.text.blocks import Blocks
-from jpeg_dlm.training.checkpoint import verify_run
 from jpeg_dlm.training.data import BatchStream
-from jpeg_dlm.training.dist import Ranks
 from jpeg_dlm.training.metrics import read_metrics
 
 METHODS = names("system", "stage")

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from jpeg_dlm.accounting.encoder import EncoderSize, encoder_size
 from jpeg_dlm.config import Config
-from jpeg_dlm.cpu import with_precision
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.machine.cpu import with_precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +85,7 @@ def stated_speed(config: Config, tflops: float | None, utilization: float | None
 
 
 @dataclass(frozen=True)
-class Layout:
+class Placement:
     """Placement of the training state on the devices, and if layers are computed again in the backward pass."""
 
     fsdp: bool
@@ -106,7 +106,7 @@ class Training:
     encoder: EncoderSize | None  # that runs in every step
     cost: Callable[[int, bool], TrainingCost]  # of rows at once, with layers computed again or not
 
-    def memory(self, rows: int, count: int, layout: Layout) -> dict[str, int]:
+    def memory(self, rows: int, count: int, layout: Placement) -> dict[str, int]:
         """Return bytes of a device by use, and `total`. FSDP gathers whole weights for a step, like DDP's buckets."""
         cost = self.cost(rows, layout.recompute)
         weights = FP32 * self.trained // (count if layout.fsdp else 1)
@@ -131,7 +131,7 @@ class Training:
         parts = {"encoder": encoder, "forward": cost.forward, "backward": cost.backward}
         return parts | {"total": sum(parts.values())}
 
-    def seconds(self, rows: int, at_once: int, layout: Layout, speed: Speed) -> float:
+    def seconds(self, rows: int, at_once: int, layout: Placement, speed: Speed) -> float:
         """Return the time of a step of `rows` rows; reading, sending and updating are part of the utilization."""
         return 2 * self.row_macs(at_once, layout.recompute)["total"] * rows / speed.flops
 
@@ -155,11 +155,11 @@ def splits(rows: int, most: int) -> list[int]:
     return [batch for batch in range(min(most, rows), 0, -1) if rows % batch == 0]
 
 
-def layouts(config: Config, count: int) -> list[Layout]:
+def layouts(config: Config, count: int) -> list[Placement]:
     """Return what the config asks for, then simplest first; one device has nothing to spread."""
     spreads = (False, True) if count > 1 else (False,)
-    found = [Layout(fsdp, recompute) for fsdp in spreads for recompute in (False, True)]
-    own = Layout(config.train.sharding == "fsdp" and count > 1, config.train.checkpoint_layers)
+    found = [Placement(fsdp, recompute) for fsdp in spreads for recompute in (False, True)]
+    own = Placement(config.train.sharding == "fsdp" and count > 1, config.train.checkpoint_layers)
     return sorted(found, key=lambda layout: layout != own)
 
 
@@ -177,7 +177,7 @@ def make_plan(config: Config, devices: Devices, speed: Speed, corpus_tokens: flo
     training, possible = measured_training(config), splits(rows, t.batch)
     asked, ways = possible[0], []
 
-    def fits(batch: int, layout: Layout) -> bool:
+    def fits(batch: int, layout: Placement) -> bool:
         return training.memory(batch, devices.count, layout)["total"] <= USABLE * devices.capacity
 
     for layout in layouts(config, devices.count):
@@ -236,8 +236,8 @@ def measured_speed(config: Config, device: str | None = None) -> Speed:
 
     from jpeg_dlm.accounting.costs import training_cost
     from jpeg_dlm.evaluation.trial import random_batch, train_pass
+    from jpeg_dlm.machine.dist import read_ranks
     from jpeg_dlm.methods.registry import build_method
-    from jpeg_dlm.training.dist import read_ranks
 
     on = read_ranks(device, {}).device
     method = build_method(config).to(on).train()

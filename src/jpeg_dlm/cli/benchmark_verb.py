@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from jpeg_dlm.config import Config
     from jpeg_dlm.evaluation.throughput import Subject
     from jpeg_dlm.flow.latent_sampler import Writer
+    from jpeg_dlm.machine.console import Console
     from jpeg_dlm.methods.base import Method
-    from jpeg_dlm.training.console import Console
 
 CACHED = "-kv"  # after the name of a system: with its KV cache
 
@@ -68,8 +68,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
     from jpeg_dlm.cli.show import show
     from jpeg_dlm.evaluation.throughput import measure, throughput_table
+    from jpeg_dlm.machine.console import Console
     from jpeg_dlm.results.table import write_result
-    from jpeg_dlm.training.console import Console
 
     console = Console(args.quiet)
     if args.threads:
@@ -119,10 +119,10 @@ def _models(args: argparse.Namespace, methods: Sequence[str]) -> list[tuple[str,
     """Return (name, method, config, origin of the weights) of all checkpoints and randomly initialized systems."""
     from jpeg_dlm.api import load
     from jpeg_dlm.config_io import override
+    from jpeg_dlm.machine.dist import read_ranks
     from jpeg_dlm.methods.base import Method
     from jpeg_dlm.methods.registry import build_method, for_method
     from jpeg_dlm.presets import preset
-    from jpeg_dlm.training.dist import read_ranks
 
     checkpoints: list[Path | None] = list(args.checkpoints) or ([] if args.preset or methods else [None])
     found = []

@@ -36,23 +36,23 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     import torch
 
     from jpeg_dlm.cli.show import show
-    from jpeg_dlm.evaluation.evaluate import Request
-    from jpeg_dlm.evaluation.scoring import build_scorer
+    from jpeg_dlm.evaluation.evaluate import EvaluationRequest
+    from jpeg_dlm.machine.console import Console
+    from jpeg_dlm.machine.dist import read_ranks
     from jpeg_dlm.results.table import write_result
+    from jpeg_dlm.scorers.scoring import build_scorer
     from jpeg_dlm.studies.budget import parse_budget
     from jpeg_dlm.studies.compare import Comparison, compare, method_names
     from jpeg_dlm.studies.compare_report import compare_table, draw_comparison
     from jpeg_dlm.studies.study import read_base
     from jpeg_dlm.studies.workshop import Workshop
-    from jpeg_dlm.training.console import Console
-    from jpeg_dlm.training.dist import read_ranks
 
     if args.threads:
         torch.set_num_threads(args.threads)
     base, shared = read_base(args.preset, args.data, parse_overrides(rest))
     budget = parse_budget(args.budget) if args.budget else None
     asked = Comparison(base, method_names(args.methods), budget, shared, args.batch, args.repeats)
-    request = Request(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
+    request = EvaluationRequest(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
     workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet))
     result = compare(asked, workshop, lambda: build_scorer(args.scorer, console=workshop.console), request)
     result["command"] = args.command

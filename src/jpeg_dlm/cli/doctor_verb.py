@@ -29,8 +29,9 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     import torch
 
-    from jpeg_dlm.assets import ASSETS, cache_dir
-    from jpeg_dlm.model_folder import bundled_folder
+    from jpeg_dlm.fetch.assets import ASSETS
+    from jpeg_dlm.folders.model_folder import bundled_folder
+    from jpeg_dlm.machine.cache import cache_dir
 
     print(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
     for name in CORE:
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def cpu_line() -> str:
     """Describe the CPU, the speedup of its reduced types, and the limit on its instructions if there is one."""
-    from jpeg_dlm.cpu import cpu_facts, instruction_limit, speeds, training_precision
+    from jpeg_dlm.machine.cpu import cpu_facts, instruction_limit, speeds, training_precision
 
     try:
         found = speeds()

@@ -16,12 +16,12 @@ from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
 
 if TYPE_CHECKING:
     from jpeg_dlm.api import Model
-    from jpeg_dlm.evaluation.evaluate import Request
+    from jpeg_dlm.evaluation.evaluate import EvaluationRequest
     from jpeg_dlm.evaluation.samples import SampleFile
     from jpeg_dlm.evaluation.sources import Source
+    from jpeg_dlm.machine.console import Console
     from jpeg_dlm.results.resumable import Parts
     from jpeg_dlm.text.blocks import Blocks
-    from jpeg_dlm.training.console import Console
 
 
 def add_arguments(parser: Parser) -> None:
@@ -73,15 +73,15 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     from jpeg_dlm import __version__
     from jpeg_dlm.cli.show import show
     from jpeg_dlm.evaluation.entry_tables import evaluation_tables
-    from jpeg_dlm.evaluation.evaluate import Evaluation, Request
-    from jpeg_dlm.evaluation.scoring import build_scorer
+    from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
+    from jpeg_dlm.machine.console import Console
+    from jpeg_dlm.machine.dist import read_ranks
     from jpeg_dlm.results.resumable import Parts
     from jpeg_dlm.results.table import write_result
-    from jpeg_dlm.training.console import Console
-    from jpeg_dlm.training.dist import read_ranks
+    from jpeg_dlm.scorers.scoring import build_scorer
 
     console, parts = Console(args.quiet), Parts(args.out / "parts" if args.out else None)
-    request = Request(
+    request = EvaluationRequest(
         protocol(args.protocol), tuple(asked["seeds"]), args.n, tuple(asked["steps"]), tuple(asked["solvers"]),
         asked["sampler"], args.mauve,
     )  # fmt: skip
@@ -159,7 +159,7 @@ def _claim(out: Path, asked: dict[str, Any]) -> None:
     write_atomic(path, json.dumps(asked, indent=1) + "\n")
 
 
-def _sources(args: argparse.Namespace, request: Request, console: Console) -> Iterator[Source]:
+def _sources(args: argparse.Namespace, request: EvaluationRequest, console: Console) -> Iterator[Source]:
     """Read all sample files first, so that errors come early; load models one by one."""
     from jpeg_dlm.evaluation.samples import REAL, is_samples, read_samples
     from jpeg_dlm.evaluation.sources import file_sources
@@ -182,7 +182,7 @@ def _chain(
     models: Sequence[Path | None],
     reference: SampleFile | None,
     args: argparse.Namespace,
-    request: Request,
+    request: EvaluationRequest,
     console: Console,
 ) -> Iterator[Source]:
     yield from files
@@ -196,7 +196,7 @@ def _chain(
         yield ModelSource(model, label, args.batch, _heldout(model, args, reference, console), reference)
 
 
-def _check_sampler(model: Model, label: str, request: Request, console: Console) -> None:
+def _check_sampler(model: Model, label: str, request: EvaluationRequest, console: Console) -> None:
     """Reject wrong sampler options early."""
     for variant in request.variants(model.config.sampler):
         model.sampler_options(**variant)

@@ -24,14 +24,14 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    from jpeg_dlm.model_folder import read_model, write_model
+    from jpeg_dlm.folders.model_folder import read_model, write_model
 
     parts = read_model(args.checkpoint)
     if args.format == "safetensors":
         write_model(parts, args.out)
     else:
         from jpeg_dlm.export.folder import write_exported
-        from jpeg_dlm.training.console import Console
+        from jpeg_dlm.machine.console import Console
 
         write_exported(parts, args.format, args.out, Console().say)
     print(f"Wrote '{args.out}': load it with  jpeg_dlm.load({str(args.out)!r})  or  {command('generate', args.out)}")

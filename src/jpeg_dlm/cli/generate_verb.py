@@ -131,7 +131,7 @@ def slower(dtype: str) -> str | None:
     """Return a message if a reduced type is no faster on this CPU."""
     import torch
 
-    from jpeg_dlm.cpu import cost_of
+    from jpeg_dlm.machine.cpu import cost_of
     from jpeg_dlm.sampling.linear import computes_in_bf16
 
     if dtype == "bf16" and not computes_in_bf16(torch.device("cpu")):

@@ -33,8 +33,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     method: str = args.method or str(values.pop("method", ""))
     options = flatten(values) | parse_overrides(rest)
 
-    from jpeg_dlm.model_folder import write_model
-    from jpeg_dlm.published import import_published, read_published
+    from jpeg_dlm.folders.model_folder import write_model
+    from jpeg_dlm.foreign.published import import_published, read_published
 
     published = read_published(args.path, args.weights)
     base = "" if args.preset == BY_FILE else args.preset

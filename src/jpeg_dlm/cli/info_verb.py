@@ -86,7 +86,7 @@ def _plan(args: argparse.Namespace, config: Config) -> str:
     if args.measured and (args.tflops or args.utilization):
         raise UsageError("A speed is either measured or stated: drop --measured, or --tflops and --utilization.")
     if args.measured:
-        from jpeg_dlm.training.console import Console
+        from jpeg_dlm.machine.console import Console
 
         Console().say(f"Timing a few rows of {config.method} at the size of {config.preset}; this may take a minute ...")
         speed = measured_speed(config, args.device)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from jpeg_dlm import __version__
-from jpeg_dlm.allocator import keep_freed_memory
+from jpeg_dlm.cli.allocator import keep_freed_memory
 from jpeg_dlm.cli.options import refused_override, split_overrides
 from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.errors import JpegDlmError

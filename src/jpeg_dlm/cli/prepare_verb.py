@@ -24,9 +24,9 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     config = read_config(args, rest, **{"data.source": args.source})
 
+    from jpeg_dlm.machine.console import Console
     from jpeg_dlm.text.corpora import bring, open_corpus
     from jpeg_dlm.text.prepare import prepare
-    from jpeg_dlm.training.console import Console
     from jpeg_dlm.training.lock import run_lock
 
     console = Console(args.quiet)

@@ -17,11 +17,11 @@ from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.cli.values import positive, scorer, whole
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
 from jpeg_dlm.presets import PRESETS
-from jpeg_dlm.studies.registry import STUDIES
+from jpeg_dlm.studies.catalog import STUDIES
 
 if TYPE_CHECKING:
-    from jpeg_dlm.studies.study import Outcome
-    from jpeg_dlm.training.console import Console
+    from jpeg_dlm.machine.console import Console
+    from jpeg_dlm.studies.study import StudyOutcome
 
 
 def add_arguments(parser: Parser) -> None:
@@ -107,19 +107,19 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     return 1 if any("error" in row for row in outcome.result.get("rows", [])) else 0
 
 
-def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> Outcome | None:
-    from jpeg_dlm.evaluation.evaluate import Request
+def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome | None:
+    from jpeg_dlm.evaluation.evaluate import EvaluationRequest
     from jpeg_dlm.evaluation.protocols import protocol
-    from jpeg_dlm.evaluation.scoring import build_scorer
+    from jpeg_dlm.machine.console import Console
+    from jpeg_dlm.machine.dist import read_ranks
+    from jpeg_dlm.scorers.scoring import build_scorer
     from jpeg_dlm.studies import trained
     from jpeg_dlm.studies.budget import parse_budget
     from jpeg_dlm.studies.workshop import Workshop
-    from jpeg_dlm.training.console import Console
-    from jpeg_dlm.training.dist import read_ranks
 
     budget = parse_budget(args.budget) if args.budget else None
     question = trained.ask(args.study, args.preset, args.data, parse_overrides(rest), budget, args.train_seeds)
-    request = Request(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
+    request = EvaluationRequest(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
     workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet))
     planned = trained.plan(question, workshop)  # before the workers start: speeds are measured on an idle machine
     with _workers(args, rest, workshop.console):
@@ -180,13 +180,13 @@ def _dismiss(worker: subprocess.Popen[bytes], log: Path, console: Console) -> No
     worker.wait()
 
 
-def _run_models(args: argparse.Namespace, rest: Sequence[str]) -> Outcome:
+def _run_models(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome:
     from jpeg_dlm.evaluation.heldout import model_sources
-    from jpeg_dlm.evaluation.scoring import build_scorer
+    from jpeg_dlm.machine.console import Console
+    from jpeg_dlm.machine.dist import read_ranks
     from jpeg_dlm.results.resumable import Parts
+    from jpeg_dlm.scorers.scoring import build_scorer
     from jpeg_dlm.studies.study import Asked
-    from jpeg_dlm.training.console import Console
-    from jpeg_dlm.training.dist import read_ranks
 
     console = Console(args.quiet)
     device = str(read_ranks(args.device, {}).device)
@@ -198,10 +198,10 @@ def _run_models(args: argparse.Namespace, rest: Sequence[str]) -> Outcome:
     return import_module(f"jpeg_dlm.studies.{args.study}").analyze(sources, asked)
 
 
-def _run_sizes(args: argparse.Namespace, rest: Sequence[str]) -> Outcome:
+def _run_sizes(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome:
     return import_module(f"jpeg_dlm.studies.{args.study}").study(args, parse_overrides(rest))
 
 
-RUN: dict[str, Callable[[argparse.Namespace, Sequence[str]], Outcome | None]] = {
+RUN: dict[str, Callable[[argparse.Namespace, Sequence[str]], StudyOutcome | None]] = {
     "training": _run_training, "models": _run_models, "sizes": _run_sizes,
 }  # fmt: skip

@@ -68,7 +68,7 @@ def base_config(args: argparse.Namespace) -> Config:
 
 def student_of(teacher: Path, method: str) -> Config:
     """Return the config of a method that learns from a trained model."""
-    from jpeg_dlm.model_folder import bundled_folder, read_model
+    from jpeg_dlm.folders.model_folder import bundled_folder, read_model
 
     parts = read_model(bundled_folder() if str(teacher) == "bundled" else teacher)
     return method_class(method).student_config(parts.config, parts.origin, parts.tokenizer, parts.encoder)
@@ -92,8 +92,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
     import torch
 
-    from jpeg_dlm.training.console import Console
-    from jpeg_dlm.training.dist import setup, teardown
+    from jpeg_dlm.machine.console import Console
+    from jpeg_dlm.machine.dist import setup, teardown
     from jpeg_dlm.training.run import train_run
 
     if args.threads:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.cli.values import positive, whole
-from jpeg_dlm.config import FAST_EVALUATIONS
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.flow.sampler_config import FAST_EVALUATIONS
 from jpeg_dlm.wording import command
 
 
@@ -37,9 +37,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
     from jpeg_dlm.api import load
     from jpeg_dlm.config import validate
-    from jpeg_dlm.model_folder import write_model
+    from jpeg_dlm.folders.model_folder import write_model
+    from jpeg_dlm.machine.console import Console
     from jpeg_dlm.sampling.grid_search import tuned
-    from jpeg_dlm.training.console import Console
 
     model = load(args.checkpoint, args.device)
     config = model.config

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from jpeg_dlm.config import EncoderConfig
-from jpeg_dlm.encoders.base import FrozenEncoder, load_statistics
+from jpeg_dlm.encoders.frozen import FrozenEncoder, load_statistics
 from jpeg_dlm.encoders.small import CONFIG_FILE, SmallEncoder, load_small_encoder
 from jpeg_dlm.errors import UsageError
 

@@ -84,7 +84,7 @@ def convert_t5_encoder(graph: OnnxGraph) -> nn.Module:
 def load_flan_t5_small(config: EncoderConfig, path: Path | None = None) -> TransformersEncoder:
     """Load the pinned encoder from its encoder.onnx, which is downloaded on first use if no `path` is given."""
     if path is None:
-        from jpeg_dlm.assets import fetch
+        from jpeg_dlm.fetch.assets import fetch
 
         path = fetch("flan-t5-small")
     return TransformersEncoder(convert_t5_encoder(read_onnx(path)), NAME, config)

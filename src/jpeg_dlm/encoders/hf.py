@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from jpeg_dlm.config import EncoderConfig
-from jpeg_dlm.encoders.base import FrozenEncoder
-from jpeg_dlm.encoders.hub import load_pretrained
+from jpeg_dlm.encoders.frozen import FrozenEncoder
+from jpeg_dlm.encoders.pretrained import load_pretrained
 from jpeg_dlm.errors import UsageError
 
 # Encoder-decoder families whose encoder can be loaded without the decoder.

@@ -1,7 +1,7 @@
 """The text encoder that this project trains itself: a small bidirectional transformer, and its two files on disk.
 
 Shapes: B batch, L tokens, F feature width, V vocabulary. It is small enough to ship, so no download is needed.
-`methods/encoder_pretraining.py` trains it, `encoders/base.py` uses it frozen.
+`methods/encoder_pretraining.py` trains it, `encoders/frozen.py` uses it frozen.
 """
 
 from __future__ import annotations

@@ -16,16 +16,16 @@ from jpeg_dlm import __version__
 from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.errors import MissingPackageError
 from jpeg_dlm.evaluation.figures import TextFigures, figures, ids_are_the_scorers, mauve_or_reason
-from jpeg_dlm.evaluation.lengths import length_overlap
-from jpeg_dlm.evaluation.mauve_score import mauve_installed
+from jpeg_dlm.evaluation.length_overlap import length_overlap
 from jpeg_dlm.evaluation.protocols import Protocol
-from jpeg_dlm.evaluation.scoring import PAPER_SCORER_TOKENS, Scorer
-from jpeg_dlm.evaluation.sources import ModelSource, Real, Source, Texts
+from jpeg_dlm.evaluation.sources import ModelSource, Real, Source, SourceTexts
 from jpeg_dlm.evaluation.summary import ScoredRun, summarize
-from jpeg_dlm.evaluation.text_metrics import shuffle_words
+from jpeg_dlm.machine.console import Console
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.rng import generator
-from jpeg_dlm.training.console import Console
+from jpeg_dlm.scorers.mauve_score import mauve_installed
+from jpeg_dlm.scorers.scoring import PAPER_SCORER_TOKENS, Scorer
+from jpeg_dlm.text.text_metrics import shuffle_words
 from jpeg_dlm.wording import counted
 
 FORMAT = 1  # of the partial results; those of another format are not reused
@@ -36,7 +36,7 @@ SHOWN = 16  # texts kept in the results
 
 
 @dataclass(frozen=True)
-class Request:
+class EvaluationRequest:
     """Settings of an evaluation; empty steps and solvers mean the model's own."""
 
     protocol: Protocol
@@ -68,7 +68,7 @@ class Frame:
 class Evaluation:
     """Evaluates sources by one scorer and one request; `parts` stores partial results."""
 
-    def __init__(self, scorer: Scorer, request: Request, parts: Parts, console: Console) -> None:
+    def __init__(self, scorer: Scorer, request: EvaluationRequest, parts: Parts, console: Console) -> None:
         self.scorer, self.request, self.parts, self.console = scorer, request, parts, console
         self.protocol = request.protocol
         if request.mauve == "on" and not mauve_installed():
@@ -125,7 +125,7 @@ class Evaluation:
     def n(self, source: Source) -> int | None:
         return self.request.n or (self.protocol.n if source.model else None)
 
-    def texts(self, source: Source, run: int, sampler: dict[str, Any]) -> Texts:
+    def texts(self, source: Source, run: int, sampler: dict[str, Any]) -> SourceTexts:
         """Return the texts of one run; store those of a model, since sampling takes the most time."""
         n, specials = self.n(source), self.protocol.text == "specials"
         if source.model is None:
@@ -137,16 +137,18 @@ class Evaluation:
 
         depends = {"kind": "texts", "format": FORMAT, "version": __version__, "n": n, "specials": specials}
         depends |= source.identity(run, sampler)
-        return self.cased(Texts(**self.parts.get_or_make(f"texts-{self.label(source, sampler)}-seed{run}", depends, make)))
+        return self.cased(
+            SourceTexts(**self.parts.get_or_make(f"texts-{self.label(source, sampler)}-seed{run}", depends, make))
+        )
 
-    def cased(self, texts: Texts) -> Texts:
+    def cased(self, texts: SourceTexts) -> SourceTexts:
         """Convert texts to lower case if the protocol requires it."""
         return replace(texts, texts=[text.lower() for text in texts.texts]) if self.protocol.lower else texts
 
     def label(self, source: Source, sampler: Mapping[str, Any]) -> str:
         return "-".join([source.name, *(str(sampler[k]) for k in ("solver", "steps") if k in sampler)])
 
-    def frame(self, source: Source, first: Texts, real: Real) -> Frame:
+    def frame(self, source: Source, first: SourceTexts, real: Real) -> Frame:
         """Derive the settings of all seeds from the first one."""
         token_len = source.model.config.data.token_len if source.model else None
         generated, reference = self.median_length(first), self.median_length(real.texts)
@@ -159,16 +161,16 @@ class Evaluation:
             ids=self.protocol.text == "ids" and ids_are_the_scorers(self.scorer, first),
         )
 
-    def lengths(self, texts: Texts) -> list[int]:
+    def lengths(self, texts: SourceTexts) -> list[int]:
         return [len(self.scorer.encode(text, UNCUT)) for text in texts.texts if text.strip()]
 
-    def median_length(self, texts: Texts) -> float:
+    def median_length(self, texts: SourceTexts) -> float:
         return statistics.median(self.lengths(texts) or [0])
 
     # ------------------------------------------------------------ scoring
 
     def scored(
-        self, source: Source, run: int, sampler: dict[str, Any], texts: Texts | None, real: Real, frame: Frame
+        self, source: Source, run: int, sampler: dict[str, Any], texts: SourceTexts | None, real: Real, frame: Frame
     ) -> ScoredRun:
         """Return figures, lengths and MAUVE of one run."""
         texts = texts or self.texts(source, run, sampler)
@@ -213,12 +215,12 @@ class Evaluation:
             own = [source.model.tokenizer.encode(text) for text in mixed] if frame.own_entropy and source.model else None
             return {
                 "real": asdict(self.figures("real text", real.texts, frame, limit, ids=False)),
-                "shuffled": asdict(self.figures("shuffled text", Texts(mixed, own), frame, limit, ids=False)),
+                "shuffled": asdict(self.figures("shuffled text", SourceTexts(mixed, own), frame, limit, ids=False)),
             }
 
         return {name: TextFigures(**values) for name, values in self.parts.get_or_make("real", depends, make).items()}
 
-    def figures(self, title: str, texts: Texts, frame: Frame, limit: int, ids: bool = True) -> TextFigures:
+    def figures(self, title: str, texts: SourceTexts, frame: Frame, limit: int, ids: bool = True) -> TextFigures:
         kept = len(texts.texts)
         if self.protocol.batch_rule and kept >= self.protocol.batch_rule:
             kept -= kept % self.protocol.batch_rule
@@ -229,10 +231,10 @@ class Evaluation:
             )  # fmt: skip
         own = texts.ids[:kept] if frame.own_entropy and texts.ids else None
         window = (limit if self.protocol.stride else min(limit, self.scorer.context)) - self.protocol.bos
-        truncated = sum(length > window for length in self.lengths(Texts(texts.texts[:kept])))
+        truncated = sum(length > window for length in self.lengths(SourceTexts(texts.texts[:kept])))
         return figures(scores, self.protocol.aggregate, own, truncated, len(texts.texts) - kept)
 
-    def features(self, texts: Texts, budget: int) -> Any:
+    def features(self, texts: SourceTexts, budget: int) -> Any:
         key = (texts.sha256, budget)
         if key not in self._features:
             with self.console.progress("Features for MAUVE", "texts") as progress:
@@ -246,7 +248,7 @@ class Evaluation:
         return found["share"]
 
 
-def throughput(texts: Texts) -> dict[str, Any] | None:
+def throughput(texts: SourceTexts) -> dict[str, Any] | None:
     """Return texts and tokens per second of sampling; `jpeg-dlm benchmark` measures them by the paper's rule instead."""
     if not texts.seconds:
         return None

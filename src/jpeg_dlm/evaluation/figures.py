@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from jpeg_dlm.evaluation.mauve_score import mauve_installed, mauve_score, too_few
-from jpeg_dlm.evaluation.scoring import Scorer
-from jpeg_dlm.evaluation.sources import Texts
-from jpeg_dlm.evaluation.text_metrics import (
+from jpeg_dlm.evaluation.sources import SourceTexts
+from jpeg_dlm.scorers.mauve_score import mauve_installed, mauve_score, too_few
+from jpeg_dlm.scorers.scoring import Scorer
+from jpeg_dlm.text.text_metrics import (
     Aggregate,
     TextScore,
     degenerate_share,
@@ -63,7 +63,7 @@ def figures(
     )  # fmt: skip
 
 
-def ids_are_the_scorers(scorer: Scorer, texts: Texts, rows: int = 8) -> bool:
+def ids_are_the_scorers(scorer: Scorer, texts: SourceTexts, rows: int = 8) -> bool:
     """Return whether a model's ids mean the same to the scorer, so that they can be scored without going through text."""
     if not texts.ids:
         return False

@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from jpeg_dlm.api import Model, load
-from jpeg_dlm.assets import cache_dir
 from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.errors import DataError
 from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.machine.cache import cache_dir
+from jpeg_dlm.machine.console import Console
 from jpeg_dlm.results.resumable import key_of
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.corpora import bring
 from jpeg_dlm.text.prepare import prepare
-from jpeg_dlm.training.console import Console
 
 
 def is_prepared(folder: Path) -> bool:

@@ -15,10 +15,10 @@ import torch
 
 from jpeg_dlm.errors import DataError
 from jpeg_dlm.evaluation.sources import ModelSource
-from jpeg_dlm.evaluation.text_metrics import TextScore, perplexity, perplexity_interval
 from jpeg_dlm.methods.base import Batch, Method
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.text.text_metrics import TextScore, perplexity, perplexity_interval
 
 DRAWS = 8  # random times per row
 ROWS_PER_CHUNK = 4096  # rows whose tokens are counted at once

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jpeg_dlm.api import Model
 from jpeg_dlm.config_io import to_dict
-from jpeg_dlm.encoders.base import tensors_sha256
+from jpeg_dlm.encoders.frozen import tensors_sha256
 from jpeg_dlm.errors import DataError, JpegDlmError
 from jpeg_dlm.evaluation.samples import REAL, SampleFile, read_samples
 from jpeg_dlm.methods.base import Batch, Trainable
@@ -22,7 +22,7 @@ from jpeg_dlm.text.blocks import Blocks
 
 
 @dataclass(frozen=True)
-class Texts:
+class SourceTexts:
     """Texts, the token ids of their own model (if known), and the seconds that sampling took."""
 
     texts: list[str]
@@ -39,7 +39,7 @@ class Texts:
 class Real:
     """Real texts; those from a file differ in length from generated ones and must be cut for a fair perplexity."""
 
-    texts: Texts
+    texts: SourceTexts
     origin: str
     same_length: bool
 
@@ -61,7 +61,7 @@ class Source(Protocol):
         """Return everything that the texts of a run depend on."""
         ...
 
-    def write(self, run: int, n: int | None, sampler: dict[str, Any], specials: bool) -> Texts:
+    def write(self, run: int, n: int | None, sampler: dict[str, Any], specials: bool) -> SourceTexts:
         """Return the texts of a run."""
         ...
 
@@ -106,25 +106,25 @@ class ModelSource:
             **({"ends": True} if self.model.config.data.rows_end else {}),
         }
 
-    def write(self, run: int, n: int | None, sampler: dict[str, Any], specials: bool) -> Texts:
+    def write(self, run: int, n: int | None, sampler: dict[str, Any], specials: bool) -> SourceTexts:
         began = time.perf_counter()
         tokens = self.model.sample(n or 1, seed=run, batch=self.batch, **sampler)
         seconds = time.perf_counter() - began
         return self.texts(tokens, specials, seconds)
 
-    def texts(self, tokens: Tensor, specials: bool, seconds: float | None = None) -> Texts:
+    def texts(self, tokens: Tensor, specials: bool, seconds: float | None = None) -> SourceTexts:
         """Decode rows; with `specials`, keep special tokens by name, as the code of MDLM and Duo does."""
         rows = self.model.text_ids(tokens)
         if not specials:
-            return Texts(self.model.to_text(tokens), rows, seconds)
+            return SourceTexts(self.model.to_text(tokens), rows, seconds)
         backend = self.model.tokenizer._backend  # `TextTokenizer.decode` drops special tokens
-        return Texts([backend.decode(row, skip_special_tokens=False) for row in rows], rows, seconds)
+        return SourceTexts([backend.decode(row, skip_special_tokens=False) for row in rows], rows, seconds)
 
     def real(self, n: int, specials: bool = False) -> Real:
         if self.reference is not None:
             texts = self.reference.texts[:n]
             ids = [self.model.tokenizer.encode(text) for text in texts]
-            return Real(Texts(texts, ids), f"{self.reference.path.name} {self.reference.sha256[:12]}", same_length=False)
+            return Real(SourceTexts(texts, ids), f"{self.reference.path.name} {self.reference.sha256[:12]}", same_length=False)
         if self.heldout is None or len(self.heldout) == 0:
             raise DataError("There is no held-out text: prepare more of it, or name real texts with --reference.")
         rows = self.heldout.rows(list(range(min(n, len(self.heldout)))))
@@ -167,19 +167,21 @@ class FileSource:
     def identity(self, run: int, sampler: dict[str, Any]) -> dict[str, Any]:
         return {"file": self.files[run].path.name, "file_sha256": self.files[run].sha256}
 
-    def write(self, run: int, n: int | None, sampler: dict[str, Any], specials: bool) -> Texts:
+    def write(self, run: int, n: int | None, sampler: dict[str, Any], specials: bool) -> SourceTexts:
         file = self.files[run]
-        return Texts(file.texts[:n], file.token_ids[:n] if file.token_ids else None, cut_lines=file.cut_lines)
+        return SourceTexts(file.texts[:n], file.token_ids[:n] if file.token_ids else None, cut_lines=file.cut_lines)
 
     def real(self, n: int, specials: bool = False) -> Real:
         if self.reference is not None:
             return Real(
-                Texts(self.reference.texts[:n]), f"{self.reference.path.name} {self.reference.sha256[:12]}", same_length=False
+                SourceTexts(self.reference.texts[:n]),
+                f"{self.reference.path.name} {self.reference.sha256[:12]}",
+                same_length=False,
             )
         own = self.files[0].references
         if own is None:
             raise DataError(f"There is no real text to compare '{self.name}' with: name some with --reference FILE.")
-        return Real(Texts(own[:n]), f"references in {self.files[0].path.name}", same_length=False)
+        return Real(SourceTexts(own[:n]), f"references in {self.files[0].path.name}", same_length=False)
 
 
 _SEED = re.compile(r"[-_.]?seed[-_]?\d+", re.IGNORECASE)

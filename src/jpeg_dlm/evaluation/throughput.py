@@ -17,9 +17,9 @@ from torch import nn
 
 from jpeg_dlm import __version__
 from jpeg_dlm.config_io import to_dict
-from jpeg_dlm.cpu import make_safe, with_limit
 from jpeg_dlm.evaluation.paper import paper_figures
 from jpeg_dlm.flow.latent_sampler import Writer
+from jpeg_dlm.machine.cpu import make_safe, with_limit
 from jpeg_dlm.results.table import Table
 from jpeg_dlm.rng import RowNoise
 

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jpeg_dlm.config import Config, ModelConfig, validate
+from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import from_dict, to_dict
-from jpeg_dlm.cpu import Runtime, make_safe
 from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.export.interface import DECODE, DENOISE, Opened, exported_sampler, in_torch, input_sizes, random_inputs
 from jpeg_dlm.export.onnx_builder import onnx_package
@@ -25,7 +24,9 @@ from jpeg_dlm.export.onnx_runtime import open_onnx
 from jpeg_dlm.export.openvino_runtime import convert_onnx, open_openvino
 from jpeg_dlm.files import atomic_directory, dump_json, load_json, verify_manifest, write_atomic, write_manifest
 from jpeg_dlm.flow.latent_sampler import LatentNetworks, networks_of
-from jpeg_dlm.model_folder import TOKENIZER_FILE, ModelParts, without_paths
+from jpeg_dlm.folders.model_folder import TOKENIZER_FILE, ModelParts, without_paths
+from jpeg_dlm.machine.cpu import Runtime, make_safe
+from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel
 
 EXPORT_FILE = "export.json"
 EXPORT_BYTES = 1 << 20  # a whole config has 3,000
@@ -127,7 +128,7 @@ def read_exported(path: Path) -> ModelParts:
     if kind not in FORMATS or not isinstance(values, dict):
         raise CheckpointError(f"'{path / EXPORT_FILE}' names no format or config that is known here: export the model again.")
     config = validate(from_dict(values))
-    if not isinstance(config.model, ModelConfig):
+    if not isinstance(config.model, JpegDlmModel):
         raise CheckpointError(f"'{path / EXPORT_FILE}' is of {config.method}, which is never exported: export the model again.")
     opened = {name: _open(path, name, kind, config) for name in (DENOISE, DECODE)}
     tokenizer = path / TOKENIZER_FILE

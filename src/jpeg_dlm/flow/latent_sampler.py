@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from jpeg_dlm.config import Config, SamplerConfig
+from jpeg_dlm.config import Config
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.grids import make_grid
+from jpeg_dlm.flow.sampler_config import SamplerConfig
 from jpeg_dlm.flow.solvers import SOLVERS, OnStep, Predict
 from jpeg_dlm.nn.dit import DiT
 from jpeg_dlm.nn.perceiver import Decompressor

@@ -18,7 +18,7 @@ from torch import Tensor
 from jpeg_dlm.config import Checks, Config, head_checks, opt
 from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.methods.base import FREE, Batch, Likelihood, Method, Publication, Watch
-from jpeg_dlm.methods.discrete import (
+from jpeg_dlm.methods.common.discrete import (
     PAPER_TOKENIZERS,
     ddit_model,
     ddit_sizes,

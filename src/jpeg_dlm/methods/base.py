@@ -13,11 +13,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from jpeg_dlm.collectives import all_mean
-from jpeg_dlm.config import Config, ModelConfig, ObjectiveConfig, SamplerConfig
+from jpeg_dlm.config import Config
 from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.flow.latent_sampler import LatentSampler, Watch
 from jpeg_dlm.flow.path import interpolate, per_sample
+from jpeg_dlm.machine.collectives import all_mean
+from jpeg_dlm.methods.jpeg_dlm_config import GROUPS
 from jpeg_dlm.methods.registry import systems_that
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.wording import either
@@ -109,7 +110,7 @@ class Trainable(nn.Module, ABC):
     """Interface of everything that the trainer trains: a system, a student of one, or a stage before it."""
 
     title: str  # as the paper's tables name it
-    groups: ClassVar[dict[str, type]] = {"model": ModelConfig, "objective": ObjectiveConfig, "sampler": SamplerConfig}
+    groups: ClassVar[dict[str, type]] = GROUPS
     uses_encoder: ClassVar[bool] = False
     loss_weights: dict[str, float]  # the trainer minimizes the weighted sum; other terms are only reported
 

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.collectives import all_mean
 from jpeg_dlm.config import Config
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.path import per_row, per_sample
 from jpeg_dlm.flow.vp import TanSchedule
+from jpeg_dlm.machine.collectives import all_mean
 from jpeg_dlm.methods.base import (
     Batch,
     Latents,

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.collectives import all_mean
 from jpeg_dlm.config import Config
 from jpeg_dlm.flow.path import per_row
+from jpeg_dlm.machine.collectives import all_mean
 from jpeg_dlm.methods.base import Batch, Latents, ParameterGroup, Trainable, masked_mean
 from jpeg_dlm.methods.cosmos_config import GROUPS, CosmosModel, CosmosObjective, codec_stage, cosmos_preset
 from jpeg_dlm.nn.perceiver import Compressor, Decompressor

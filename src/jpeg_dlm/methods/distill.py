@@ -17,19 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.config import Checks, Config, ModelConfig, ObjectiveConfig, SamplerConfig, TrainConfig, opt
+from jpeg_dlm.config import Checks, Config, TrainConfig, opt
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.grids import make_grid
 from jpeg_dlm.flow.path import interpolate, per_row
+from jpeg_dlm.flow.sampler_config import SamplerConfig
 from jpeg_dlm.methods.base import Batch, Trainable, copy_tensors
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm, build_dit
+from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel, JpegDlmObjective
 from jpeg_dlm.rng import RowNoise
 
 NESTED = ("uniform", "quantile")  # grids in which every m-th time forms the grid with m times fewer steps
 
 
 @dataclass(frozen=True)
-class DistillObjective(ObjectiveConfig):
+class DistillObjective(JpegDlmObjective):
     """The objective of the teacher and the options of distillation; sampler.steps is the number of the student's steps."""
 
     teacher: str = opt("", "model folder, run or checkpoint to learn from")
@@ -49,12 +51,12 @@ class DistillObjective(ObjectiveConfig):
 
 
 def continued(
-    teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None, method: str, objective: type[ObjectiveConfig]
+    teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None, method: str, objective: type[JpegDlmObjective]
 ) -> Config:  # fmt: skip
     """Return the config of a method that continues from a trained JPEG-DLM, with its sizes, text, tokenizer and encoder."""
-    if not isinstance(teacher.objective, ObjectiveConfig):
+    if not isinstance(teacher.objective, JpegDlmObjective):
         raise UsageError(f"'{path}' holds a model of {teacher.method}: a student needs a teacher of jpeg-dlm.")
-    plain = {f.name: getattr(teacher.objective, f.name) for f in fields(ObjectiveConfig)}
+    plain = {f.name: getattr(teacher.objective, f.name) for f in fields(JpegDlmObjective)}
     return replace(
         teacher, method=method, objective=objective(**plain, teacher=str(path)),  # pyright: ignore[reportCallIssue]
         data=replace(teacher.data, tokenizer=str(tokenizer) if tokenizer else teacher.data.tokenizer),
@@ -86,7 +88,7 @@ class Distill(Student):
     """The student. It holds its teacher's network while it trains, which is not saved in a model folder."""
 
     title = "JPEG-DLM, distilled"
-    groups = {"model": ModelConfig, "objective": DistillObjective, "sampler": SamplerConfig}
+    groups = {"model": JpegDlmModel, "objective": DistillObjective, "sampler": SamplerConfig}
 
     def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
         super().__init__(config, encoder)

@@ -22,7 +22,7 @@ from torch import Tensor
 from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.methods.base import FREE, Batch, Likelihood, Method, Publication, Watch
-from jpeg_dlm.methods.discrete import (
+from jpeg_dlm.methods.common.discrete import (
     DIFFUSION_TENSORS,
     PAPER_TOKENIZERS,
     POSITIONS_AT_ONCE,
@@ -42,7 +42,7 @@ from jpeg_dlm.methods.discrete import (
     sampling_times,
     training_times,
 )
-from jpeg_dlm.methods.gaussian_argmax import gamma_of, survival
+from jpeg_dlm.methods.common.gaussian_argmax import gamma_of, survival
 from jpeg_dlm.nn.ddit import DDiT
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.rng import RowNoise

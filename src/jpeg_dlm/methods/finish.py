@@ -14,16 +14,18 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.config import Checks, Config, ModelConfig, ObjectiveConfig, SamplerConfig, opt
+from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.flow.sampler_config import SamplerConfig
 from jpeg_dlm.methods.base import Batch, Trainable, copy_tensors
 from jpeg_dlm.methods.distill import Student, continued
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel, JpegDlmObjective
 from jpeg_dlm.rng import RowNoise
 
 
 @dataclass(frozen=True)
-class FinishObjective(ObjectiveConfig):
+class FinishObjective(JpegDlmObjective):
     """The objective of the trained model, and the share of rows for its decode branch."""
 
     teacher: str = opt("", "model folder, run or checkpoint to continue from")
@@ -41,7 +43,7 @@ class Finish(Student):
     """JPEG-DLM in which only the DiT is trained; the result is a JPEG-DLM of the same layout."""
 
     title = "JPEG-DLM, finished"
-    groups = {"model": ModelConfig, "objective": FinishObjective, "sampler": SamplerConfig}
+    groups = {"model": JpegDlmModel, "objective": FinishObjective, "sampler": SamplerConfig}
 
     def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
         super().__init__(config, encoder)

@@ -26,9 +26,9 @@ from torch import Tensor
 from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.flow.path import per_row
 from jpeg_dlm.methods.base import Batch, Method, Publication, Watch, masked_mean, refuse_given
-from jpeg_dlm.methods.continuous import adapted, published_config
-from jpeg_dlm.methods.decoding_error import TimeMap
-from jpeg_dlm.methods.discrete import DIFFUSION_TENSORS, NetworkConfig, sampler_steps
+from jpeg_dlm.methods.common.continuous import adapted, published_config
+from jpeg_dlm.methods.common.decoding_error import TimeMap
+from jpeg_dlm.methods.common.discrete import DIFFUSION_TENSORS, NetworkConfig, sampler_steps
 from jpeg_dlm.nn.ddit import DDiT, NoiseLevel, zero_linear
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.collectives import all_mean
-from jpeg_dlm.config import Config, ModelConfig, ObjectiveConfig, SamplerConfig
+from jpeg_dlm.config import Config
 from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.flow.latent_sampler import Denoise, LatentSampler, Watch
 from jpeg_dlm.flow.path import guidance_scale, guided_target, interpolate, logit_normal, mixed_times, per_row, per_sample
+from jpeg_dlm.flow.sampler_config import SamplerConfig
+from jpeg_dlm.machine.collectives import all_mean
 from jpeg_dlm.methods.base import (
     FROZEN,
     Batch,
@@ -34,7 +35,8 @@ from jpeg_dlm.methods.base import (
     masked_mean,
     rounded_up_share,
 )
-from jpeg_dlm.methods.regularizers import sigreg, unit_directions, variance_covariance
+from jpeg_dlm.methods.common.regularizers import sigreg, unit_directions, variance_covariance
+from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel, JpegDlmObjective
 from jpeg_dlm.nn.dit import DiT, linear_estimate
 from jpeg_dlm.nn.perceiver import Compressor, Decompressor
 from jpeg_dlm.nn.token_loss import linear_cross_entropy
@@ -44,7 +46,7 @@ VARIANCE_FLOOR = 1e-4  # assumed: keeps standardization from blowing up a dead c
 
 
 def build_dit(config: Config) -> DiT:
-    m: ModelConfig = config.model
+    m: JpegDlmModel = config.model
     return DiT(
         m.latent_len, m.latent_dim, m.bottleneck_dim, m.hidden, m.depth, m.heads, m.mlp_ratio,
         m.freq_dim, m.time_tokens, m.sc_tokens, m.mode_tokens, m.dropout, m.denoise_skip,
@@ -78,8 +80,8 @@ class JpegDlm(Method):
 
     def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
         super().__init__()
-        m: ModelConfig = config.model
-        o: ObjectiveConfig = config.objective
+        m: JpegDlmModel = config.model
+        o: JpegDlmObjective = config.objective
         self.config = config
         self.encoder = encoder
         codec_sizes = (

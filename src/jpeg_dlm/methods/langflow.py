@@ -28,8 +28,8 @@ from jpeg_dlm.methods.base import (
     refuse_given,
     rounded_up_share,
 )
-from jpeg_dlm.methods.continuous import adapted, published_config
-from jpeg_dlm.methods.discrete import DIFFUSION_TENSORS, NetworkConfig, paper_data, sampler_steps
+from jpeg_dlm.methods.common.continuous import adapted, published_config
+from jpeg_dlm.methods.common.discrete import DIFFUSION_TENSORS, NetworkConfig, paper_data, sampler_steps
 from jpeg_dlm.nn.ddit import DDiT
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jpeg_dlm.config import Config, opt
-from jpeg_dlm.methods.absorbing import Absorbing, AbsorbingSampler, RowCache
 from jpeg_dlm.methods.base import Publication
-from jpeg_dlm.methods.discrete import (
+from jpeg_dlm.methods.common.absorbing import Absorbing, AbsorbingSampler, RowCache
+from jpeg_dlm.methods.common.discrete import (
     DIFFUSION_TENSORS,
     DditConfig,
     DiscreteObjective,

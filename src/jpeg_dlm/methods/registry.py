@@ -14,14 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from jpeg_dlm.config import Config
 from jpeg_dlm.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from jpeg_dlm.config import Config
     from jpeg_dlm.methods.base import Method, Trainable
 
 # A system can be compared with others; a stage is trained for the sake of a system and writes no text; a student is made
@@ -37,11 +37,20 @@ class Entry:
     kind: Kind
     place: str
     solvers: tuple[str, ...] = ()  # names that `--solver` takes for it
+    options: str = ""  # place of its option groups where they can be read without torch
 
     def load(self) -> type[Trainable]:
         """Import the class."""
-        module, _, attribute = self.place.partition(":")
-        return getattr(import_module(module), attribute)
+        return _imported(self.place)
+
+    def groups(self) -> dict[str, type]:
+        """Return the classes of its option groups."""
+        return dict(_imported(self.options) if self.options else self.load().groups)
+
+
+def _imported(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 # Systems in the paper's order; COSMOS is in its Figure 4 instead of Table 1.
@@ -54,7 +63,12 @@ METHODS = {
     "langflow": Entry("system", "jpeg_dlm.methods.langflow:LangFlow"),
     "elf": Entry("system", "jpeg_dlm.methods.elf:Elf", ("ode", "sde")),
     "cosmos": Entry("system", "jpeg_dlm.methods.cosmos:Cosmos"),
-    "jpeg-dlm": Entry("system", "jpeg_dlm.methods.jpeg_dlm:JpegDlm", ("euler", "heun", "multistep")),
+    "jpeg-dlm": Entry(
+        "system",
+        "jpeg_dlm.methods.jpeg_dlm:JpegDlm",
+        ("euler", "heun", "multistep"),
+        options="jpeg_dlm.methods.jpeg_dlm_config:GROUPS",
+    ),
     "cosmos-codec": Entry("stage", "jpeg_dlm.methods.cosmos_codec:CosmosCodec"),
     "encoder": Entry("stage", "jpeg_dlm.methods.encoder_pretraining:EncoderPretraining"),
     "distill": Entry("student", "jpeg_dlm.methods.distill:Distill"),
@@ -91,6 +105,16 @@ def _entry(name: str) -> Entry:
 def method_class(name: str) -> type[Trainable]:
     """Return the class of a method, loaded only when it is asked for."""
     return _entry(name).load()
+
+
+def groups_of(name: str) -> dict[str, type]:
+    """Return the classes of the option groups `model`, `objective` and `sampler` of a method."""
+    return _entry(name).groups()
+
+
+def default_config(name: str = "jpeg-dlm", **groups: Any) -> Config:
+    """Return the config of a method with the defaults of all options, except the groups given."""
+    return Config(method=name, **{group: cls() for group, cls in groups_of(name).items()} | groups)
 
 
 def system_class(name: str) -> type[Method]:

@@ -15,9 +15,9 @@ from typing import Literal
 from torch import Tensor
 
 from jpeg_dlm.config import Config, opt
-from jpeg_dlm.methods.absorbing import Absorbing, AbsorbingSampler
 from jpeg_dlm.methods.base import Publication
-from jpeg_dlm.methods.discrete import (
+from jpeg_dlm.methods.common.absorbing import Absorbing, AbsorbingSampler
+from jpeg_dlm.methods.common.discrete import (
     DIFFUSION_TENSORS,
     PAPER_TOKENIZERS,
     DditConfig,

@@ -86,7 +86,7 @@ class KvCache:
         return self.k_BKLd[:, :, :end], self.v_BKLd[:, :, :end]
 
 
-class Block(nn.Module):
+class DditBlock(nn.Module):
     """A transformer layer; with `cond_dim` the condition modulates and gates it, otherwise it is plain."""
 
     def __init__(
@@ -190,7 +190,7 @@ class DDiT(nn.Module):
         self.head_dim = hidden // heads
         self.vocab_embed = Embedding(vocab, hidden)
         self.sigma_map = NoiseLevel(freq_dim, cond_dim)
-        self.blocks = nn.ModuleList(Block(hidden, heads, ratio, dropout, cond_dim, softcap=softcap) for _ in range(depth))
+        self.blocks = nn.ModuleList(DditBlock(hidden, heads, ratio, dropout, cond_dim, softcap=softcap) for _ in range(depth))
         self.output_layer = OutputLayer(hidden, vocab, cond_dim)
 
     def condition(self, sigma_B: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class CausalTransformer(nn.Module):
         super().__init__()
         self.heads, self.head_dim = heads, hidden // heads
         self.vocab_embed = Embedding(vocab, hidden)
-        self.blocks = nn.ModuleList(Block(hidden, heads, ratio, dropout, None, causal=True) for _ in range(depth))
+        self.blocks = nn.ModuleList(DditBlock(hidden, heads, ratio, dropout, None, causal=True) for _ in range(depth))
         self.output_layer = OutputLayer(hidden, vocab, None)
 
     def new_cache(self, batch: int, length: int) -> list[KvCache]:

@@ -105,7 +105,7 @@ class SwiGLU(nn.Module):
         return swiglu_linear(gate_up, self.w3.weight, self.w3.bias)
 
 
-class Block(nn.Module):
+class DitBlock(nn.Module):
     def __init__(self, hidden: int, heads: int, ratio: float, dropout: float) -> None:
         super().__init__()
         self.norm1 = nn.RMSNorm(hidden, eps=NORM_EPS)
@@ -148,7 +148,7 @@ class LatentTransformer(nn.Module):
         self.in_proj = InputProjection(dim, bottleneck, hidden)
         self.t_embedder = ScalarEmbedder(freq_dim, hidden)
         self.sc_embedder = ScalarEmbedder(freq_dim, hidden)
-        self.blocks = nn.ModuleList(Block(hidden, heads, ratio, dropout) for _ in range(depth))
+        self.blocks = nn.ModuleList(DitBlock(hidden, heads, ratio, dropout) for _ in range(depth))
         cos, sin = rope_table(self.prefix, latent_len, hidden // heads)
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)

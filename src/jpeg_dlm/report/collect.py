@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jpeg_dlm import __version__
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.report.blocks import Report, Section
+from jpeg_dlm.report.page_blocks import Report, Section
 from jpeg_dlm.report.results import (
     comparison_section,
     evaluation_section,

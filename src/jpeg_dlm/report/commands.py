@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jpeg_dlm.config_io import flatten
-from jpeg_dlm.report.blocks import Block, Command, Paragraph
+from jpeg_dlm.report.page_blocks import Block, Command, Paragraph
 from jpeg_dlm.training.record import INVOCATIONS, read_rows
 
 AGAIN = "AGAIN"  # the folder of the repetition

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from jpeg_dlm.report.blocks import (
+from jpeg_dlm.report.page_blocks import (
     Block,
     Command,
     Details,

@@ -9,11 +9,11 @@ from jpeg_dlm.accounting.costs import build_weightless, parameter_parts
 from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import from_dict, read_json_file
 from jpeg_dlm.errors import CheckpointError
+from jpeg_dlm.folders.checkpoint import STATE
 from jpeg_dlm.methods.registry import method_class, writes
 from jpeg_dlm.report.reading import Trouble, read_text
 from jpeg_dlm.report.runs import Run, duration, is_model, is_run, read_run, split_samples
 from jpeg_dlm.text.blocks import read_index
-from jpeg_dlm.training.checkpoint import STATE
 from jpeg_dlm.training.metrics import HELDOUT, read_metrics
 from jpeg_dlm.wording import command, counted
 

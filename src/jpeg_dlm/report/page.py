@@ -7,7 +7,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from jpeg_dlm.report.blocks import (
+from jpeg_dlm.report.page_blocks import (
     Block,
     Command,
     Details,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jpeg_dlm.errors import JpegDlmError
-from jpeg_dlm.report.blocks import Details, Facts, Figure, Note, code
+from jpeg_dlm.report.page_blocks import Details, Facts, Figure, Note, code
 from jpeg_dlm.results.table import Span, Table
 
 TEXT_BYTES = 4 << 20  # of a Markdown or sample file (assumed): a page with more is no longer read by anyone

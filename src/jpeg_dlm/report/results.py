@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from jpeg_dlm.config_io import flatten, read_json_file
-from jpeg_dlm.report.blocks import Block, Command, Details, Figure, Paragraph, Samples, Section, Verbatim, code
+from jpeg_dlm.report.page_blocks import Block, Command, Details, Figure, Paragraph, Samples, Section, Verbatim, code
 from jpeg_dlm.report.reading import Trouble, facts, folded_options, read_figure, read_text, shown
 from jpeg_dlm.report.runs import config_blocks
 from jpeg_dlm.results.table import Cell, Table
-from jpeg_dlm.studies.registry import STUDIES
+from jpeg_dlm.studies.catalog import STUDIES
 
 LENGTHS_ALT = "Shares of texts by length in tokens, generated beside real."
 SWEEP_ALT = (

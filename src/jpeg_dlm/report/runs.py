@@ -10,17 +10,17 @@ from typing import Any
 
 from jpeg_dlm.config_io import flatten, read_json_file, to_dict
 from jpeg_dlm.files import MANIFEST, MANIFEST_BYTES, load_json
-from jpeg_dlm.methods.denoising import TIMES
+from jpeg_dlm.folders.checkpoint import STATE, STATE_BYTES, STEP_NAME
+from jpeg_dlm.methods.common.denoising import TIMES
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
-from jpeg_dlm.report.blocks import Block, Details, Facts, Note, Paragraph, Samples, Section, code
 from jpeg_dlm.report.commands import training_commands
+from jpeg_dlm.report.page_blocks import Block, Details, Facts, Note, Paragraph, Samples, Section, code
 from jpeg_dlm.report.reading import Trouble, facts, folded_options, options_table, read_figure, read_text, shown
 from jpeg_dlm.results.resumable import key_of
 from jpeg_dlm.results.table import Table
 from jpeg_dlm.studies.workshop import training_seconds
 from jpeg_dlm.training.alarms import ADVICE
-from jpeg_dlm.training.checkpoint import STATE, STATE_BYTES, STEP_NAME
 from jpeg_dlm.training.diagnosis_plot import diagnoses
 from jpeg_dlm.training.metrics import HELDOUT, read_metrics
 from jpeg_dlm.wording import command

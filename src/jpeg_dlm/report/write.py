@@ -7,7 +7,7 @@ from pathlib import Path
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.files import write_atomic
 from jpeg_dlm.report import markdown, page
-from jpeg_dlm.report.blocks import Report, figures
+from jpeg_dlm.report.page_blocks import Report, figures
 
 
 def write_report(report: Report, out: Path) -> list[Path]:

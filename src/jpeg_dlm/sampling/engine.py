@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from jpeg_dlm.cpu import make_safe
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.latent_sampler import Denoise, LatentNetworks, LatentSampler, Writer
+from jpeg_dlm.machine.cpu import make_safe
 from jpeg_dlm.nn.dit import NORM_EPS, linear_estimate
 from jpeg_dlm.sampling.engine_decoder import FastDecoder
 from jpeg_dlm.sampling.engine_dit import FastDiT

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.flow.latent_sampler import LatentNetworks
-from jpeg_dlm.nn.dit import Block, DiT, Head, ScalarEmbedder, scalar_frequencies
+from jpeg_dlm.nn.dit import DiT, DitBlock, Head, ScalarEmbedder, scalar_frequencies
 from jpeg_dlm.nn.perceiver import DecompressorLayer, Gate
 
 
@@ -99,7 +99,7 @@ def fold_head(head: Head) -> Weights:
     return after_gain(head.norm_final.weight, head.linear)
 
 
-def fold_block(block: Block) -> FoldedBlock:
+def fold_block(block: DitBlock) -> FoldedBlock:
     a, mlp = block.attn, block.mlp
     return FoldedBlock(
         heads=a.heads, qkv=after_gain(block.norm1.weight, a.qkv), q_gain=a.q_norm.weight.clone(),
@@ -119,7 +119,7 @@ def fold_dit(dit: DiT) -> FoldedDiT:
         time=fold_scalar(dit.t_emb_tokens, dit.t_embedder), scale=fold_scalar(dit.sc_tokens, dit.sc_embedder),
         mode=dit.mode_tokens.detach().clone(), widen=copied(dit.in_proj.proj2),
         in_z=Weights(narrow @ of_z, narrow @ outer.bias), in_s=Weights(narrow @ of_s),
-        blocks=tuple(fold_block(cast(Block, block)) for block in dit.blocks),
+        blocks=tuple(fold_block(cast(DitBlock, block)) for block in dit.blocks),
         cos=cast(Tensor, dit.rope_cos), sin=cast(Tensor, dit.rope_sin),
     )  # fmt: skip
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from jpeg_dlm.config import SamplerConfig, steps_within
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.grids import quantile_grid, uniform_grid
 from jpeg_dlm.flow.latent_sampler import LatentSampler, Writer
+from jpeg_dlm.flow.sampler_config import SamplerConfig, steps_within
 from jpeg_dlm.rng import RowNoise
 
 Times = tuple[float, ...]

@@ -14,10 +14,10 @@ from typing import Literal
 from jpeg_dlm.config import Config
 from jpeg_dlm.encoders import FrozenEncoder
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.registry import build_method, method_class
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training.data import BatchStream
-from jpeg_dlm.training.dist import Ranks
 from jpeg_dlm.training.loop import Trainer
 
 _UNITS: dict[str, tuple[Literal["steps", "tokens", "seconds"], float]] = {

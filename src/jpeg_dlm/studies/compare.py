@@ -16,13 +16,13 @@ from jpeg_dlm import __version__
 from jpeg_dlm.api import Model, load
 from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import override, to_dict
-from jpeg_dlm.encoders.base import tensors_sha256
+from jpeg_dlm.encoders.frozen import tensors_sha256
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.evaluation.evaluate import Evaluation, Request
-from jpeg_dlm.evaluation.scoring import Scorer
+from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.evaluation.throughput import Subject, measure
 from jpeg_dlm.methods.registry import for_method, method_class, names
+from jpeg_dlm.scorers.scoring import Scorer
 from jpeg_dlm.studies.budget import Budget, all_steps
 from jpeg_dlm.studies.workshop import Workshop, parameter_count, training_seconds
 
@@ -51,7 +51,7 @@ def method_names(text: str) -> tuple[str, ...]:
     return tuple(name for name in systems if name in chosen)
 
 
-def compare(asked: Comparison, workshop: Workshop, scorer: Callable[[], Scorer], request: Request) -> dict[str, Any]:
+def compare(asked: Comparison, workshop: Workshop, scorer: Callable[[], Scorer], request: EvaluationRequest) -> dict[str, Any]:
     """Train, sample, score and time all methods; return the content of `compare.json`."""
     rows = {name: {"method": name, "title": method_class(name).title} for name in asked.methods}
     models: dict[str, Model] = {}

@@ -25,7 +25,7 @@ from jpeg_dlm.results.pictures import INK, dress, new_figure, save_png
 from jpeg_dlm.results.table import Table
 from jpeg_dlm.rng import derive_seed
 from jpeg_dlm.studies.latents import about, check_sources, clean_latents, heldout_of, identity, label
-from jpeg_dlm.studies.study import Asked, Outcome
+from jpeg_dlm.studies.study import Asked, StudyOutcome
 from jpeg_dlm.text.blocks import EpochOrder
 
 SEED = 20260919  # for the choice of sequences (paper)
@@ -33,12 +33,12 @@ RESAMPLES = 200  # (assumed)
 PRODUCTS_AT_ONCE = 1 << 25  # numbers in a block of position products, 134 MB
 
 
-def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
+def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
     """Compute the correlations of every model on its own held-out text."""
     check_sources(sources, rows=2)
     rows = [about(source) | _correlations(source, asked) for source in sources]
     result = {"study": "correlation", "seed": SEED, "resamples": RESAMPLES, "rows": rows}
-    return Outcome(result, [table(result)], lambda path: draw(result, path))
+    return StudyOutcome(result, [table(result)], lambda path: draw(result, path))
 
 
 def _correlations(source: ModelSource, asked: Asked) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from jpeg_dlm.config_io import override, to_dict
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.paper import OWN, paper_tables
 from jpeg_dlm.evaluation.trial import Trial, run_trial
+from jpeg_dlm.machine.console import Console
 from jpeg_dlm.methods.ar import Ar
 from jpeg_dlm.methods.base import FREE
 from jpeg_dlm.methods.registry import for_method
@@ -33,8 +34,7 @@ from jpeg_dlm.presets import preset
 from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.table import Table
-from jpeg_dlm.studies.study import Outcome
-from jpeg_dlm.training.console import Console
+from jpeg_dlm.studies.study import StudyOutcome
 
 UNCACHED, CACHED = "AR", "AR, KV cache"
 FULL = "ELF, full length"  # one latent for each token and no codec
@@ -252,7 +252,7 @@ class Measurement:
 # ---------------------------------------------------------------- the study
 
 
-def study(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Outcome:
+def study(args: argparse.Namespace, overrides: Mapping[str, Any]) -> StudyOutcome:
     """Counts for all sizes; measurements of those that are quick enough, if asked for."""
     base = validate(override(preset(args.preset), overrides))
     own_rate = base.model.latent_len / base.data.token_len
@@ -270,11 +270,11 @@ def study(args: argparse.Namespace, overrides: Mapping[str, Any]) -> Outcome:
         for key, values in _measured(args, unique).items():
             found[key]["measured"] = values
     result |= {"by_rate": [found[p.key] for p in by_rate], "by_length": [found[p.key] for p in by_length]}
-    return Outcome(result, tables(result), lambda path: draw(result, path))
+    return StudyOutcome(result, tables(result), lambda path: draw(result, path))
 
 
 def _measured(args: argparse.Namespace, points: Sequence[Point]) -> dict[Any, dict[str, Any]]:
-    from jpeg_dlm.training.dist import read_ranks
+    from jpeg_dlm.machine.dist import read_ranks
 
     trial = Trial("sample", args.batch, str(read_ranks(args.device, {}).device), torch.get_num_threads(), args.limit)
     ordered = sorted(points, key=lambda point: macs_of(point)[0])  # the quick ones tell how long the others would take

@@ -14,7 +14,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from jpeg_dlm.evaluation.decodability import break_point, real_tokens, right_tokens
+from jpeg_dlm.evaluation.noisy_tokens import break_point, real_tokens, right_tokens
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.flow.path import interpolate, per_sample
 from jpeg_dlm.methods.base import LatentView
@@ -31,21 +31,21 @@ from jpeg_dlm.studies.latents import (
     linear_ratio,
     view_of,
 )
-from jpeg_dlm.studies.study import Asked, Outcome
+from jpeg_dlm.studies.study import Asked, StudyOutcome
 
 TIMES = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
 RESAMPLES = 1000  # (assumed)
 DIRECT, BRANCH, PREDICTED = "decoded directly", "through the decode branch", "after one prediction"
 
 
-def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
+def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
     """Measure every model with each of its ways of decoding."""
     check_sources(sources, rows=1)
     rows = [about(source) | _decoded(source, asked) for source in sources]
     result = {
         "study": "decodability", "times": list(TIMES), "seeds": list(asked.seeds), "resamples": RESAMPLES, "rows": rows,
     }  # fmt: skip
-    return Outcome(result, [table(result)], lambda path: draw(result, path))
+    return StudyOutcome(result, [table(result)], lambda path: draw(result, path))
 
 
 # ---------------------------------------------------------------- counting

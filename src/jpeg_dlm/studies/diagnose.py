@@ -16,7 +16,7 @@ from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.results.pictures import LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.results.table import Table, emphasis
 from jpeg_dlm.studies.latents import about, heldout_of, identity
-from jpeg_dlm.studies.study import Asked, Outcome
+from jpeg_dlm.studies.study import Asked, StudyOutcome
 from jpeg_dlm.studies.workshop import training_seconds
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training.data import BatchStream
@@ -29,11 +29,11 @@ RATIOS = (0.2, 0.3, 0.5, 0.7)  # shown in the table; the others are in the pictu
 OVER_STEPS = 0.3
 
 
-def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
+def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
     """Diagnose every model; for runs, include the history."""
     rows = [_diagnosed(source, asked) for source in sources]
     result = {"study": "diagnose", "n": asked.n, "seeds": list(asked.seeds), "rows": rows}
-    return Outcome(result, [table(result)], lambda path: draw(result, path))
+    return StudyOutcome(result, [table(result)], lambda path: draw(result, path))
 
 
 def run_of(path: Path | None) -> Path | None:

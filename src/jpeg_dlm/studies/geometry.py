@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from jpeg_dlm.evaluation.sources import ModelSource
-from jpeg_dlm.methods.geometry import covariance, effective_rank, isotropy, measure, spectrum
+from jpeg_dlm.methods.common.latent_geometry import covariance, effective_rank, isotropy, measure, spectrum
 from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.results.table import Table
 from jpeg_dlm.studies.latents import about, check_sources, clean_latents, heldout_of, identity, label
-from jpeg_dlm.studies.study import Asked, Outcome
+from jpeg_dlm.studies.study import Asked, StudyOutcome
 from jpeg_dlm.training.alarms import collapse
 from jpeg_dlm.training.metrics import read_metrics
 
@@ -24,12 +24,12 @@ GROUPS = 8  # groups of texts for the jackknife (assumed)
 OVER_TRAINING = {"latent_rank": "effective rank / D", "latent_isotropy": "isotropy"}
 
 
-def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
+def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
     """Measure the geometry of every model on its own held-out text."""
     check_sources(sources, rows=GROUPS)
     rows = [about(source) | _geometry(source, asked) | {"over_training": over_training(source.path)} for source in sources]
     result = {"study": "geometry", "groups": GROUPS, "rows": rows}
-    return Outcome(result, [table(result)], lambda path: draw(result, path))
+    return StudyOutcome(result, [table(result)], lambda path: draw(result, path))
 
 
 def _geometry(source: ModelSource, asked: Asked) -> dict[str, Any]:

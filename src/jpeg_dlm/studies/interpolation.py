@@ -18,15 +18,14 @@ from torch import Tensor
 
 from jpeg_dlm import __version__
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol
-from jpeg_dlm.evaluation.scoring import Scorer
-from jpeg_dlm.evaluation.sources import ModelSource, Texts
-from jpeg_dlm.evaluation.text_metrics import perplexity, perplexity_interval, unigram_entropy
+from jpeg_dlm.evaluation.sources import ModelSource, SourceTexts
 from jpeg_dlm.flow.vp import TanSchedule
 from jpeg_dlm.methods.base import LatentView, linear_time
 from jpeg_dlm.results.pictures import LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.table import Table
 from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.scorers.scoring import Scorer
 from jpeg_dlm.studies.latents import (
     about,
     batches_of,
@@ -38,8 +37,9 @@ from jpeg_dlm.studies.latents import (
     unit_rms,
     view_of,
 )
-from jpeg_dlm.studies.study import Asked, Outcome
+from jpeg_dlm.studies.study import Asked, StudyOutcome
 from jpeg_dlm.text.blocks import EpochOrder
+from jpeg_dlm.text.text_metrics import perplexity, perplexity_interval, unigram_entropy
 
 LAMBDAS = (0.0, 0.2, 0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8, 1.0)  # (paper)
 TIMES = (0.0, 0.1, 0.2, 0.3)  # forward times of COSMOS with d = 5 (paper); 0 is no noise
@@ -49,7 +49,7 @@ RESAMPLES = 2000  # (paper)
 SHOWN = 2  # texts per point kept in the results
 
 
-def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
+def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
     """Score every model at every noise level and lambda."""
     check_sources(sources, rows=2)
     scorer, protocol = asked.scorer(), protocol_of(sources)
@@ -60,7 +60,7 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
         "protocol": protocol.name, "pairs": asked.n, "pair_seed": PAIR_SEED, "noise_seed": NOISE_SEED,
         "lambdas": list(LAMBDAS), "levels": levels, "rows": rows,
     }  # fmt: skip
-    return Outcome(result, tables(result), lambda path: draw(result, path))
+    return StudyOutcome(result, tables(result), lambda path: draw(result, path))
 
 
 def level(t: float) -> dict[str, float]:
@@ -155,8 +155,9 @@ def _scored(name: str, texts: list[str], scorer: Scorer, protocol: Protocol, par
         return found | {"gen_ppl": perplexity(kept), "gen_ppl_low": low, "gen_ppl_high": high, "entropy": entropy}
 
     depends = {
-        "kind": "interpolation-scores", "version": __version__, "texts_sha256": Texts(texts).sha256, "scorer": scorer.name,
-        "scorer_hash": scorer.hash, "bf16": scorer.bf16, "protocol": protocol.name, "resamples": RESAMPLES,
+        "kind": "interpolation-scores", "version": __version__, "texts_sha256": SourceTexts(texts).sha256,
+        "scorer": scorer.name, "scorer_hash": scorer.hash, "bf16": scorer.bf16, "protocol": protocol.name,
+        "resamples": RESAMPLES,
     }  # fmt: skip
     return parts.get_or_make(f"scores-{name}", depends, make)
 

@@ -16,10 +16,10 @@ from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.flow.vp import TanSchedule
+from jpeg_dlm.machine.console import Console
 from jpeg_dlm.methods.base import Batch, LatentView, Method
 from jpeg_dlm.methods.registry import systems_that
 from jpeg_dlm.text.blocks import Blocks
-from jpeg_dlm.training.console import Console
 from jpeg_dlm.wording import either
 
 # ---------------------------------------------------------------- noise levels and times

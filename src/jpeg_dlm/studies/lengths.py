@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from jpeg_dlm.evaluation.evaluate import Evaluation, Request
+from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.figures import mauve_or_reason
-from jpeg_dlm.evaluation.lengths import chance_overlap, length_accuracy, length_overlap
+from jpeg_dlm.evaluation.length_overlap import chance_overlap, length_accuracy, length_overlap
 from jpeg_dlm.evaluation.paper import paper_tables
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.results.pictures import GENERATED_COLOR, INK, LINE_COLORS, REAL_COLOR, dress, new_figure, save_png
 from jpeg_dlm.results.spread import plus_minus, spread
 from jpeg_dlm.results.table import Table
 from jpeg_dlm.studies.steps import common_protocol
-from jpeg_dlm.studies.study import Asked, Outcome
+from jpeg_dlm.studies.study import Asked, StudyOutcome
 
 FORMAT = 1  # of the partial results
 BARS = 40  # most bars of a histogram; a bar is at least one token wide
@@ -31,16 +31,16 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
+def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
     """Compare every model with its own held-out text."""
     rules = common_protocol(sources)
-    request = Request(rules, asked.seeds, asked.n, mauve=asked.mauve)  # type: ignore[arg-type]
+    request = EvaluationRequest(rules, asked.seeds, asked.n, mauve=asked.mauve)  # type: ignore[arg-type]
     evaluation = Evaluation(asked.scorer(), request, asked.parts, asked.console)
     systems = [compare_lengths(source, evaluation, asked) for source in sources]
     result = {
         "scorer": evaluation.scorer.name, "protocol": rules.name, "paper": paper_tables()["mauve_lengths"], "systems": systems,
     }  # fmt: skip
-    return Outcome(result, [table(result)], lambda path: draw(result, path))
+    return StudyOutcome(result, [table(result)], lambda path: draw(result, path))
 
 
 def compare_lengths(source: ModelSource, evaluation: Evaluation, asked: Asked) -> dict[str, Any]:

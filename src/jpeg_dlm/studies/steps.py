@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from jpeg_dlm.evaluation.entry_pictures import draw_sweep
-from jpeg_dlm.evaluation.evaluate import Evaluation, Request
+from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.paper import OWN, paper_tables
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol, protocol
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.results.spread import plus_minus
 from jpeg_dlm.results.table import Cell, Table, emphasis
-from jpeg_dlm.studies.study import Asked, Outcome
+from jpeg_dlm.studies.study import Asked, StudyOutcome
 
 PAPER_PRESET = "lm1b"  # of the paper's sweep
 DEFAULT_STEPS = (4, 8, 16, 32, 64, 128)  # for other models (assumed)
@@ -34,14 +34,14 @@ def common_protocol(sources: Sequence[ModelSource]) -> Protocol:
     return protocol(name if name in PROTOCOLS else "default")
 
 
-def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
+def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
     """Evaluate every model at every number of steps; a model without steps, such as AR, is one point."""
     scorer, rules = asked.scorer(), common_protocol(sources)
     entries: list[dict[str, Any]] = []
     for source in sources:
         config = source.model.config
         steps = sweep_of(config.preset, config.sampler.steps) if hasattr(config.sampler, "steps") else ()
-        request = Request(rules, asked.seeds, asked.n, steps, mauve=asked.mauve)  # type: ignore[arg-type]
+        request = EvaluationRequest(rules, asked.seeds, asked.n, steps, mauve=asked.mauve)  # type: ignore[arg-type]
         entries += Evaluation(scorer, request, asked.parts, asked.console).entries(source)
     result = {
         "scorer": scorer.name, "protocol": rules.name, "paper": paper_tables()["lm1b_steps"], "entries": entries,
@@ -51,7 +51,7 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> Outcome:
     def draw(path: Path) -> Path:
         return draw_sweep(entries, scorer.name, path)
 
-    return Outcome(result, [table(result)], draw)
+    return StudyOutcome(result, [table(result)], draw)
 
 
 def enough_steps(entries: Sequence[Mapping[str, Any]]) -> int | None:

@@ -9,11 +9,11 @@ from typing import Any
 
 from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import override
-from jpeg_dlm.evaluation.scoring import Scorer
+from jpeg_dlm.machine.console import Console
 from jpeg_dlm.presets import preset
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.table import Table, write_result
-from jpeg_dlm.training.console import Console
+from jpeg_dlm.scorers.scoring import Scorer
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StudyOutcome:
     """`result` is plain JSON with everything that the table and the picture show."""
 
     result: dict[str, Any]

@@ -18,12 +18,12 @@ from jpeg_dlm.api import load
 from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import override
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.evaluation.evaluate import Evaluation, Request
-from jpeg_dlm.evaluation.scoring import Scorer
+from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.results.spread import spread
+from jpeg_dlm.scorers.scoring import Scorer
 from jpeg_dlm.studies.budget import Budget, all_steps
-from jpeg_dlm.studies.study import Outcome, Variant, read_base
+from jpeg_dlm.studies.study import StudyOutcome, Variant, read_base
 from jpeg_dlm.studies.variant_report import study_table
 from jpeg_dlm.studies.variants import TRAINING
 from jpeg_dlm.studies.workshop import Workshop, parameter_count, training_seconds
@@ -110,7 +110,9 @@ def train(planned: Plan, workshop: Workshop, wait: bool = True) -> None:
 # ---------------------------------------------------------------- evaluate
 
 
-def evaluate(planned: Plan, workshop: Workshop, scorer: Callable[[], Scorer], request: Request, batch: int = 64) -> Outcome:
+def evaluate(
+    planned: Plan, workshop: Workshop, scorer: Callable[[], Scorer], request: EvaluationRequest, batch: int = 64
+) -> StudyOutcome:
     """Score every trained run and assemble the result."""
     question, study, rows = planned.question, TRAINING[planned.question.study], planned.rows
     if not any(row.runs for row in rows):  # most likely for one reason: raise it before a scorer is downloaded
@@ -129,7 +131,7 @@ def evaluate(planned: Plan, workshop: Workshop, scorer: Callable[[], Scorer], re
         "protocol": asdict(request.protocol), "texts": request.n or request.protocol.n, "seeds": len(request.seeds),
         "train_seeds": question.train_seeds, "left_out": planned.left_out, "rows": [row.record for row in rows], **beside,
     }  # fmt: skip
-    return Outcome(result, [study_table(result)], partial(study.draw, result))
+    return StudyOutcome(result, [study_table(result)], partial(study.draw, result))
 
 
 def _scored(

@@ -29,15 +29,15 @@ from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.encoders.small import CONFIG_FILE
 from jpeg_dlm.errors import JpegDlmError
 from jpeg_dlm.files import write_atomic
+from jpeg_dlm.folders.checkpoint import latest_checkpoint
+from jpeg_dlm.machine.console import Console
+from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.registry import method_class
 from jpeg_dlm.results.resumable import Parts, key_of
 from jpeg_dlm.studies.budget import Budget, measure_step, spend
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.corpora import bring
 from jpeg_dlm.text.prepare import prepare
-from jpeg_dlm.training.checkpoint import latest_checkpoint
-from jpeg_dlm.training.console import Console
-from jpeg_dlm.training.dist import Ranks
 from jpeg_dlm.training.lock import Locked, run_lock
 from jpeg_dlm.training.metrics import read_metrics
 from jpeg_dlm.training.run import encoder_config, fit_to_data, train_run
@@ -45,7 +45,7 @@ from jpeg_dlm.training.run import encoder_config, fit_to_data, train_run
 POLL_S = 1.0  # between attempts to take a lock (assumed: short compared to any training)
 
 
-class Stopped(JpegDlmError):
+class StudyStopped(JpegDlmError):
     """A signal asked to stop; everything is saved."""
 
     def __init__(self, signal: str) -> None:
@@ -100,7 +100,7 @@ class Workshop:
         """Record an error within the block as the row's `error`, with its traceback in a file; let `Stopped` pass."""
         try:
             yield
-        except (Stopped, Locked):
+        except (StudyStopped, Locked):
             raise
         except Exception as error:  # no error of one row may end the others
             sentence = str(error) if isinstance(error, JpegDlmError) else f"{type(error).__name__}: {error}"
@@ -192,7 +192,7 @@ class Workshop:
                 return
             outcome = train_run(config, run, self.ranks, self.console, resume=True)
         if outcome.stopped_by:
-            raise Stopped(outcome.stopped_by)
+            raise StudyStopped(outcome.stopped_by)
 
     def _finished(self, run: Path, config: Config) -> bool:
         if config.method == "encoder" and not (run / "encoder" / CONFIG_FILE).is_file():

@@ -31,15 +31,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jpeg_dlm.assets import ASSETS, fetch
 from jpeg_dlm.errors import DataError, MissingPackageError, UsageError, reason_of
+from jpeg_dlm.fetch.assets import ASSETS, fetch
 from jpeg_dlm.text.captions import captions
 from jpeg_dlm.text.stories import PART, VERSION, stories_of, written
 from jpeg_dlm.text.tokenizer import collapse
 from jpeg_dlm.text.wikipedia import wikipedia_articles
 
 if TYPE_CHECKING:
-    from jpeg_dlm.training.console import Console
+    from jpeg_dlm.machine.console import Console
 
 MARKER = "<|endoftext|>"
 SUFFIXES = (".txt", ".md", ".jsonl")

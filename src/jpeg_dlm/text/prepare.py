@@ -33,7 +33,7 @@ from jpeg_dlm.text.blocks import FORMAT
 from jpeg_dlm.text.corpora import Corpus, Document, Ids, open_corpus
 from jpeg_dlm.text.packing import Carry, Layout, sentences, step
 from jpeg_dlm.text.prepared import SPLITS, UNCOMPARED, Prepared, describe, reuse
-from jpeg_dlm.text.split import START, Piece, Place, choose_split
+from jpeg_dlm.text.split import START, DocumentPiece, Place, choose_split
 from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 from jpeg_dlm.wording import counted
 
@@ -50,7 +50,7 @@ Item = TypeVar("Item")
 
 
 @dataclass
-class Part:
+class SplitState:
     """State of one split while it is being written."""
 
     carry: Carry = field(default_factory=list)
@@ -115,7 +115,7 @@ class _Run:
         self.dtype = np.dtype("<u2") if self.tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
         self.shard_rows = max(1, shard_bytes // (data.token_len * self.dtype.itemsize))
         self.place, self.done_bytes, self.long = START, 0, 0  # `long`: number of documents that were cut
-        self.parts = {name: Part() for name in SPLITS}
+        self.parts = {name: SplitState() for name in SPLITS}
         compared = {k: v for k, v in asdict(data).items() if k not in UNCOMPARED}
         split = [self.split.longest, self.split.stretch, self.split.period]
         self.identity = [FORMAT, compared, corpus.fingerprint, self.tokenizer.fingerprint, self.shard_rows, split]
@@ -151,7 +151,7 @@ class _Run:
         if self.data.detokenize != "none":
             raise UsageError(f"data.detokenize is for text, and '{self.data.source}' holds token ids: leave it out.")
 
-    def _pieces(self, start: Place) -> Iterator[Piece]:
+    def _pieces(self, start: Place) -> Iterator[DocumentPiece]:
         """Yield the pieces of the stream after the place `start`."""
         rest = iter(()) if self.whole else self._stream(max(start.document, len(self.head)))
         return self.split.pieces(itertools.chain(self.head[start.document :], rest), start)
@@ -246,7 +246,7 @@ class _Run:
             if json.dumps(state["identity"]) != json.dumps(self.identity):
                 return
             place = Place(*state["place"])
-            parts = {name: Part(**state["parts"][name], pending=[pending[name]]) for name in SPLITS}
+            parts = {name: SplitState(**state["parts"][name], pending=[pending[name]]) for name in SPLITS}
             if any(rows.dtype != self.dtype or rows.shape[1:] != (self.data.token_len,) for rows in pending.values()):
                 return
             for shard in itertools.chain.from_iterable(part.shards for part in parts.values()):
@@ -338,7 +338,7 @@ def _budgeted(items: Iterable[Item], characters: int, length: Callable[[Item], i
             return
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+def _batches(pieces: Iterator[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
     while batch := list(_budgeted(pieces, BATCH, lambda piece: len(piece.content))):
         yield batch
 

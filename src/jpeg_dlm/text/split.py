@@ -32,7 +32,7 @@ class Place(NamedTuple):
 START = Place()
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """A document, or a part of a long one."""
 
     content: Document
@@ -57,7 +57,7 @@ class Split:
         held = number in self.held if number < self.known else draw(number) < self.share
         return "heldout" if held else "train"
 
-    def pieces(self, documents: Iterable[Document], start: Place = START) -> Iterator[Piece]:
+    def pieces(self, documents: Iterable[Document], start: Place = START) -> Iterator[DocumentPiece]:
         """Yield the pieces after `start`; `documents` begins with the document that `start` is in."""
         _, skip, long = start
         for number, document in enumerate(documents, start.document):
@@ -66,7 +66,7 @@ class Split:
                 whole, parts = False, self._stretches(document, long)
             for i, (part, name) in enumerate(parts):
                 if i >= skip:
-                    yield Piece(part, name, Place(number, i + 1, long), whole)
+                    yield DocumentPiece(part, name, Place(number, i + 1, long), whole)
             skip = 0
             long += 0 if whole else len(document)
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from jpeg_dlm.assets import cache_dir, fetch
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.fetch.assets import fetch
 from jpeg_dlm.files import write_atomic
+from jpeg_dlm.machine.cache import cache_dir
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text.stories15m import BOS, SPECIALS, load_stories15m
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import LlamaForCausalLM
 
-    from jpeg_dlm.training.console import Console
+    from jpeg_dlm.machine.console import Console
 
 STORIES = 20_000  # for the source `stories`: about 4 M tokens of stories15M, an hour on one core
 MOST = 1_000_000
@@ -50,7 +51,7 @@ def stories_of(source: str) -> int | None:
 
 def written(count: int, console: Console | None = None) -> list[Path]:
     """Return the files of the first parts that hold at least `count` stories; write those that are missing."""
-    from jpeg_dlm.training.console import Console
+    from jpeg_dlm.machine.console import Console
 
     console = console or Console()
     folder = cache_dir() / f"stories-{VERSION}"
@@ -59,7 +60,7 @@ def written(count: int, console: Console | None = None) -> list[Path]:
     if missing:
         model, tokenizer, context = load_stories15m(fetch("stories15m", console=console))
         folder.mkdir(parents=True, exist_ok=True)
-        writer = Writer(model, tokenizer, context, folder, PART)
+        writer = StoryWriter(model, tokenizer, context, folder, PART)
         with console.progress(f"Writing {PART * len(missing):,} stories", "stories") as progress:
             for done, number in enumerate(missing, 1):
                 write_atomic(paths[number], "".join(json.dumps({"text": text}) + "\n" for text in writer.part(number)))
@@ -67,7 +68,7 @@ def written(count: int, console: Console | None = None) -> list[Path]:
     return paths
 
 
-class Writer:
+class StoryWriter:
     """Generates the parts; later parts draw only from the pieces that occurred in a nucleus of part 0 (`pieces.json`)."""
 
     def __init__(self, model: LlamaForCausalLM, tokenizer: Tokenizer, context: int, folder: Path, size: int) -> None:

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jpeg_dlm.assets import fetch
 from jpeg_dlm.errors import DataError, JpegDlmError, UsageError, reason_of
+from jpeg_dlm.fetch.assets import fetch
 from jpeg_dlm.files import write_atomic
 
 SPECIALS = ("<pad>", "</s>", "<unk>", "<mask>", "<s>", "<line>")  # ids 0 to 5 of a tokenizer trained here

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jpeg_dlm.config import TrainConfig
-from jpeg_dlm.methods.geometry import POINT_DISTANCE
+from jpeg_dlm.methods.common.latent_geometry import POINT_DISTANCE
 from jpeg_dlm.training.metrics import MetricsLog, read_metrics
 
 FILE = "alarms.jsonl"

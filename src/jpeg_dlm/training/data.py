@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from jpeg_dlm.config import TrainConfig
-from jpeg_dlm.feature_cache import FeatureCache
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text.blocks import Blocks, EpochOrder
+from jpeg_dlm.training.feature_cache import FeatureCache
 
 
 @dataclass

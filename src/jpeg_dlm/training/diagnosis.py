@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jpeg_dlm.evaluation.known_text import KnownText, spread
 from jpeg_dlm.methods.base import Batch, Latents, Method
-from jpeg_dlm.methods.denoising import compare_denoisers, fit_linear_denoiser, ranks
+from jpeg_dlm.methods.common.denoising import compare_denoisers, fit_linear_denoiser, ranks
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.text.known_text import KnownText, spread
 from jpeg_dlm.text.tokenizer import TextTokenizer
 from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.training.metrics import DIAGNOSIS

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jpeg_dlm.errors import JpegDlmError
-from jpeg_dlm.feature_cache import COMPLETE_FILE
 from jpeg_dlm.files import MANIFEST, TEMP_PREFIX, check_listed, compare_file, verify_manifest
-from jpeg_dlm.model_folder import TOKENIZER_FILE, ModelParts, read_model
+from jpeg_dlm.folders.checkpoint import verify_run
+from jpeg_dlm.folders.model_folder import TOKENIZER_FILE, ModelParts, read_model
 from jpeg_dlm.text.blocks import Blocks
-from jpeg_dlm.training.checkpoint import verify_run
+from jpeg_dlm.training.feature_cache import COMPLETE_FILE
 from jpeg_dlm.training.lock import LOCK
 from jpeg_dlm.training.metrics import read_metrics
 from jpeg_dlm.training.record import FILES, INVOCATIONS, read_rows, recorded
@@ -30,7 +30,7 @@ TOLD = 5  # most names of unrecorded files in a line
 
 
 @dataclass(frozen=True)
-class Part:
+class RunPart:
     """A group of files of a run; `said` describes its state."""
 
     name: str
@@ -39,7 +39,7 @@ class Part:
     said: str
 
 
-def run_parts(run: Path) -> Iterator[Part]:
+def run_parts(run: Path) -> Iterator[RunPart]:
     """Yield the parts of a run: first its inputs, then its stages, then its own files. Yield nothing if it is not a run."""
     stages = sorted(run.glob(STAGES))
     if not stages and not any((run / name).exists() for name in (FILES, "checkpoints", "data/index.json")):
@@ -59,10 +59,10 @@ def verify_blocks(folder: Path) -> None:
     Blocks(folder).tokenizer()
 
 
-def _part(name: str, size: int, error: str | None, unproved: str = "") -> Part:
+def _part(name: str, size: int, error: str | None, unproved: str = "") -> RunPart:
     if error:
-        return Part(name, size, "damaged", error)
-    return Part(name, size, "unproved" if unproved else "whole", unproved or "whole")
+        return RunPart(name, size, "damaged", error)
+    return RunPart(name, size, "unproved" if unproved else "whole", unproved or "whole")
 
 
 def _complaint(check: Callable[[], object]) -> str | None:
@@ -80,7 +80,7 @@ def _size(folder: Path) -> int:
 # ---------------------------------------------------------------- folders with manifests
 
 
-def _folder_parts(run: Path) -> Iterator[Part]:
+def _folder_parts(run: Path) -> Iterator[RunPart]:
     data, features, encoder = run / "data", run / "features", run / "encoder"
     if (data / "index.json").is_file():
         older = "" if (data / MANIFEST).is_file() else f"tokens and tokenizer are whole; heldout.jsonl is {UNRECORDED}"
@@ -109,7 +109,7 @@ def _model(run: Path) -> ModelParts | None:
 # ---------------------------------------------------------------- files that the run itself wrote
 
 
-def _own_files(run: Path, prefix: str) -> Iterator[Part]:
+def _own_files(run: Path, prefix: str) -> Iterator[RunPart]:
     files: dict[str, list[dict[str, Any]]] = {}
     records = {FILES: lambda: files.update(recorded(run)), INVOCATIONS: lambda: read_rows(run / INVOCATIONS)}
     for name, read in records.items():
@@ -124,7 +124,7 @@ def _own_files(run: Path, prefix: str) -> Iterator[Part]:
     logs = {path for pattern in LOGS for path in run.glob(pattern)}
     for path in sorted(logs):
         error = _complaint(lambda path=path: read_metrics(path))
-        yield Part(prefix + path.name, _size_of(path), "damaged" if error else "whole", error or "readable")
+        yield RunPart(prefix + path.name, _size_of(path), "damaged" if error else "whole", error or "readable")
     rest = {str(path.relative_to(run)) for path in _plain_files(run) if path not in logs} - files.keys() - {LOCK, *records}
     if TOKENIZER_FILE in rest and (model := _model(run)) and model.tokenizer_fingerprint:
         rest -= {TOKENIZER_FILE}

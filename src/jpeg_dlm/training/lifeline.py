@@ -20,7 +20,7 @@ import torch
 import torch.distributed as torch_dist
 
 from jpeg_dlm.errors import JpegDlmError
-from jpeg_dlm.training.dist import Ranks
+from jpeg_dlm.machine.dist import Ranks
 
 CONNECT_S = 30.0  # assumed: all processes connect at the same time
 GRACE_S = 4.0  # lets a process report its own error first; through the main process it takes twice that (assumed)

@@ -22,20 +22,22 @@ from pathlib import Path
 
 import torch
 
-from jpeg_dlm.collectives import all_sum, barrier
 from jpeg_dlm.config import Config, DataConfig, TrainConfig, validate
 from jpeg_dlm.config_io import from_dict, read_json_file, to_dict
-from jpeg_dlm.cpu import cost_of, with_precision
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
-from jpeg_dlm.encoders.base import measure_statistics, save_statistics
 from jpeg_dlm.encoders.build import FrozenSmallEncoder
+from jpeg_dlm.encoders.frozen import measure_statistics, save_statistics
 from jpeg_dlm.encoders.small import CONFIG_FILE, read_small_encoder_info, save_small_encoder
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.feature_cache import FeatureCache
+from jpeg_dlm.folders.checkpoint import latest_checkpoint, newest_step
+from jpeg_dlm.folders.model_folder import read_model
+from jpeg_dlm.machine.collectives import all_sum, barrier
+from jpeg_dlm.machine.console import Console
+from jpeg_dlm.machine.cpu import cost_of, with_precision
+from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.base import Method, Trainable
 from jpeg_dlm.methods.encoder_pretraining import EncoderPretraining
 from jpeg_dlm.methods.registry import build_method, method_class
-from jpeg_dlm.model_folder import read_model
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.corpora import bring
@@ -43,20 +45,19 @@ from jpeg_dlm.text.packing import end_rows
 from jpeg_dlm.text.prepare import prepare
 from jpeg_dlm.text.tokenizer import TextTokenizer
 from jpeg_dlm.training.alarms import Alarms
-from jpeg_dlm.training.checkpoint import latest_checkpoint, newest_step
-from jpeg_dlm.training.console import Console
 from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.training.diagnosis import TEXTS, Diagnosis
 from jpeg_dlm.training.diagnosis_plot import plot_diagnosis
-from jpeg_dlm.training.dist import Ranks
-from jpeg_dlm.training.heldout import heldout_losses
+from jpeg_dlm.training.feature_cache import FeatureCache
 from jpeg_dlm.training.lock import run_lock
 from jpeg_dlm.training.loop import Trainer
 from jpeg_dlm.training.metrics import MetricsLog
 from jpeg_dlm.training.plots import plot_metrics
 from jpeg_dlm.training.record import Invocation, write_recorded
 from jpeg_dlm.training.signals import StopSignal
+from jpeg_dlm.training.telling import training_progress
 from jpeg_dlm.training.trackers import Follower, Start, check_tracker
+from jpeg_dlm.training.validation import heldout_losses
 
 STATISTICS_ROWS = 4096  # rows over which feature statistics are measured (assumed: plenty for a mean per channel)
 SAMPLE_TEXTS = 8
@@ -76,7 +77,7 @@ class Outcome:
         return self.step > 0
 
 
-class Stopped(Exception):
+class StageStopped(Exception):
     """A stage was asked to stop, so later stages must not start."""
 
     def __init__(self, outcome: Outcome) -> None:
@@ -120,7 +121,7 @@ def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume:
             if method_class(config.method).uses_encoder:
                 bench = with_encoder(config, run, bench)
             method = train_method(config, run, bench, stop_at)
-        except Stopped as stopped:
+        except StageStopped as stopped:
             return stopped.outcome
         if isinstance(method, EncoderPretraining):
             finish_encoder(method, config, bench, run / "encoder")
@@ -169,7 +170,7 @@ def prepared_folder(config: Config, run: Path, ranks: Ranks, console: Console, s
 
             def check() -> None:
                 if stop.requested and ranks.world == 1:  # other processes would wait at the barrier
-                    raise Stopped(Outcome(0, stop.requested))
+                    raise StageStopped(Outcome(0, stop.requested))
 
             done = prepare(config.data, run / "data", progress, check=check)
         if done.note:
@@ -317,7 +318,7 @@ def train_method(config: Config, run: Path, bench: Bench, stop_at: int | None = 
     follower = Follower(Start(run, config, resume), console.warn) if ranks.is_main else None  # before the log drops lines
     log = MetricsLog(run / "metrics.jsonl", resume) if ranks.is_main else None
     alarms = Alarms(run, config.train, console.warn, resume) if ranks.is_main else None
-    with console.training(config, trainer.step, stream.rows_per_step) as show:
+    with training_progress(console, config, trainer.step, stream.rows_per_step) as show:
 
         def tell(step: int, values: dict[str, float]) -> None:
             show(step, values)
@@ -332,7 +333,7 @@ def train_method(config: Config, run: Path, bench: Bench, stop_at: int | None = 
         plot_if_measured(run)
     if trainer.step < config.train.steps:
         by = f"--stop-at {stop_at}" if stop_at is not None and not bench.stop.requested else stopped
-        raise Stopped(Outcome(trainer.step, by, config.method))
+        raise StageStopped(Outcome(trainer.step, by, config.method))
     return trainer.finished_method()
 
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from jpeg_dlm.collectives import all_mean, all_sum
+from jpeg_dlm.machine.collectives import all_mean, all_sum
+from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.base import FROZEN, Trainable
-from jpeg_dlm.training.dist import Ranks
 from jpeg_dlm.training.parts import divided_like, is_divided, local, whole
 
 

@@ -1,0 +1,1 @@
+"""Pinned files from the package registries."""

@@ -1,0 +1,1 @@
+"""Reading checkpoints of other programs."""

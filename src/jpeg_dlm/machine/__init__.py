@@ -1,0 +1,1 @@
+"""The machine: CPU, processes, console and progress."""

@@ -1,0 +1,150 @@
+"""Geometry of a latent space: its spectrum, effective rank, distance from N(0, I), and robustness to noise.
+
+u (R, D) holds R latent vectors of this process, z (B, N, D) those of B texts by position. With several processes, every
+mean is global and each process has equally many vectors, so results do not depend on how a batch is split. Everything
+is computed in fp32 or better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from jpeg_dlm.flow.path import interpolate
+from jpeg_dlm.machine.collectives import all_mean, world_size
+from jpeg_dlm.methods.base import Batch, Latents, masked_mean
+from jpeg_dlm.methods.common.regularizers import sigreg, unit_directions
+from jpeg_dlm.nn.precision import fp32_island
+from jpeg_dlm.rng import RowNoise, generator
+
+SLICES = 256  # directions of the SIGReg distance (the default of objective.sigreg_slices)
+DECODE_TIMES = (0.3, 0.5, 0.7)  # shares of clean latent at which decoding is measured (assumed: from hopeless to easy)
+DECODE_PART = 4  # one row in four is decoded: decoding all rows three times costs as much as all losses (measured)
+POINT_DISTANCE = 0.402  # SIGReg distance of vectors that are all 0: the integral of phi (1 - phi)**2 over [-3, 3]
+
+
+# ---------------------------------------------------------------- functions of a spectrum
+
+
+def covariance(u: Tensor) -> Tensor:
+    """Return the covariance (D, D) of all vectors, normalized by their number."""
+    u = u.float()
+    with fp32_island(u):
+        centered = u - all_mean(u.mean(0))
+        return all_mean(centered.T @ centered / len(u))
+
+
+def spectrum(cov_DD: Tensor) -> Tensor:
+    """Return the eigenvalues in descending order in float64, or NaN if the covariance is not finite."""
+    cov_DD = cov_DD.cpu().double()
+    if not bool(cov_DD.isfinite().all()):
+        return torch.full((len(cov_DD),), torch.nan, dtype=torch.float64)
+    return torch.linalg.eigvalsh(cov_DD).flip(0).clamp_min(0)  # rounding may leave a zero slightly negative
+
+
+def effective_rank(eigenvalues_D: Tensor) -> float:
+    """Return exp of the entropy of the normalized eigenvalues: k for k equal ones, 0 if all are 0."""
+    p = eigenvalues_D / eigenvalues_D.sum()
+    return float(torch.special.entr(p).sum().exp()) if eigenvalues_D.sum() != 0 else 0.0
+
+
+def participation_ratio(eigenvalues_D: Tensor) -> float:
+    """Return (sum of eigenvalues)**2 / sum of squares: k for k equal ones; small ones affect it less than the entropy."""
+    total, squares = eigenvalues_D.sum(), eigenvalues_D.square().sum()
+    return float(total**2 / squares) if squares != 0 else 0.0
+
+
+def isotropy(eigenvalues_D: Tensor) -> float:
+    """Return IsoScore (2108.07344): 1 if all directions have the same variance, 0 if only one varies.
+
+    Its three steps simplify to (participation ratio - 1) / (D - 1).
+    """
+    dim = len(eigenvalues_D)
+    spare = max(participation_ratio(eigenvalues_D) - 1, 0.0)  # this argument order propagates NaN
+    return spare / (dim - 1) if dim > 1 else 1.0
+
+
+def text_variance(z_BND: Tensor) -> float:
+    """Return the variance around the mean of each position: 0 if latents depend on their position only."""
+    z = z_BND.float()
+    return float(all_mean((z - all_mean(z.mean(0))).square().mean()))
+
+
+def sigreg_distance(u: Tensor, slices: int = SLICES) -> float:
+    """Return the SIGReg statistic per vector over fixed directions: 0 for N(0, I), POINT_DISTANCE for a single point.
+
+    The statistic itself grows with the number of vectors and could not be compared between runs.
+    """
+    u = u.float()
+    with fp32_island(u):
+        directions = unit_directions(u.shape[1], slices, generator(0, "geometry"))
+        return float(sigreg(u, directions)) / (len(u) * world_size())
+
+
+# ---------------------------------------------------------------- all of it
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Statistics of latent vectors.
+
+    `rank` is the effective rank relative to the largest possible one, `text` the variance within positions.
+    """
+
+    vectors: int
+    eigenvalues: list[float]
+    effective_rank: float
+    rank: float
+    participation_ratio: float
+    isotropy: float
+    std_min: float
+    std_median: float
+    text: float
+    sigreg: float
+
+
+def measure(z_BND: Tensor) -> Geometry:
+    """Measure the geometry of the latents of all processes."""
+    u = z_BND.flatten(0, 1)
+    cov_DD = covariance(u)
+    eigenvalues = spectrum(cov_DD)
+    std = cov_DD.diagonal().clamp_min(0).sqrt()
+    vectors = len(u) * world_size()
+    rank = effective_rank(eigenvalues)
+    return Geometry(
+        vectors=vectors,
+        eigenvalues=eigenvalues.tolist(),
+        effective_rank=rank,
+        rank=rank / max(1, min(len(eigenvalues), vectors - 1)),  # R vectors span R - 1 directions around their mean
+        participation_ratio=participation_ratio(eigenvalues),
+        isotropy=isotropy(eigenvalues),
+        std_min=float(std.min()),
+        std_median=float(std.median()),
+        text=text_variance(z_BND),
+        sigreg=sigreg_distance(u),
+    )
+
+
+def noisy_accuracy(latents: Latents, batch: Batch, noise: RowNoise, times: Sequence[float] = DECODE_TIMES) -> list[float]:
+    """Return, for each t, the share of this process's real tokens decoded from z_t = t z + (1 - t) eps, with one eps."""
+    z = latents.z_BND
+    eps = noise.normal("decode", *z.shape[1:])
+    shares = []
+    for t in times:
+        tokens_BL = latents.decode(interpolate(z, eps, torch.full((len(z),), t, device=z.device)))
+        shares.append(float(masked_mean((tokens_BL == batch.tokens_BL).float(), batch.mask_BL)))
+    return shares
+
+
+def latent_measures(latents: Latents, batch: Batch, noise: RowNoise) -> dict[str, float]:
+    """Return the values that an evaluation logs; accuracies are of this process's rows and not yet averaged."""
+    found = measure(latents.z_BND)
+    values = {f"latent_{name}": getattr(found, name) for name in ("rank", "isotropy", "std_min", "text", "sigreg")}
+    rows = max(1, len(latents.z_BND) // DECODE_PART)
+    part = Batch(batch.tokens_BL[:rows], None if batch.mask_BL is None else batch.mask_BL[:rows])
+    first = Latents(latents.z_BND[:rows], latents.decode)
+    shares = noisy_accuracy(first, part, replace(noise, rows=noise.rows[:rows]))
+    return values | {f"decode_t{t:g}": share for t, share in zip(DECODE_TIMES, shares, strict=True)}

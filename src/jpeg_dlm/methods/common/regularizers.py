@@ -1,0 +1,90 @@
+"""SIGReg and the variance and covariance terms, which keep the latent space from collapsing (appendix).
+
+U (R, D) holds R latent vectors of this process. With several processes, every mean is global, so the terms do not depend
+on how a batch is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jpeg_dlm.machine.collectives import all_mean, world_size
+
+
+def unit_directions(dim: int, slices: int, generator: torch.Generator) -> Tensor:
+    """Return M random unit directions as columns (D, M)."""
+    a = torch.randn((dim, slices), generator=generator, device=generator.device)
+    return a / a.norm(dim=0)
+
+
+def epps_pulley(y: Tensor, knots: int = 17, t_max: float = 3.0) -> Tensor:
+    """Return the Epps-Pulley distance of each column of y (R, M) from N(0, 1), times R: shape (M,).
+
+    Uses trapezoidal quadrature on [-t_max, t_max], folded onto the half line by symmetry, and LeJEPA's Gaussian weight.
+    """
+    t = torch.linspace(0.0, t_max, knots, dtype=torch.float32, device=y.device)
+    dt = t_max / (knots - 1)
+    phi = torch.exp(-0.5 * t**2)
+    weights = torch.full_like(t, 2 * dt)
+    weights[0] = weights[-1] = dt
+    real_KM, imag_KM = all_mean(wave_means(y, knots, dt))  # one all-reduce for all knots
+    distance_KM = (real_KM - phi[:, None]) ** 2 + imag_KM**2
+    return (weights * phi) @ distance_KM * (len(y) * world_size())
+
+
+def wave_means(y: Tensor, knots: int, dt: float) -> Tensor:
+    """Return the means of cos(k dt y) and sin(k dt y) over the rows of y (R, M) for k = 0 .. knots - 1: (2, knots, M).
+
+    Each wave is a rotation of the previous one, computed in forward and again in backward, so only y is kept.
+    """
+    return _WaveMeans.apply(y, knots, dt)  # pyright: ignore[reportReturnType]
+
+
+def _waves(y: Tensor, knots: int, dt: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield cos(k dt y) and sin(k dt y); later pairs overwrite earlier ones."""
+    angle = dt * y
+    cos, sin = angle.cos(), angle.sin_()
+    real, imag, spare = torch.ones_like(y), torch.zeros_like(y), torch.empty_like(y)
+    for _ in range(knots):
+        yield real, imag
+        torch.mul(real, cos, out=spare).addcmul_(imag, sin, value=-1)
+        imag.mul_(cos).addcmul_(real, sin)
+        real, spare = spare, real
+
+
+class _WaveMeans(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, knots: int, dt: float) -> Tensor:
+        ctx.save_for_backward(y)
+        ctx.dt = dt
+        return torch.stack([torch.stack([real.mean(0), imag.mean(0)]) for real, imag in _waves(y, knots, dt)], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (y,) = ctx.saved_tensors
+        dy = torch.zeros_like(y)
+        for k, (real, imag) in enumerate(_waves(y, g.shape[1], ctx.dt)):
+            t = k * ctx.dt / len(y)
+            dy.addcmul_(imag, g[0, k], value=-t).addcmul_(real, g[1, k], value=t)
+        return dy, None, None
+
+
+def sigreg(u: Tensor, directions: Tensor, knots: int = 17, t_max: float = 3.0) -> Tensor:
+    """Return SIGReg (sketched isotropic Gaussian regularization): the mean Epps-Pulley statistic over random directions."""
+    return epps_pulley(u.float() @ directions.to(u.device), knots, t_max).mean()
+
+
+def variance_covariance(u: Tensor, eps: float = 1e-4) -> tuple[Tensor, Tensor]:
+    """Return (L_var, L_cov): the hinge on channel deviations below 1, and the mean squared off-diagonal covariance."""
+    u = u.float()
+    rows = len(u) * world_size()
+    centered = u - all_mean(u.mean(0))
+    cov = all_mean(centered.T @ centered / len(u)) * (rows / max(1, rows - 1))
+    variance = cov.diagonal()
+    hinge = torch.relu(1 - torch.sqrt(variance + eps)).mean()
+    off_diagonal = (cov**2).sum() - (variance**2).sum()
+    return hinge, off_diagonal / u.shape[1]

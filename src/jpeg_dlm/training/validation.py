@@ -1,0 +1,49 @@
+"""Losses, accuracy and latent geometry on held-out text during training."""
+
+from __future__ import annotations
+
+import torch
+
+from jpeg_dlm.machine.collectives import all_mean
+from jpeg_dlm.machine.dist import Ranks
+from jpeg_dlm.methods.base import Batch, Trainable
+from jpeg_dlm.methods.common.latent_geometry import latent_measures
+from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.text.blocks import Blocks
+
+
+@torch.no_grad()
+def heldout_losses(
+    method: Trainable, blocks: Blocks, ranks: Ranks, max_rows: int = 512, batch: int = 128, seed: int = 0
+) -> dict[str, float]:
+    """Return mean losses over the first held-out rows with fixed noise, and token accuracy if the method reconstructs text.
+
+    For methods with latents, also measure their geometry and their decoding under noise, on the first batch alone: it has
+    enough vectors for a spectrum and takes a fraction of the time.
+
+    Every process takes an equal share of each batch, so up to `world - 1` rows at the end are skipped.
+    """
+    totals: dict[str, float] = {}
+    device, world = ranks.device, ranks.world
+    n, batch = min(max_rows, len(blocks)) // world * world, max(1, batch // world) * world
+    was_training = method.training
+    method.eval()
+    for start in range(0, n, batch):
+        rows = range(start, min(start + batch, n))[ranks.rank :: world]
+        tokens = blocks.rows(list(rows))
+        mask = blocks.mask(tokens)
+        b = Batch(tokens.to(device), None if mask is None else mask.to(device))
+        noise = RowNoise(seed, rows, 0, device, n)
+        values = {k: float(v) for k, v in method.losses(b, noise).items()}
+        accuracy = method.reconstruction(b)
+        if accuracy is not None:
+            values["accuracy"] = float(accuracy)
+        for name, value in values.items():
+            totals[f"heldout_{name}"] = totals.get(f"heldout_{name}", 0.0) + value * len(rows) * world / n
+        if start == 0 and len(rows) * world > 1 and (latents := method.latent_space(b)):  # one text has no variance
+            totals |= latent_measures(latents, b, noise)
+    method.train(was_training)
+    if world == 1 or not totals:
+        return totals
+    means = all_mean(torch.tensor(list(totals.values()), dtype=torch.float64, device=device))
+    return dict(zip(totals, means.tolist(), strict=True))

@@ -1,0 +1,143 @@
+"""Micro runs of any method on prepared blocks, in this process or as `torchrun small_runs.py JOBS.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from jpeg_dlm.cli.main import main
+from jpeg_dlm.config import Config, validate
+from jpeg_dlm.config_io import override
+from jpeg_dlm.encoders import FrozenEncoder, build_encoder
+from jpeg_dlm.files import load_tensors
+from jpeg_dlm.folders.checkpoint import latest_checkpoint
+from jpeg_dlm.machine import dist
+from jpeg_dlm.machine.dist import Ranks
+from jpeg_dlm.methods.base import Trainable
+from jpeg_dlm.methods.registry import build_method, for_method, method_class
+from jpeg_dlm.presets import preset
+from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.training.data import BatchStream
+from jpeg_dlm.training.loop import Trainer
+from jpeg_dlm.training.parts import local
+from jpeg_dlm.training.sharding import is_sharded
+
+ROWS, STEPS = 8, 6  # rows of a micro-batch over all processes, optimizer steps
+SIZES = {
+    "data.vocab_size": 300, "data.token_len": 12, "encoder.kind": "random", "encoder.scale": "none", "encoder.feature_dim": 16,
+    "model.latent_len": 3, "model.latent_dim": 16, "model.bottleneck_dim": 8, "model.codec_layers": 1, "model.codec_heads": 2,
+    "model.proj_dim": 16, "model.hidden": 16, "model.depth": 2, "model.heads": 2, "model.freq_dim": 8,
+    "objective.sigreg_slices": 8,
+}  # fmt: skip
+# Slow to start: the first gradients of a zero head are partly rounding, of which Adam would make steps of full size.
+TRAIN = {"train.steps": STEPS, "train.lr": 1e-3, "train.codec_lr": 1e-3, "train.warmup": 100, "train.batch": ROWS}
+
+
+def prepare_blocks(corpus: Path, folder: Path, *flags: str) -> Path:
+    words = ["prepare", str(corpus), "--preset", "smoke", "--data.vocab-size", "300", "--data.token-len", "12"]
+    assert main([*words, *flags, "--out", str(folder), "--quiet"]) == 0
+    return folder
+
+
+def micro_config(method: str, world: int = 1, **changes: object) -> Config:
+    config = for_method(override(preset("smoke"), SIZES), method)
+    config = override(config, TRAIN | {name.replace("__", "."): value for name, value in changes.items()})
+    return validate(replace(config, train=replace(config.train, batch=config.train.batch // world)))
+
+
+def start(method: str, blocks: Blocks, run: Path, ranks: Ranks, **changes: object) -> Trainer:
+    """A trainer before its first step, or where the last checkpoint of `run` was made."""
+    config = micro_config(method, ranks.world, **changes)
+    config = replace(config, data=replace(config.data, vocab_size=blocks.vocab_size))
+    stream = BatchStream(blocks, config.train, ranks.device, ranks.rank, ranks.world)
+    encoder = build_encoder(config.encoder, blocks.vocab_size, 0, run) if method_class(method).uses_encoder else None
+    fresh = build_method(config, encoder)
+    checkpoint = latest_checkpoint(run, print)
+    if fresh.first_stage(config) and not checkpoint:
+        start_from_stage(fresh, config, encoder, blocks, run, ranks)
+    trainer = Trainer(config, fresh, stream, run, ranks)
+    if checkpoint:
+        trainer.restore(checkpoint)
+    return trainer
+
+
+def start_from_stage(method: Trainable, config: Config, encoder: FrozenEncoder | None, blocks: Blocks, run: Path, ranks: Ranks):
+    before = method.first_stage(config)
+    assert before is not None
+    before = replace(before, train=replace(before.train, steps=2, sharding=config.train.sharding))
+    stream = BatchStream(blocks, before.train, ranks.device, ranks.rank, ranks.world)
+    stage = Trainer(before, build_method(before, encoder), stream, run, ranks)
+    for _ in range(2):
+        stage.train_step()
+    method.start_from(stage.finished_method(), [stream.batch(list(range(16)))])
+
+
+def train(job: Mapping, ranks: Ranks) -> Trainer:
+    """Do a job: {'method', 'blocks', 'run', 'until', 'changes'}; the main process writes RUN/steps.json."""
+    run = Path(job["run"])
+    run.mkdir(parents=True, exist_ok=True)
+    trainer = start(job["method"], Blocks(Path(job["blocks"])), run, ranks, **job.get("changes", {}))
+    stats = []
+    while trainer.step < job.get("until", STEPS):
+        stats.append(trainer.train_step())
+    trainer.save()
+    sizes = {"part": held(trainer), "total": sum(p.numel() for p in trainer.parameters.values())}
+    with trainer.averaged():
+        sizes["evaluated"] = sum(p.double().sum().item() for p in trainer.method.parameters())
+    if ranks.is_main:
+        (run / "steps.json").write_text(json.dumps({"stats": stats, "sharded": is_sharded(trainer.method), **sizes}))
+    return trainer
+
+
+def held(trainer: Trainer) -> dict[str, int]:
+    """Numbers this process holds between steps, by kind."""
+    slots = [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.ndim]
+    kinds = {"parameters": trainer.parameters.values(), "averages": trainer.ema.shadow.values(), "optimizer": slots}
+    return {kind: sum(local(t).numel() for t in tensors) for kind, tensors in kinds.items()}
+
+
+def launch(*words: str, processes: int = 2, timeout: float = 500) -> subprocess.CompletedProcess[str]:
+    """Python arguments under torchrun."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([*torchrun, *words], capture_output=True, text=True, timeout=timeout, env=env)
+
+
+def train_with_two(jobs: list[dict], file: Path) -> None:
+    """Many jobs in one launch, because starting Python takes longer than all of them."""
+    file.write_text(json.dumps(jobs))
+    done = launch(__file__, str(file))
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-4000:]
+
+
+def weights(run: Path, step: int = STEPS) -> dict[str, Tensor]:
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    kinds = {kind: load_tensors(folder / f"{kind}.safetensors") for kind in ("model", "ema")}
+    return {f"{kind}/{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
+
+
+def largest_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
+
+
+def steps_of(run: Path) -> dict:
+    return json.loads((run / "steps.json").read_text())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    members = dist.setup("cpu", timeout_s=100.0)
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        if members.is_main:
+            print(job["run"], file=sys.stderr)
+        train(job, members)
+    dist.teardown()
