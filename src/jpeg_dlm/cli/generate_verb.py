@@ -131,8 +131,8 @@ def slower(dtype: str) -> str | None:
     """Return a message if a reduced type is no faster on this CPU."""
     import torch
 
-    from jpeg_dlm.machine.cpu import cost_of
     from jpeg_dlm.sampling.linear import computes_in_bf16
+    from jpeg_dlm.sampling.speeds import cost_of
 
     if dtype == "bf16" and not computes_in_bf16(torch.device("cpu")):
         return "This CPU has no bf16 instructions: weights are rounded to bf16 and multiplied in fp32, which is no faster."
