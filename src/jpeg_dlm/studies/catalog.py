@@ -21,6 +21,7 @@ STUDIES: dict[str, StudyInfo] = {
     "widths": StudyInfo("training", "quality against the width of a latent (paper, Figure 3)"),
     "joint-vs-two-stage": StudyInfo("training", "JPEG-DLM against COSMOS at each rate, ELF as reference (paper, Figure 4a)"),
     "encoder-layers": StudyInfo("training", "COSMOS on features of the last three encoder layers (paper, appendix)"),
+    "recipes": StudyInfo("training", "options that help small budgets, each changed alone (not in the paper)"),
     "correlation": StudyInfo("models", "correlation between latent positions across texts (paper, Figure 4b)"),
     "interpolation": StudyInfo("models", "decoding between the latents of two texts, with and without noise (paper, Figure 5)"),
     "steps": StudyInfo("models", "quality against solver steps (paper, appendix)"),
