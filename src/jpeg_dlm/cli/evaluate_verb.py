@@ -16,7 +16,7 @@ from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
 
 if TYPE_CHECKING:
     from jpeg_dlm.api import Model
-    from jpeg_dlm.evaluation.evaluate import EvaluationRequest
+    from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
     from jpeg_dlm.evaluation.samples import SampleFile
     from jpeg_dlm.evaluation.sources import Source
     from jpeg_dlm.machine.console import Console
@@ -28,6 +28,10 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "sources", nargs="*", type=Path, metavar="CHECKPOINT_OR_SAMPLES",
         help="model folders, runs, checkpoints, or .txt and .jsonl files of texts (default: the bundled model)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--task", choices=("write", "infill"), default="write",
+        help="infill: fill in templates made of held-out text instead of writing freely",
     )  # fmt: skip
     parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="evaluation protocol")
     parser.add_argument("-n", type=whole(2), help="texts per seed (default: 256, in the paper's protocols 1024; all of a file)")
@@ -86,7 +90,7 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
         asked["sampler"], args.mauve,
     )  # fmt: skip
     evaluation: Evaluation | None = None
-    entries, likelihoods = [], []
+    entries, likelihoods, infills = [], [], []
     for source in _sources(args, request, console):
         if args.likelihood and source.model:
             likelihoods.append(_likelihood(source, args, parts, console))
@@ -94,9 +98,13 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
             if evaluation is None:  # only now, so that errors of a source come before the download of a scorer
                 scorer = build_scorer(asked["scorer"], str(read_ranks(args.device, {}).device), console=console)
                 evaluation = Evaluation(scorer, request, parts, console)
-            entries += evaluation.entries(source)
+            if args.task == "infill":
+                infills += _infills(source, evaluation)
+            else:
+                entries += evaluation.entries(source)
     result = evaluation.result(entries) if evaluation else {"version": __version__, "entries": []}
-    result |= ({"likelihood": likelihoods} if args.likelihood else {}) | {"request": asked}
+    result |= ({"likelihood": likelihoods} if args.likelihood else {}) | ({"infill": infills} if infills else {})
+    result |= {"request": asked}
     tables = evaluation_tables(result)
     show(tables)
     if args.out:
@@ -127,6 +135,18 @@ def _likelihood(source: Any, args: argparse.Namespace, parts: Parts, console: Co
     return about | parts.get_or_make(f"likelihood-{source.name}", depends, make)
 
 
+def _infills(source: Any, evaluation: Evaluation) -> list[dict[str, Any]]:
+    """Return the infilling of a model's held-out text for every seed."""
+    from jpeg_dlm.evaluation.infill import infill
+
+    request, n = evaluation.request, evaluation.request.n or evaluation.protocol.n
+    return [
+        infill(source, evaluation.scorer, n, seed, sampler, evaluation.parts, evaluation.console)
+        for sampler in request.variants(source.model.config.sampler)
+        for seed in request.seeds
+    ]
+
+
 def _asked(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
     """Return the request as plain values for `request.json`."""
     count = args.seeds if args.seeds is not None else protocol(args.protocol).seeds
@@ -138,6 +158,7 @@ def _asked(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
         "scorer": args.scorer or (None if args.likelihood else "smollm2"),
         "data": args.data, "reference": str(args.reference) if args.reference else None,
         **({"likelihood_draws": args.likelihood_draws} if args.likelihood else {}),
+        **({"task": args.task} if args.task != "write" else {}),
     }  # fmt: skip
 
 
@@ -168,6 +189,8 @@ def _sources(args: argparse.Namespace, request: EvaluationRequest, console: Cons
     models: list[Path | None] = [path for path in args.sources if not is_samples(path)]
     if files and not models and args.likelihood:
         raise UsageError("--likelihood needs a model, not only sample files: name a checkpoint.")
+    if files and args.task == "infill":
+        raise UsageError("--task infill needs models, not sample files: name checkpoints.")
     found = file_sources(files, args.reference)
     for source in found:
         source.real(1)  # raises an error if there are no real texts to compare with

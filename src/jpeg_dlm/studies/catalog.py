@@ -27,6 +27,7 @@ STUDIES: dict[str, StudyInfo] = {
     "steps": StudyInfo("models", "quality against solver steps (paper, appendix)"),
     "lengths": StudyInfo("models", "lengths of generated and real text, and their effect on MAUVE (paper, appendix)"),
     "decodability": StudyInfo("models", "token accuracy of noisy latents, and the noise at which decoding breaks"),
+    "editing": StudyInfo("models", "tokens that a text keeps when its latents get noise and are written anew"),
     "geometry": StudyInfo("models", "spectrum, effective rank and isotropy of the latents, at the end and over training"),
     "diagnose": StudyInfo("models", "denoiser against the best linear one, codec and samples, to explain text quality"),
     "cost": StudyInfo("sizes", "parameters, operations, memory and time as r falls and texts grow"),

@@ -41,8 +41,8 @@ from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.sampling.speeds import cost_of, with_precision
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.corpora import bring
-from jpeg_dlm.text.packing import end_rows
 from jpeg_dlm.text.prepare import prepare
+from jpeg_dlm.text.rows import end_rows
 from jpeg_dlm.text.tokenizer import TextTokenizer
 from jpeg_dlm.training.alarms import Alarms
 from jpeg_dlm.training.data import BatchStream
