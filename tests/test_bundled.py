@@ -8,7 +8,6 @@ import pytest
 
 from jpeg_dlm import load
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.config import FAST_EVALUATIONS
 from jpeg_dlm.evaluation.infill import templates
 from jpeg_dlm.files import verify_manifest
 from jpeg_dlm.flow.grids import uniform_grid
