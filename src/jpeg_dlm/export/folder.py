@@ -81,7 +81,7 @@ def weights_key(networks: LatentNetworks) -> str:
     tensors = {f"{part}.{name}": value for part, module in parts.items() for name, value in module.state_dict().items()}
     for name, value in sorted((tensors | {"mean": networks.latent_mean, "scale": networks.latent_scale}).items()):
         found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        found.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        found.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()[:32]
 
 
