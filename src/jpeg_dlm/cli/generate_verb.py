@@ -92,6 +92,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from jpeg_dlm.files import write_atomic
 
     model = load(args.checkpoint, args.device, args.dtype, args.compile)
+    if (args.prompt or args.template or args.contains) and model.can_accelerate and "guides" not in model.writer.supports:
+        model.accelerate()  # exported networks have no gradients, which a guide needs
     given = model.given(args.prompt, args.template)
     asked = {"given": given, "guide": model.contains(*args.contains) if args.contains else None, "strength": args.strength}
     reduced = model.form is not None and model.form.dtype != "fp32"
