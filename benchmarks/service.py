@@ -34,8 +34,8 @@ def measure(short: bool = False) -> dict[str, Any]:
         found = {}
         for way, max_batch in WAYS.items():
             requests = max(requesters, 16 if short else 32) * (2 if way == "batched" else 1)
-            with BatchingService(model.writer, max_batch) as service:
-                found[way] = run(service, sampler, requesters, requests)
+            with BatchingService(max_batch) as service:
+                found[way] = run(service, model.writer, sampler, requesters, requests)
             rows.append({"requesters": requesters, "way": way, **found[way]})
         ratios[_level(requesters)] = found["batched"]["samples_per_second"] / found["one by one"]["samples_per_second"]
     title = f"Service, bundled model, {OPTIONS['steps']} {OPTIONS['solver']} steps, requests of one text"
@@ -46,12 +46,12 @@ def _level(requesters: int) -> str:
     return f"{requesters} requesters"
 
 
-def run(service: BatchingService, sampler: Any, requesters: int, requests: int) -> dict[str, float]:
+def run(service: BatchingService, writer: Any, sampler: Any, requesters: int, requests: int) -> dict[str, float]:
     """Return samples per second and percentiles of the latency in milliseconds."""
 
     def ask(number: int) -> float:
         began = time.perf_counter()
-        service.submit(1, sampler, seed=number).result()
+        service.submit(writer, 1, sampler, seed=number).result()
         return time.perf_counter() - began
 
     with ThreadPoolExecutor(requesters) as threads:

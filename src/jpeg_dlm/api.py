@@ -261,14 +261,17 @@ class Model:
     @torch.no_grad()
     def reconstruct(self, texts: str | Sequence[str]) -> list[str]:
         """Compress texts, or one text, to N latents and decode them; longer texts go block by block."""
-        out = Texts()
-        for text in as_texts(texts):
-            rows, lengths = self._rows(self._blocks(text), from_ids=True)
-            back = self._decode_rows(self._encode_rows(rows)).tolist()
-            start = self.layout.start
-            ids = [i for row, n in zip(back, lengths, strict=True) for i in row[start : start + n]]
-            out.append(self.tokenizer.decode(ids))
-        return out
+        return Texts(self.tokenizer.decode(self.round_trip(text)[1]) for text in as_texts(texts))
+
+    @torch.no_grad()
+    def round_trip(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the token ids of a text, and as many that its latents decode to."""
+        blocks = self._blocks(text)
+        rows, lengths = self._rows(blocks, from_ids=True)
+        back = self._decode_rows(self._encode_rows(rows)).tolist()
+        start = self.layout.start
+        ids = [i for row, n in zip(back, lengths, strict=True) for i in row[start : start + n]]
+        return [i for block in blocks for i in block], ids
 
     @torch.no_grad()
     def interpolate(self, *texts: str, points: int = 5) -> list[str]:

@@ -686,7 +686,7 @@ def test_a_wrong_method_of_a_run_is_refused(finished, corpus_file, capsys):
 
 def test_watching_shows_what_is_not_written_yet(micro_folders):
     from jpeg_dlm.api import load
-    from jpeg_dlm.cli.watch import readable
+    from jpeg_dlm.report.moments import readable
 
     model = load(micro_folders("ar"), "cpu")
     a, b = model.tokenizer.encode("The farmer"), model.tokenizer.encode("corn")

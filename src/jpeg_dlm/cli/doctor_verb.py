@@ -14,7 +14,7 @@ from jpeg_dlm.errors import UsageError
 
 OPTIONAL = {
     "datasets": "data", "mauve-text": "eval", "onnx": "export", "openvino": "export", "tensorboard": "track",
-    "wandb": "wandb", "trackio": "trackio",
+    "wandb": "wandb", "trackio": "trackio", "starlette": "serve", "uvicorn": "serve", "prometheus-client": "serve",
 }  # fmt: skip
 CORE = (
     "torch", "numpy", "safetensors", "tokenizers", "transformers", "sentencepiece", "huggingface_hub", "gguf", "rich",

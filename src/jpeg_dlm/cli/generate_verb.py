@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from jpeg_dlm.api import Model
-    from jpeg_dlm.cli.forming import Recorder
     from jpeg_dlm.methods.base import Watch
+    from jpeg_dlm.report.moments import Recorder
     from jpeg_dlm.sampling.given import Decoded
 
 DTYPES = ("exact", "auto", "fp32", "bf16", "int8")  # the last three are those of `sampling.linear`, which imports torch
@@ -73,6 +73,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--compile", action="store_true", help="of jpeg-dlm: fuse operations; takes minutes at first")
     parser.add_argument("--watch", action="store_true", help="show the first text form step by step")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write an animated picture of the first texts as they form")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that plays the steps of the first texts")
     parser.add_argument("--tokens", action="store_true", help="print token ids instead of text")
     parser.add_argument("--out", type=Path, help="write JSON lines to this file instead of printing")
     document_options(parser, ("sampler",))
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     options = {name.removeprefix("sampler.").replace("-", "_"): value for name, value in extra.items()}
     options |= {name: getattr(args, name) for name in SHORTHANDS if getattr(args, name) is not None}
     options |= {"fast": True} if args.fast else {}
-    for path in (args.out, args.svg):
+    for path in (args.out, args.svg, args.html):
         if path and path.exists():
             raise UsageError(f"'{path}' already exists: name another file, nothing was overwritten.")
 
@@ -117,9 +118,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     else:
         for i, row in enumerate(tokens.tolist()):
             print(" ".join(map(str, row)) if texts is None else f"[{i}] {texts[i]}")
-    if picture is not None:
-        write_atomic(args.svg, picture.svg(), new=True)
-        print(f"Wrote {args.svg}.", file=sys.stderr)
+    for path, content in pictures(args, picture):
+        write_atomic(path, content, new=True)
+        print(f"Wrote {path}.", file=sys.stderr)
     print(f"{counted(args.n, 'text')} of {tokens.shape[1]} tokens in {seconds:.1f} s", file=sys.stderr)
     if decoded is not None:
         print(
@@ -140,12 +141,12 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def watchers(args: argparse.Namespace, model: Model, given: Tensor | None) -> tuple[Watch | None, Recorder | None]:
     """Return what the sampler shall call at each step, and the part of it that records a picture."""
-    if not args.watch and not args.svg:
+    if not args.watch and not args.svg and not args.html:
         return None, None
-    from jpeg_dlm.cli.forming import Recorder
     from jpeg_dlm.cli.watch import Watcher, together
+    from jpeg_dlm.report.moments import Recorder
 
-    picture = Recorder(model, given) if args.svg else None
+    picture = Recorder(model, given) if args.svg or args.html else None
     seen = [Watcher(model, given)] if args.watch else []
     return together(*seen, *([picture] if picture else [])), picture
 
@@ -157,6 +158,18 @@ def counting(given: Tensor, watch: Watch | None) -> tuple[Decoded, Watch]:
 
     decoded = Decoded(given)
     return decoded, together(decoded, *([watch] if watch else []))
+
+
+def pictures(args: argparse.Namespace, recorder: Recorder | None) -> Iterator[tuple[Path, str]]:
+    """Yield the files that show how the first texts formed."""
+    if recorder and args.svg:
+        from jpeg_dlm.cli.forming import draw
+
+        yield args.svg, draw(recorder.moments, recorder.heading)
+    if recorder and args.html:
+        from jpeg_dlm.report.player import single_file
+
+        yield args.html, single_file([moment.as_json() for moment in recorder.moments], recorder.heading, args.command)
 
 
 def slower(dtype: str) -> str | None:
