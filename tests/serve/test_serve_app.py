@@ -101,6 +101,24 @@ def test_prompts(ask, folders, name):
     assert ask.texts(model=name, template=template, seed=5) == plain(folders, name, 1, seed=5, template=template)
 
 
+def test_guided_prompts_are_sampled_as_generate_does(folders):
+    """A model whose writer says that it is guided: its own `sample` knows what else that needs."""
+    model, asked = load(folders["ar"], "cpu"), []
+    model.writer = Gated(model.writer)
+    model.writer.gate.set()
+    model.writer.supports = frozenset({"prompts", "guides"})
+    real = model.sample
+    model.sample = lambda n, **options: asked.append(n) or real(n, **options)
+    with in_thread(Service({"guided": serve_model("guided", model)}, Limits(batch=2))) as ask:
+        for n in (1, 5):
+            assert ask.texts(prompt="The farmer", n=n, seed=3, echo=True) == plain(
+                folders, "ar", n, seed=3, prompt="The farmer"
+            )
+        moments = ask("/v1/trajectory", {"prompt": "The farmer", "seed": 3}).json["moments"]
+        assert moments[-1]["texts"] == plain(folders, "ar", 1, seed=3, prompt="The farmer")
+        assert asked == [1, 5, 1] and ask.texts(seed=3) == plain(folders, "ar", 1, seed=3)
+
+
 def test_texts_are_cut(ask, folders):
     (whole,) = plain(folders, "ar", seed=2)
     stop = whole[4:6]

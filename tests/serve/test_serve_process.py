@@ -7,13 +7,15 @@ import socket
 import subprocess
 import sys
 import threading
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from serving import PATIENCE, eventually, process
 
 from jpeg_dlm import load
-from jpeg_dlm.cli.main import main
+from jpeg_dlm.cli.main import build_parser, main
 
 pytest_plugins = ["stand_in"]  # fixtures
 
@@ -52,7 +54,7 @@ def test_64_clients_get_what_generate_gives():
         found = {choice["index"]: choice["text"] for event in reply.events for choice in event["choices"]}
         return [found[i] for i in range(body["n"])]
 
-    with process("--time-limit", "500") as server, ThreadPoolExecutor(64) as threads:
+    with process("--time-limit", "900") as server, ThreadPoolExecutor(64) as threads:
         found = list(threads.map(answer, asked))
         metrics = server.ask("/metrics").body.decode()
         assert server.stop() == 0
@@ -70,9 +72,10 @@ def test_64_clients_get_what_generate_gives():
 @pytest.mark.slow
 def test_1000_queued_requests_are_all_answered(micro_folders):
     folder = micro_folders("jpeg-dlm")
-    expected = [load(folder, "cpu", "auto").generate(1, seed=seed)[0] for seed in range(1000)]
-    with process(folder, "--queue", "1000", "--time-limit", "500") as server, ThreadPoolExecutor(1000) as threads:
-        assert list(threads.map(lambda seed: server.ask.texts(seed=seed)[0], range(1000))) == expected
+    model = load(folder, "cpu", "auto")
+    expected = [model.generate(1, seed=seed)[0] for seed in range(50)]
+    with process(folder, "--queue", "1000", "--time-limit", "900") as server, ThreadPoolExecutor(1000) as threads:
+        assert list(threads.map(lambda i: server.ask.texts(seed=i % 50)[0], range(1000))) == expected * 20
         assert server.stop() == 0
 
 
@@ -81,25 +84,25 @@ def test_1000_queued_requests_are_all_answered(micro_folders):
 def test_a_signal_under_load_finishes_what_was_accepted(micro_folders, number):
     """Every request is either answered rightly or never reached the server."""
     folder, begun = micro_folders("jpeg-dlm"), threading.Event()
-    expected = [list(load(folder, "cpu", "auto").generate(16, seed=seed, steps=200)) for seed in range(4)]
+    expected = [list(load(folder, "cpu", "auto").generate(4, seed=seed, steps=40)) for seed in range(4)]
 
     def ask(seed):
         found = []
         while not found or found[-1] is not None:
             try:
-                found.append(server.ask.texts(seed=seed % 4, n=16, steps=200))
+                found.append(server.ask.texts(seed=seed % 4, n=4, steps=40))
                 begun.set()
             except OSError:  # refused or closed before it began
                 found.append(None)
         return found[:-1]
 
-    with process(folder, "--batch", "8", "--time-limit", "500") as server, ThreadPoolExecutor(24) as threads:
-        asked = [threads.submit(ask, seed) for seed in range(24)]
+    with process(folder, "--batch", "2", "--time-limit", "900") as server, ThreadPoolExecutor(12) as threads:
+        asked = [threads.submit(ask, seed) for seed in range(12)]
         assert begun.wait(PATIENCE)
         eventually(lambda: server.ask("/readyz").json["waiting"] > 0)
         assert server.stop(number) == 0
         found = [future.result(PATIENCE) for future in asked]
-    assert sum(map(len, found)) >= 24  # each had one in the queue or running
+    assert sum(map(len, found)) >= 12  # each had one in the queue or running
     assert all(texts == expected[seed % 4] for seed, answers in enumerate(found) for texts in answers)
     assert len(server.lines) == 1, server.lines
 
@@ -137,3 +140,16 @@ def test_two_servers_on_one_port(micro_folders):
         second = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
         assert second.returncode == 2 and "is taken" in second.stderr and "Traceback" not in second.stderr
         assert server.ask("/healthz").status == 200
+
+
+def test_the_container_runs_what_there_is():
+    """The image itself needs Docker; its files and its command are checked without."""
+    root = Path(__file__).parent.parent.parent
+    lines = (root / "Dockerfile").read_text("utf-8").splitlines()
+    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
+    assert copied and all((root / name).exists() for name in copied)
+    (entry,) = [json.loads(line.removeprefix("ENTRYPOINT ")) for line in lines if line.startswith("ENTRYPOINT ")]
+    args = build_parser("serve").parse_args([*entry[1:], "bundled", "--log"])
+    assert args.host == "0.0.0.0" and args.port == 8000 and f"EXPOSE {args.port}" in lines
+    extras = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    assert ".[serve]" in "\n".join(lines) and {one.split(">")[0] for one in extras["serve"]} >= {"starlette", "uvicorn"}

@@ -145,9 +145,9 @@ class BatchingService:
         deadline = time.monotonic() + self.max_wait_s
         return self._add(Request(writer, range(first, first + n), sampler, seed, deadline, given_L, watch))
 
-    def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Request the result of a function that uses a writer's model."""
-        return self._add(Request(None, range(1), None, 0, time.monotonic(), call=function))
+    def call(self, function: Callable[[], Any], rows: int = 1) -> Future[Any]:
+        """Request the result of a function that uses a writer's model; in the queue it counts as so many rows."""
+        return self._add(Request(None, range(rows), None, 0, time.monotonic(), call=function))
 
     def _add(self, request: Request) -> Future[Any]:
         with self._changed:
@@ -235,9 +235,9 @@ class BatchingService:
         """Take the first rows of these requests up to a full batch; remove requests without remaining rows."""
         pieces, room = [], self.max_batch
         for request in companions:
-            if not room or (request.watch and len(request.rows) > room):
+            if room <= 0 or (request.watch and len(request.rows) > room):
                 break
-            pieces.append(Piece(request, request.rows[:room]))
+            pieces.append(Piece(request, request.rows if request.call else request.rows[:room]))
             room -= len(pieces[-1].rows)
             request.rows = request.rows[len(pieces[-1].rows) :]
         self._queue = [request for request in self._queue if request.rows]

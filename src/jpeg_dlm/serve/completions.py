@@ -47,18 +47,16 @@ class Job:
         if len(request.prompt) * request.n > MOST_TEXTS:
             raise ApiError(422, f"Prompts times `n` must be at most {MOST_TEXTS}: send several requests.", "n")
         self.prompts: Sequence[str] = request.prompt or ("",)
-        self.sampler = served.sampler(request)
+        served.options(request)  # refuses what the model has no use for
         self.given = [served.given(prompt, request.template) for prompt in self.prompts]
 
     def submit(self, service: BatchingService, apart: bool = False) -> list[Future[Tensor]]:
         """Ask for all texts: those of a prompt together, or each `apart`, so that it can be sent when it is done."""
         size = 1 if apart else self.request.n
         return submit_all(
-            lambda i, first: service.submit(
-                self.served.model.writer, size, self.sampler, self.seed, first, given_L=self.given[i]
-            ),
+            lambda i, first: self.served.submit(service, self.request, size, self.seed, first, given=self.given[i]),
             [(i, first) for i in range(len(self.prompts)) for first in range(0, self.request.n, size)],
-        )  # fmt: skip
+        )
 
     def choices(self, place: int, tokens: Tensor) -> list[Choice]:
         """Return the choices of the rows with which the future at this place ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from jpeg_dlm.api import Model, load
 from jpeg_dlm.errors import JpegDlmError, UsageError
+from jpeg_dlm.flow.latent_sampler import Watch
+from jpeg_dlm.sampling.batching import BatchingService
 from jpeg_dlm.sampling.linear import Dtype
 from jpeg_dlm.serve.errors import ApiError
 from jpeg_dlm.serve.fields import NEUTRAL, meaningless
@@ -42,7 +45,12 @@ class Served:
     @property
     def fills_in(self) -> bool:
         """True if texts can contain given tokens: prompts and templates."""
-        return bool(getattr(self.model.parts.trained, "fills_in", False))
+        return "prompts" in self.supports or bool(getattr(self.model.parts.trained, "fills_in", False))
+
+    @property
+    def supports(self) -> frozenset[str]:
+        """The kinds of requests that the writer names itself."""
+        return getattr(self.model.writer, "supports", frozenset())
 
     @property
     def can_edit(self) -> bool:
@@ -58,8 +66,8 @@ class Served:
     def has_fast(self) -> bool:
         return self.model.writer.latent_sampler is not None
 
-    def sampler(self, request: Writing) -> Any:
-        """Return the options of the sampler for a request."""
+    def options(self, request: Writing) -> dict[str, Any]:
+        """Return the options of the sampler that a request gives; refuse those that it does not have."""
         options = request.options()
         for name in options.keys() - set(self.option_names):
             if options.pop(name) not in NEUTRAL.get(name, ()):
@@ -68,7 +76,20 @@ class Served:
             if not self.has_fast:
                 raise meaningless("fast", self.title)
             options["fast"] = True
-        return self._sampler(*sorted(options.items()))
+        self._sampler(*sorted(options.items()))  # refuses wrong values before anything waits
+        return options
+
+    def submit(
+        self, service: BatchingService, request: Writing, n: int, seed: int, first: int = 0, *,
+        given: Tensor | None = None, watch: Watch | None = None,
+    ) -> Future[Tensor]:  # fmt: skip
+        """Request token ids (n, L) of samples `first` to `first + n - 1` of `seed`."""
+        options = self.options(request)
+        if given is not None and "guides" in self.supports:  # guided sampling depends on more than the writer
+            sample = self.model.sample
+            return service.call(lambda: sample(n, seed=seed, first=first, given=given, watch=watch, **options), n)
+        sampler = self._sampler(*sorted(options.items()))
+        return service.submit(self.model.writer, n, sampler, seed, first, given_L=given, watch=watch)
 
     def given(self, prompt: str | None, template: str | None) -> Tensor | None:
         """Return the row of ids that every text keeps."""

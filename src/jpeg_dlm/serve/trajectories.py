@@ -25,7 +25,7 @@ class Journey:
         if len(request.prompt) > 1:
             raise ApiError(422, "A trajectory has one prompt: send a request for each.", "prompt")
         self.served, self.request, self.seed = served, request, seed_of(request)
-        self.sampler = served.sampler(request)
+        served.options(request)  # refuses what the model has no use for
         self.given = served.given(*(request.prompt or (None,)), request.template)
         self.loop = asyncio.get_running_loop()
         self.moments: asyncio.Queue[Moment | None] = asyncio.Queue()
@@ -36,9 +36,8 @@ class Journey:
 
     def submit(self, service: BatchingService) -> Future[Tensor]:
         """Ask for the texts and watch them form."""
-        future = service.submit(
-            self.served.model.writer, self.request.n, self.sampler, self.seed, given_L=self.given, watch=self.recorder
-        )  # fmt: skip
+        request, watch = self.request, self.recorder
+        future = self.served.submit(service, request, request.n, self.seed, given=self.given, watch=watch)
         future.add_done_callback(lambda _: self._tell(None))
         return future
 
