@@ -47,7 +47,7 @@ FROZEN = "encoder."  # the frozen encoder is stored once beside a model, never a
 FREE = -1  # in `given`: a position the sampler fills
 
 FILLS_IN: frozenset[Ability] = frozenset({"prompts", "templates"})  # `sample` keeps given tokens
-GUIDED: frozenset[Ability] = FILLS_IN | {"guides", "edits"}  # `sample` takes a `Control`
+GUIDED: frozenset[Ability] = frozenset({"prompts", "templates", "guides", "edits"})  # `sample` also takes a `Control`
 
 
 @dataclass(frozen=True)
