@@ -234,8 +234,11 @@ class JpegDlm(Method):
             return {}
         late = t >= self.config.objective.ce_time_min
         hhat = self.decompressor(self.unstandardize(zhat_1))
-        # Normalized by all rows, not just the late ones, so that the loss does not jump with their number.
-        return {"ce_noisy": self.token_loss(hhat, batch, late)}
+        loss = self.token_loss(hhat, batch, late)  # a mean over all rows, in which the others are zeros
+        if self.config.objective.ce_time_mean == "late":
+            share = (token_shares(batch.tokens_BL, batch.mask_BL) * late[:, None]).sum()
+            loss = loss / all_mean(share).clamp_min(torch.finfo(share.dtype).tiny)
+        return {"ce_noisy": loss}
 
     def regularizers(self, z: Tensor, noise: RowNoise) -> dict[str, Tensor]:
         """Return the SIGReg, variance and covariance terms of the context compressor's vectors (appendix)."""

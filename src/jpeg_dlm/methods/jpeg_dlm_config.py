@@ -90,6 +90,9 @@ class JpegDlmObjective:
     flow_loss: Literal["x", "v"] = opt("x", "error of the clean embedding or of the velocity (paper: x)")
     v_floor: float = opt(0.05, "smallest 1 - t in the velocity loss (ELF)")
     ce_time_min: float = opt(1.0, "token loss also on denoise predictions with t above this; 1 is off (paper)")
+    ce_time_mean: Literal["all", "late"] = opt(
+        "all", "rows over which that token loss is a mean: all, so that late rows count by their share, or late rows only"
+    )
     sc_prob: float = opt(0.5, "probability of self-conditioning, per example (paper)")
     w_min: float = opt(0.5, "smallest guidance scale in training (ELF)")
     w_max: float = opt(5.0, "largest guidance scale in training (ELF)")
