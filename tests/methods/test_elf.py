@@ -331,14 +331,16 @@ def test_presets(name):
     base = preset(name)
     config = validate(for_method(base, "elf"))
     assert config.method == "elf" and config.data == base.data and config.encoder == base.encoder and config.rate is None
-    assert config.sampler.steps == base.sampler.steps and config.sampler.solver == "ode"
+    assert config.sampler.solver == "ode"
     if name in ("lm1b", "owt1024", "owt128"):
         t = config.train
         assert (t.optimizer, t.lr, t.weight_decay, t.ema, t.clip) == ("muon", 2e-3, 0.0, 0.9999, 1.0)
         assert t.batch * t.accumulation * t.devices == 512
         assert config.sampler.w == 3 and config.encoder.std == 0.2
+        assert (config.sampler.steps, config.sampler.grid) == (base.sampler.steps, "random")
         assert (config.objective.noise_scale, config.objective.decode_noise_scale) == (2, 5)
     else:
+        assert config.sampler.steps == max(32, base.sampler.steps) and config.sampler.grid == "uniform"
         assert config.train.steps == base.train.steps and config.train.batch == base.train.batch
 
 

@@ -9,7 +9,7 @@ from jpeg_dlm.config_io import option_names, override
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.studies.catalog import STUDIES
-from jpeg_dlm.studies.recipes import recipes
+from jpeg_dlm.studies.small_budgets import recipes
 from jpeg_dlm.studies.variants import TRAINING, ablations, encoder_layers, joint_vs_two_stage, rates, regularizers, widths
 
 

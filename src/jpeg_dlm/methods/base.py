@@ -36,10 +36,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that share a learning rate; `name` is the key the config gives a rate to."""
+    """Parameters that share a learning rate; `name` is the key the config gives a rate to, which `factor` multiplies."""
 
     name: str
     parameters: dict[str, nn.Parameter]
+    factor: float = 1.0
 
 
 FROZEN = "encoder."  # the frozen encoder is stored once beside a model, never among its tensors
