@@ -203,9 +203,8 @@ class Elf(Method):
             train = replace(base.train, optimizer="muon", lr=1e-2, weight_decay=0.0)
             objective = replace(objective, noise_scale=1.0)
             # With a few steps, random times leave gaps, and samples were worse than shuffled text (measured).
-            sampler = ElfSampler(
-                max(SMALL_STEPS, base.sampler.steps), gamma=gamma_for(max(SMALL_STEPS, base.sampler.steps)), grid="uniform"
-            )
+            steps = max(SMALL_STEPS, base.sampler.steps)
+            sampler = ElfSampler(steps, gamma=gamma_for(steps), grid="uniform")
         return replace(base, method=name, model=model, objective=objective, sampler=sampler, train=train)
 
     # ------------------------------------------------------------ training
