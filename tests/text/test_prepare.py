@@ -198,7 +198,7 @@ def test_frames_of_a_tokenizer_with_an_end_token_only(tmp_path):
         rows = blocks.rows(range(len(blocks)))
         assert (rows[:, 0] == end).all() and (rows[:, -1] == end).all()
         stream = "".join("|" if i == end else blocks.tokenizer().decode([i]) for i in rows[:, 1:-1].flatten().tolist())
-        documents = {"train": "abcd|efg|xy|", "heldout": "h" * 40 + "|"}[name]  # decoding a space alone gives nothing
+        documents = {"heldout": "abcd|efg|xy|", "train": "h" * 40 + "|"}[name]  # decoding a space alone gives nothing
         assert documents.startswith(stream) and len(documents) - len(stream) < 4
 
 

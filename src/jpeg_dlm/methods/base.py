@@ -117,6 +117,7 @@ class Trainable(nn.Module, ABC):
     title: str  # as the paper's tables name it
     groups: ClassVar[dict[str, type]] = GROUPS
     uses_encoder: ClassVar[bool] = False
+    has_phases: ClassVar[bool] = False  # whether training ends in another way than it begins, after a share of its steps
     loss_weights: dict[str, float]  # the trainer minimizes the weighted sum; other terms are only reported
 
     # ------------------------------------------------------------ from options to a first step

@@ -2,8 +2,8 @@
 
 With several budgets, a system is trained once per seed and scored at each of them on the way. Such a training keeps its
 learning rate after the warm-up, because a rate that falls to the end of a longer training would make every earlier point
-worse than a training of that length; the averaged weights, which are scored, do what the falling rate would. A system of
-two stages is trained anew for each budget, since its first stage takes half of it.
+worse than a training of that length; the averaged weights, which are scored, do what the falling rate would. A system
+whose training has stages or phases that take a share of it is trained anew for each budget: COSMOS, Duo and LangFlow.
 
 If a method fails, its row holds the error and the others go on. Finished work is reused, so repeating the command continues
 after a stop.
@@ -109,7 +109,8 @@ def points_of(asked: Comparison, workshop: Workshop, name: str) -> list[Point]:
     config = workshop.conditions(validate(override(config, asked.overrides)))
     budgets: Sequence[Budget | None] = asked.budgets or (None,)
     spent = [workshop.budgeted(config, budget) for budget in budgets]
-    trained = spent if method_class(name).first_stage(config) else [spent[-1]] * len(spent)
+    anew = method_class(name).has_phases or method_class(name).first_stage(config) is not None
+    trained = spent if anew else [spent[-1]] * len(spent)
     texts = [budget.text if budget else "the preset's steps" for budget in budgets]
     return [Point(of, end.train.steps, text) for of, end, text in zip(trained, spent, texts, strict=True)]
 

@@ -111,7 +111,7 @@ def curve_table(result: Mapping[str, Any]) -> Table:
     rows += anchor_rows(result["anchors"], 2, 1)
     head = (
         f"The same systems after each budget: one training per system and seed at a constant learning rate, scored on the way "
-        f"with averaged weights (systems of two stages: one training per budget). {_spread(result)}"
+        f"with averaged weights (systems with stages or phases: one training per budget). {_spread(result)}"
     )
     return Table.of(head, ("system", *BEFORE[1:], *HEADINGS, AFTER[0]), rows)
 
