@@ -22,7 +22,7 @@ from jpeg_dlm.results.table import markdown
 from jpeg_dlm.scorers.scoring import build_scorer
 from jpeg_dlm.studies import workshop as workshop_module
 from jpeg_dlm.studies.budget import parse_budget, parse_tokens
-from jpeg_dlm.studies.compare import Comparison, compare, method_names
+from jpeg_dlm.studies.compare import Comparison, compare, method_names, points_of
 from jpeg_dlm.studies.compare_pictures import draw_comparison, draw_curves
 from jpeg_dlm.studies.compare_report import at_time, compare_table, compare_tables
 from jpeg_dlm.studies.study import read_base
@@ -107,6 +107,13 @@ def test_curves_of_several_seeds_are_trained_once_and_scored_on_the_way(corpus_f
     assert "2 trainings, each the mean over 2 x 4 texts" in main_table.title and "AR" in equal_time.column(0)
     assert "lr 0.0003 -> 0.002" in recipes.rows[0][recipes.columns.index("optimization")]
     assert draw_curves(result, tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_systems_with_phases_are_trained_for_each_budget(corpus_file, tmp_path):
+    shop = Workshop(tmp_path, Ranks(), Console(quiet=True))
+    curves = replace(asked(corpus_file, "mdlm,duo,langflow"), budgets=parse_tokens("192,384"))
+    steps = {name: [(p.config.train.steps, p.step) for p in points_of(curves, shop, name)] for name in curves.methods}
+    assert steps == {"mdlm": [(4, 2), (4, 4)], "duo": [(2, 2), (4, 4)], "langflow": [(2, 2), (4, 4)]}
 
 
 def test_a_model_on_the_way_that_is_gone_is_not_replaced_by_a_later_one(corpus_file, tmp_path):
