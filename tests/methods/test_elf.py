@@ -341,6 +341,7 @@ def test_presets(name):
         assert (config.objective.noise_scale, config.objective.decode_noise_scale) == (2, 5)
     else:
         assert config.sampler.steps == max(32, base.sampler.steps) and config.sampler.grid == "uniform"
+        assert config.objective.decode_noise_scale == pytest.approx(5 * (base.encoder.feature_dim / 512) ** 0.5)
         assert config.train.steps == base.train.steps and config.train.batch == base.train.batch
 
 
