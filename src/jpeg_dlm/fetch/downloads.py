@@ -62,11 +62,11 @@ def by_pip(requirement: str, options: list[str], folder: Path, report: Report, b
     path = folder / "requirement.txt"
     path.write_text(requirement + "\n", "utf-8")
     command += ["download", "-q", "--disable-pip-version-check", "--no-deps", "--ignore-requires-python", "--require-hashes"]
-    environment = {}
+    environment: dict[str, str] = {}
     if builds_with:
         command.append("--use-pep517")
         (folder / "build.txt").write_text(builds_with + "\n", "utf-8")
-        environment = dict.fromkeys(BUILD_VARIABLES, str(folder / "build.txt"))
+        environment = {name: str(folder / "build.txt") for name in BUILD_VARIABLES}
     stderr = _run([*command, *options, "-d", str(folder), "-r", str(path)], folder, report, environment)
     if stderr is not None:
         raise DownloadError(_pip_error(stderr))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ CUTOFF = 1e-5  # probability mass that is cut off at either end of the proposal 
 # noise at which neighbors cannot be read: after 300 steps at rate 2e-3, the 10% of least noise still had a loss of 2 nats
 # instead of 0.5 (measured). A small weight keeps the proposal's gradient, of norm 5 to 14 at weight 1, out of the clipped norm;
 # it does not slow AdamW.
-SMALL = {"proposal_weight": 1e-3, "proposal_rate": 20.0}
+SMALL_WEIGHT, SMALL_RATE = 1e-3, 20.0
 MIN_SCALE = 0.05  # assumed: keeps the proposal valid if an optimizer step overshoots
 
 
@@ -196,8 +196,9 @@ class LangFlow(Method):
             gumbel_loc=GUMBEL_LOC + math.log(base.model.hidden / RELEASED_WIDTH) - math.log(vocab),
             gumbel_entropy=GUMBEL_ENTROPY * vocab,
             ce_chunk=base.objective.ce_chunk,
-            **({} if base.preset in PAPER_TOKENIZERS else SMALL),
         )
+        if base.preset not in PAPER_TOKENIZERS:
+            objective = replace(objective, proposal_weight=SMALL_WEIGHT, proposal_rate=SMALL_RATE)
         return adapted(base, name, objective, LangFlowSampler(sampler_steps(base)))
 
     @classmethod
