@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import reprlib
 from collections.abc import Iterable
@@ -50,6 +51,14 @@ def check_given(given: Any, token_len: int, vocab_size: int) -> None:
             f"`given` must be a tensor of shape ({token_len},) of ids below {vocab_size}, and {FREE} where it is free, "
             f"not {shown(given)}."
         )
+
+
+def real_number(value: Any, name: str, least: float, most: float = math.inf) -> float:
+    """Return a finite number between two bounds as a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (least <= value <= most and math.isfinite(value)):
+        bounds = f"of at least {least:g}" if math.isinf(most) else f"between {least:g} and {most:g}"
+        raise UsageError(f"`{name}` must be a number {bounds}, not {shown(value)}.")
+    return float(value)
 
 
 def check_latents(latents: Any, latent_len: int, latent_dim: int) -> None:

@@ -42,6 +42,15 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--template", metavar="TEXT", help="text with holes to fill in (same methods): [MASK] is one token, [MASK:5] are five"
     )
+    parser.add_argument(
+        "--length", type=whole(1), metavar="N",
+        help="of a model with context: write N tokens after the prompt, block after block, or fewer if the text ends",
+    )  # fmt: skip
+    parser.add_argument(
+        "--context-scale", type=from_zero, default=1.0, metavar="S",
+        help="of a model with context: guidance over it; above 1 holds texts closer to what came before (default: 1)",
+    )  # fmt: skip
+    parser.add_argument("--stream", action="store_true", help="with --length: print each text block by block")
     parser.add_argument("--fast", action="store_true", help="of jpeg-dlm: few steps, at the times found by tune")
     parser.add_argument("--steps", type=whole(1), help="sampling steps (default: the model's own)")
     parser.add_argument("--solver", choices=EVERY_SOLVER, metavar="NAME", help=f"{SOLVERS_SAID} (default: the model's own)")
@@ -80,9 +89,13 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             raise UsageError(f"'{path}' already exists: name another file, nothing was overwritten.")
 
     from jpeg_dlm.api import load
+    from jpeg_dlm.cli.long_text import write_long
+    from jpeg_dlm.continuing import context_blocks
     from jpeg_dlm.files import write_atomic
 
     model = load(args.checkpoint, args.device, args.dtype, args.compile)
+    if args.length or args.stream or args.context_scale != 1 or (args.prompt and context_blocks(model)):
+        return write_long(args, model, options)
     given = model.given(args.prompt, args.template)
     reduced = args.dtype in ("bf16", "int8")
     on_cpu = model.writer.device.type == "cpu"

@@ -26,11 +26,17 @@ from jpeg_dlm.wording import either
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens, which of them are real (None: all), and the encoder's features where they were cached."""
+    """Rows of tokens, which of them are real (None: all), and the encoder's features where they were cached.
+
+    For models with a context, `before` holds the K rows before each one in its document, oldest first, row after row, and
+    `present_BK` which of them exist.
+    """
 
     tokens_BL: Tensor
     mask_BL: Tensor | None = None
     features_BLF: Tensor | None = None
+    before: Batch | None = None
+    present_BK: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,7 @@ class Trainable(nn.Module, ABC):
     title: str  # as the paper's tables name it
     groups: ClassVar[dict[str, type]] = GROUPS
     uses_encoder: ClassVar[bool] = False
+    uses_context: ClassVar[bool] = False  # whether `model.context_blocks` rows before each row are given in a batch
     loss_weights: dict[str, float]  # the trainer minimizes the weighted sum; other terms are only reported
 
     # ------------------------------------------------------------ from options to a first step
