@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from jpeg_dlm.cli.options import document_options, parse_overrides
 from jpeg_dlm.cli.parser import Parser
-from jpeg_dlm.cli.values import EVERY_SOLVER, SOLVERS_SAID, scorer, several, some_of, whole
+from jpeg_dlm.cli.values import EVERY_SOLVER, SOLVERS_SAID, from_zero, scorer, several, some_of, whole
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
 
 if TYPE_CHECKING:
     from jpeg_dlm.api import Model
-    from jpeg_dlm.evaluation.evaluate import EvaluationRequest
+    from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
     from jpeg_dlm.evaluation.samples import SampleFile
     from jpeg_dlm.evaluation.sources import Source
     from jpeg_dlm.machine.console import Console
@@ -29,6 +29,13 @@ def add_arguments(parser: Parser) -> None:
         "sources", nargs="*", type=Path, metavar="CHECKPOINT_OR_SAMPLES",
         help="model folders, runs, checkpoints, or .txt and .jsonl files of texts (default: the bundled model)",
     )  # fmt: skip
+    parser.add_argument(
+        "--task", choices=("write", "continue"), default="write",
+        help="continue: go on with held-out prompts instead of writing freely, with a model that has a context",
+    )  # fmt: skip
+    parser.add_argument(
+        "--context-scale", type=from_zero, default=1.0, metavar="S", help="with --task continue: guidance over the prompt"
+    )
     parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="evaluation protocol")
     parser.add_argument("-n", type=whole(2), help="texts per seed (default: 256, in the paper's protocols 1024; all of a file)")
     parser.add_argument("--seeds", type=whole(1), help="number of seeds (default: 1, in the paper's protocols 5)")
@@ -86,7 +93,7 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
         asked["sampler"], args.mauve,
     )  # fmt: skip
     evaluation: Evaluation | None = None
-    entries, likelihoods = [], []
+    entries, likelihoods, continued = [], [], []
     for source in _sources(args, request, console):
         if args.likelihood and source.model:
             likelihoods.append(_likelihood(source, args, parts, console))
@@ -94,9 +101,13 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
             if evaluation is None:  # only now, so that errors of a source come before the download of a scorer
                 scorer = build_scorer(asked["scorer"], str(read_ranks(args.device, {}).device), console=console)
                 evaluation = Evaluation(scorer, request, parts, console)
-            entries += evaluation.entries(source)
+            if args.task == "continue":
+                continued += _continuations(source, evaluation, args.context_scale)
+            else:
+                entries += evaluation.entries(source)
     result = evaluation.result(entries) if evaluation else {"version": __version__, "entries": []}
-    result |= ({"likelihood": likelihoods} if args.likelihood else {}) | {"request": asked}
+    result |= ({"likelihood": likelihoods} if args.likelihood else {}) | ({"continue": continued} if continued else {})
+    result |= {"request": asked}
     tables = evaluation_tables(result)
     show(tables)
     if args.out:
@@ -127,6 +138,20 @@ def _likelihood(source: Any, args: argparse.Namespace, parts: Parts, console: Co
     return about | parts.get_or_make(f"likelihood-{source.name}", depends, make)
 
 
+def _continuations(source: Any, evaluation: Evaluation, scale: float) -> list[dict[str, Any]]:
+    """Return the continuation of a model's held-out prompts for every sampler and seed."""
+    from jpeg_dlm.evaluation.continuation import continuation
+
+    request, n = evaluation.request, evaluation.request.n or evaluation.protocol.n
+    return [
+        continuation(
+            source, evaluation.scorer, n, seed, sampler, request.mauve, evaluation.parts, evaluation.console, scale
+        )  # fmt: skip
+        for sampler in request.variants(source.model.config.sampler)
+        for seed in request.seeds
+    ]
+
+
 def _asked(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
     """Return the request as plain values for `request.json`."""
     count = args.seeds if args.seeds is not None else protocol(args.protocol).seeds
@@ -138,6 +163,7 @@ def _asked(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
         "scorer": args.scorer or (None if args.likelihood else "smollm2"),
         "data": args.data, "reference": str(args.reference) if args.reference else None,
         **({"likelihood_draws": args.likelihood_draws} if args.likelihood else {}),
+        **({"task": args.task, "context_scale": args.context_scale} if args.task == "continue" else {}),
     }  # fmt: skip
 
 
@@ -168,6 +194,8 @@ def _sources(args: argparse.Namespace, request: EvaluationRequest, console: Cons
     models: list[Path | None] = [path for path in args.sources if not is_samples(path)]
     if files and not models and args.likelihood:
         raise UsageError("--likelihood needs a model, not only sample files: name a checkpoint.")
+    if files and args.task == "continue":
+        raise UsageError("--task continue needs models, not sample files: name checkpoints.")
     found = file_sources(files, args.reference)
     for source in found:
         source.real(1)  # raises an error if there are no real texts to compare with
