@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.config_io import override
 from jpeg_dlm.folders.model_folder import ModelParts, write_model
-from jpeg_dlm.methods.base import FREE, Batch, Likelihood, Method, ParameterGroup
+from jpeg_dlm.methods.base import FILLS_IN, FREE, Batch, Likelihood, Method, ParameterGroup
 from jpeg_dlm.methods.common.discrete import draw_tokens
 from jpeg_dlm.methods.registry import METHODS, Entry, build_method, for_method
 from jpeg_dlm.presets import preset
@@ -63,6 +63,7 @@ class UnigramSampler(NoOptions):
 
 
 class Unigram(Method):
+    supports = FILLS_IN
     title = "Unigram"
     groups = {"model": NoOptions, "objective": NoOptions, "sampler": UnigramSampler}
     exact_likelihood = True

@@ -11,7 +11,6 @@ import torch
 from conftest import MICRO, made_up_text, micro_flags
 
 from jpeg_dlm import Model, load
-from jpeg_dlm.api import first_copy
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.cli.watch import Watcher
 from jpeg_dlm.errors import CheckpointError, DataError, UsageError
@@ -20,7 +19,8 @@ from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.registry import names
 from jpeg_dlm.sampling.given import template_ids
 from jpeg_dlm.studies.workshop import parameter_count
-from jpeg_dlm.text.packing import Layout, step
+from jpeg_dlm.text.packing import step
+from jpeg_dlm.text.rows import Layout, first_copy
 from jpeg_dlm.text.tokenizer import train_bpe
 from jpeg_dlm.texts import Texts
 from jpeg_dlm.training.run import sample_rows, write_samples
@@ -468,7 +468,9 @@ def test_pieces_of_a_template_are_the_tokens_of_the_whole_text(whole, template):
 
 @pytest.mark.parametrize("given, error", [
     ({"prompt": "a", "template": "[MASK]"}, "not both"), ({"prompt": "word " * 20}, "shorten it"), ({"prompt": " "}, "empty"),
-    ({"template": "no hole"}, "has no hole"), ({"template": "a [MASK:0]"}, "holds no token"),
+    ({"template": "no hole"}, "has no hole"), ({"template": " "}, "template is empty"),
+    ({"template": "[MASK:9999999999]"}, "shorten it"),
+    ({"template": "a [MASK:0]"}, "holds no token"),
     ({"template": "[MASK:13]"}, "13 tokens"), ({"given": torch.zeros(3)}, "shape"),
 ])  # fmt: skip
 def test_what_cannot_be_kept_is_refused(given, error, writer):
@@ -476,10 +478,9 @@ def test_what_cannot_be_kept_is_refused(given, error, writer):
         writer.generate(1, **given)
 
 
-def test_a_model_that_writes_whole_texts_refuses_a_prompt(model):
-    for options in ({}, {"protocol": "released", "grid": "random"}):
-        with pytest.raises(UsageError, match="JPEG-DLM writes whole texts"):
-            model.generate(1, prompt="The", **options)
+def test_the_released_order_of_random_numbers_writes_freely(model):
+    with pytest.raises(UsageError, match="The released protocol writes whole texts freely"):
+        model.generate(1, prompt="The", protocol="released", grid="random")
 
 
 def test_an_unknown_option_names_those_of_the_sampler(model, writer):

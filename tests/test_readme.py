@@ -7,6 +7,7 @@ import shlex
 import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -14,6 +15,7 @@ import yaml
 from jpeg_dlm.cli.main import VERBS, build_parser
 from jpeg_dlm.cli.options import parse_overrides, split_overrides
 from jpeg_dlm.config_io import option_names
+from jpeg_dlm.flow.latent_sampler import Ability
 from jpeg_dlm.methods.base import Method
 from jpeg_dlm.methods.registry import for_method, names, system_class
 from jpeg_dlm.presets import preset
@@ -85,4 +87,4 @@ def test_the_table_of_systems_says_what_their_classes_do():
         cls = system_class(name)
         answers = cls.likelihood is not Method.likelihood
         likelihood = "exact" if cls.exact_likelihood else "bound" if answers else "no"
-        assert told == (likelihood, "yes" if cls.fills_in else "no"), name
+        assert told == (likelihood, ", ".join(a for a in get_args(Ability) if a in cls.supports)), name

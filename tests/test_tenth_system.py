@@ -90,8 +90,14 @@ def test_it_samples(trained: Path, capsys: pytest.CaptureFixture[str]):
     assert rows.shape == (3, 12) and int(rows.max()) < 300 and torch.equal(rows, load(trained).sample(3, seed=1))
     assert main(["generate", str(trained), "-n", "2"]) == 0
     assert capsys.readouterr().out.strip()
+    assert main(["generate", str(trained), "--contains", "word"]) == 2
+    assert "Toy does not take guides: use elf, cosmos or jpeg-dlm." in capsys.readouterr().err
+    assert main(["edit", "The", "--checkpoint", str(trained)]) == 2
+    assert "Toy does not take edits: use elf, cosmos or jpeg-dlm." in capsys.readouterr().err
     assert main(["generate", str(trained), "--prompt", "The"]) == 2
-    assert "Toy writes whole texts: prompts and templates need ar, mdlm, sedd or duo." in capsys.readouterr().err
+    assert (
+        "Toy does not take prompts: use ar, mdlm, sedd, duo, flm, langflow, elf, cosmos or jpeg-dlm." in capsys.readouterr().err
+    )
 
 
 def test_it_is_evaluated_and_reported(trained: Path, byte_gpt2: Path, tmp_path: Path):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.config import Checks, Config, opt
-from jpeg_dlm.methods.base import Batch, Method, Watch, masked_mean, refuse_given
+from jpeg_dlm.methods.base import Batch, Method, Watch, masked_mean
 from jpeg_dlm.methods.common.discrete import draw_tokens
 from jpeg_dlm.rng import RowNoise
 
@@ -81,7 +81,6 @@ class Toy(Method):
     def sample(
         self, sampler: ToySampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
     ) -> Tensor:
-        refuse_given(given_BL, self.title)
         u_BL = noise.uniform("sample", self.config.data.token_len)
         tokens = [torch.full_like(u_BL[:, 0], self.hidden_id, dtype=torch.long)]
         for u_B in u_BL.unbind(1):

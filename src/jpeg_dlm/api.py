@@ -7,11 +7,12 @@ model.generate(4, steps=32, seed=0)
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
@@ -19,23 +20,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from jpeg_dlm.arguments import as_texts, check_given, check_latents, check_tokens, shown, whole_number
+from jpeg_dlm.arguments import as_texts, check_given, check_latents, check_tokens, real_number, shown, whole_number
 from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import override
 from jpeg_dlm.continuing import LongTexts, context_blocks
 from jpeg_dlm.encoders import FrozenEncoder
 from jpeg_dlm.errors import CheckpointError, DataError, UsageError
 from jpeg_dlm.export.folder import is_exported, read_exported
+from jpeg_dlm.flow.control import Control, Origin
+from jpeg_dlm.flow.guides import Guide, contains
 from jpeg_dlm.flow.latent_sampler import LatentSampler, Watch, Writer, networks_of
 from jpeg_dlm.folders.model_folder import ModelParts, bundled_folder, read_model, write_model
 from jpeg_dlm.machine.cpu import recall_limit, with_limit
 from jpeg_dlm.machine.dist import read_ranks
-from jpeg_dlm.methods.base import Batch, Method
+from jpeg_dlm.methods.base import FREE, Batch, Method, require
 from jpeg_dlm.sampling.engine import accelerated
-from jpeg_dlm.sampling.given import payload, prompt_row, template_row
+from jpeg_dlm.sampling.given import prompt_row, template_row
 from jpeg_dlm.sampling.linear import DTYPES, Dtype
 from jpeg_dlm.sampling.sampler import sample_batches
-from jpeg_dlm.text.packing import end_rows
+from jpeg_dlm.text.rows import Layout, end_rows, first_copy, layout_of
 from jpeg_dlm.text.tokenizer import TextTokenizer
 from jpeg_dlm.texts import Texts
 
@@ -70,21 +73,37 @@ class Model:
 
     def sample(
         self, n: int = 1, *, seed: int = 0, first: int = 0, batch: int = 64, watch: Watch | None = None,
-        given: Tensor | None = None, **sampler: Any,
+        given: Tensor | None = None, guide: Guide | None = None, strength: float = 1.0, **sampler: Any,
     ) -> Tensor:  # fmt: skip
         """Token ids (n, L) of samples `first` to `first + n - 1` of `seed`, `ended` where rows end.
 
-        `given` (L) holds ids that every sample keeps, and -1 elsewhere. Keyword arguments are options of the method's
-        sampler; for JPEG-DLM: steps, solver, grid, w, protocol, ...
+        `given` (L), or (n, L) with a row for each, holds ids that samples keep, and -1 elsewhere. `guide` is a
+        differentiable function of token logits, `fn(logits_BLV) -> loss_B`, whose loss sampling lowers; `strength` scales
+        the moves of guides and given tokens. Keyword arguments are options of the method's sampler; for JPEG-DLM: steps,
+        solver, grid, w, protocol, ...
         """
+        if guide is not None and not callable(guide):
+            raise UsageError(f"A guide is a function fn(logits_BLV) -> loss_B, not {shown(guide)}.")
+        strength = real_number(strength, "strength", 0)
+        control = Control(guide, strength) if guide is not None or strength != 1 else None
+        if given is not None and self.config.data.rows_end and "guides" in self.writer.supports:
+            control = replace(control or Control(), end_id=self.tokenizer.eos_id)
+        return self._sample(n, seed, first, batch, watch, given, control, sampler)
+
+    def _sample(
+        self, n: int, seed: int, first: int, batch: int, watch: Watch | None, given: Tensor | None, control: Control | None,
+        sampler: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
         counts = {"n": n, "seed": seed, "first": first, "batch": batch}
         n, seed, first, batch = (whole_number(value, name) for name, value in counts.items())
         if n < 1 or batch < 1 or first < 0:
             raise UsageError("The number of samples and the batch must be at least 1, the first sample at least 0.")
         if given is not None:
-            check_given(given, self.config.data.token_len, self.config.data.vocab_size)
+            check_given(given, n, self.config.data.token_len, self.config.data.vocab_size)
+        if control is not None and control.strength != 1:
+            require("guides", self.writer)
         options = self.sampler_options(**sampler)
-        tokens = torch.cat(list(sample_batches(self.writer, n, options, seed, batch, first, watch, given))).cpu()
+        tokens = torch.cat(list(sample_batches(self.writer, n, options, seed, batch, first, watch, given, control))).cpu()
         return self.ended(tokens, given)
 
     @property
@@ -120,8 +139,8 @@ class Model:
         if fast:
             if self.writer.latent_sampler is None:
                 raise UsageError(f"{self.writer.title} has no fast sampler: leave it at its own.")
-            config = dataclasses.replace(config, sampler=config.sampler.fast())
-        known = [f.name for f in dataclasses.fields(self.config.sampler)]
+            config = replace(config, sampler=config.sampler.fast())
+        known = [f.name for f in fields(self.config.sampler)]
         for name in options:
             if name not in known:
                 raise UsageError(f"The sampler of {self.writer.title} has no option '{name}': it has {', '.join(known)}.")
@@ -134,11 +153,12 @@ class Model:
         """n texts; the same seed gives the same texts in any batch size. Options are those of `sample`.
 
         Every text begins with `prompt`, or with `template`, in which [MASK] and [MASK:n] are places of 1 and n tokens to
-        fill. A model that was trained with a context writes `length` tokens after the prompt, block after block, or fewer if
-        the document ends; `context_scale` is the guidance over the context.
+        fill. `contains` gives a guide to texts with some words. A model that was trained with a context writes `length` tokens
+        after the prompt, block after block, or fewer if the document ends; `context_scale` is the guidance over the context.
         """
         if template is None and (length is not None or context_scale != 1 or (prompt is not None and context_blocks(self))):
-            long = LongTexts.of(self, prompt, length, context_scale)
+            wishes = {name: options.pop(name) for name in ("guide", "strength") if name in options}
+            long = LongTexts.of(self, prompt, length, context_scale, **wishes)
             if long.notice:
                 warnings.warn(long.notice, stacklevel=2)
             return long.texts(n, seed=seed, **options)
@@ -153,17 +173,35 @@ class Model:
         if prompt is not None and template is not None:
             raise UsageError("Give a prompt or a template, not both.")
         if prompt is not None:
-            row = prompt_row(self.tokenizer, self.config.data, *as_texts([prompt]))
+            require("prompts", self.writer)
+            row = prompt_row(self.tokenizer, self.layout, *as_texts([prompt]))
         elif template is not None:
-            row = template_row(self.tokenizer, self.config.data, *as_texts([template]))
+            require("templates", self.writer)
+            row = template_row(self.tokenizer, self.layout, *as_texts([template]))
         else:
             return None
-        self._refuse_unknown_ids(row.tolist())
+        self._refuse_unknown_ids(row.tolist(), strict=True)
         return row
 
-    def _refuse_unknown_ids(self, ids: Sequence[int]) -> None:
+    def contains(self, *words: str) -> Guide:
+        """Return a guide to texts that contain all of these words, or phrases, somewhere."""
+        require("guides", self.writer)
+        tok, spelled = self.tokenizer, []
+        for word in as_texts(words):
+            spellings = [tok.encode(word), *tok.encode_batch([f" {word}"], following=True)]
+            if not spellings[0]:
+                raise DataError("A word to contain is empty: give at least one character.")
+            self._refuse_unknown_ids([i for ids in spellings for i in ids], strict=True)
+            if min(map(len, spellings)) > self.layout.payload:
+                raise UsageError(f"'{word}' is longer than a text of this model, {self.layout.payload} tokens: shorten it.")
+            spelled.append([list(ids) for ids in dict.fromkeys(map(tuple, spellings)) if len(ids) <= self.layout.payload])
+        return contains(spelled, tok.eos_id if self.config.data.rows_end else None)
+
+    def _refuse_unknown_ids(self, ids: Sequence[int], strict: bool = False) -> None:
         if max(ids) >= self.config.data.vocab_size:
             raise DataError(f"The text holds the token {max(ids)}, which the model does not know: leave that word out.")
+        if strict and self.tokenizer.unk_id in ids:
+            raise DataError("The text holds characters that the model's tokenizer does not know: leave them out.")
 
     def ended(self, tokens: Tensor, given: Tensor | None = None) -> Tensor:
         """Rows with padding behind the first end token (and behind what was `given`), for a model of rows that end."""
@@ -208,8 +246,8 @@ class Model:
         tokens = self._decode_rows(latents)
         if self.config.data.rows_end:
             return self.to_text(tokens)
-        rows = tokens[:, self._payload_start :][:, : self._payload].tolist()
-        return Texts(self.tokenizer.decode(first_copy(row, self._separator)) for row in rows)
+        rows = tokens[:, self.layout.start :][:, : self.layout.payload].tolist()
+        return Texts(self.tokenizer.decode(first_copy(row, self.layout.separator)) for row in rows)
 
     @torch.no_grad()
     def reconstruct(self, texts: str | Sequence[str]) -> list[str]:
@@ -218,23 +256,61 @@ class Model:
         for text in as_texts(texts):
             rows, lengths = self._rows(self._blocks(text), from_ids=True)
             back = self._decode_rows(self._encode_rows(rows)).tolist()
-            start = self._payload_start
+            start = self.layout.start
             ids = [i for row, n in zip(back, lengths, strict=True) for i in row[start : start + n]]
             out.append(self.tokenizer.decode(ids))
         return out
 
     @torch.no_grad()
-    def interpolate(self, a: str, b: str, points: int = 5) -> list[str]:
-        """Texts along the straight line between the latents of two texts, ends included."""
+    def interpolate(self, *texts: str, points: int = 5) -> list[str]:
+        """Texts along straight lines between the latents of two or more texts, `points` for each line, ends included."""
         if whole_number(points, "points") < 2:
             raise UsageError("An interpolation needs at least 2 points.")
-        rows, lengths = self._rows(as_texts([a, b]))
-        z_a, z_b = self._encode_rows(rows)
-        mix = torch.linspace(0, 1, points, device=z_a.device).view(-1, 1, 1)
-        tokens = self._decode_rows((1 - mix) * z_a + mix * z_b)
-        # Short texts were repeated to fill the block; what lies beyond the longer of them is only that.
-        start = self._payload_start
-        return self.to_text(tokens[:, start : start + max(lengths)])
+        rows, lengths = self._rows(as_texts(texts))
+        if len(rows) < 2:
+            raise UsageError("An interpolation needs at least 2 texts.")
+        z_BND = self._encode_rows(rows)
+        mix = torch.linspace(0, 1, points, device=z_BND.device).view(-1, 1, 1)
+        lines = [(1 - mix) * a + mix * b for a, b in pairwise(z_BND)]
+        tokens = self._decode_rows(torch.cat([lines[0], *(line[1:] for line in lines[1:])]))
+        # Short texts were repeated to fill the block; what lies beyond the longest of them is only that.
+        return self.to_text(tokens[:, self.layout.start :][:, : max(lengths)])
+
+    def edit(
+        self, text: str, n: int = 1, *, noise: float = 0.4, seed: int = 0, batch: int = 64, watch: Watch | None = None,
+        **sampler: Any,
+    ) -> Texts:  # fmt: skip
+        """n variations of a text: its latents get this share of noise, and are written anew from there.
+
+        Noise 0 gives the text back, noise 1 a text that has nothing to do with it. Options are those of the sampler.
+        """
+        noise = real_number(noise, "noise", 0, 1)
+        require("edits", self.writer)
+        rows, lengths = self._rows(as_texts([text]))
+        self._refuse_unknown_ids(rows[0].tolist(), strict=True)
+        n = whole_number(n, "n")
+        tokens = self.rewritten(rows.expand(max(1, n), -1), noise, n, seed=seed, batch=batch, watch=watch, **sampler)
+        if self.config.data.rows_end:
+            return self.to_text(tokens)
+        return self.to_text(tokens[:, self.layout.start :][:, : max(lengths)])  # the rest repeats the text
+
+    @torch.no_grad()
+    def rewritten(
+        self, rows: Tensor, noise: float, n: int | None = None, *, seed: int = 0, batch: int = 64,
+        watch: Watch | None = None, **sampler: Any,
+    ) -> Tensor:  # fmt: skip
+        """Token ids of rows (n, L) that were given noise and written anew; row i draws the noise of sample i of `seed`."""
+        require("edits", self.writer)
+        view = self.complete_method().latent_view()
+        assert view is not None  # what takes edits has latents
+        mask = rows != self.layout.pad_id if self.config.data.rows_end else None
+        z_BND = torch.cat([
+            view.encode(Batch(*(None if x is None else x[i : i + batch].to(self.method.device) for x in (rows, mask))))  # type: ignore[arg-type]
+            for i in range(0, len(rows), batch)
+        ])  # fmt: skip
+        wanted = rows if mask is None else rows.masked_fill(~mask, FREE)
+        control = Control(origin=Origin(z_BND, wanted, noise))
+        return self._sample(len(rows) if n is None else n, seed, 0, batch, watch, None, control, sampler)
 
     def _encode_rows(self, rows: Tensor) -> Tensor:
         rows = rows.to(self.codec.device)
@@ -246,23 +322,10 @@ class Model:
     def _decode_rows(self, latents: Tensor) -> Tensor:
         return self.codec.tokens(latents.to(self.codec.device), self.config.sampler.w).cpu()
 
-    @property
-    def _payload_start(self) -> int:
-        return 1 if self.config.data.frame else 0
-
-    @property
-    def _payload(self) -> int:
-        return payload(self.config.data)
-
-    @property
-    def _separator(self) -> int:
-        """The token between two texts of a block."""
-        tok = self.tokenizer
-        return tok.boundary_id if self.config.data.frame and tok.boundary_id is not None else tok.eos_id
-
     def _blocks(self, text: str) -> list[list[int]]:
         ids = self._ids(text)
-        return [ids[i : i + self._payload] for i in range(0, len(ids), self._payload)]
+        size = self.layout.payload
+        return [ids[i : i + size] for i in range(0, len(ids), size)]
 
     def _ids(self, text: str) -> list[int]:
         ids = self.tokenizer.encode(text)
@@ -272,29 +335,13 @@ class Model:
         return ids
 
     def _rows(self, texts: Sequence[Any], from_ids: bool = False) -> tuple[Tensor, list[int]]:
-        """Rows of exactly L tokens in the form the model was trained on, and how many tokens of each are the text's.
-
-        A model trained on full blocks never saw padding, so a short text is repeated, as if more of it followed; where rows
-        end, the text is ended and padded.
-        """
-        tok, data, rows, lengths = self.tokenizer, self.config.data, [], []
-        for text in texts:
-            ids = list(text) if from_ids else self._ids(text)
-            if len(ids) > self._payload:
-                raise DataError(
-                    f"The text has {len(ids)} tokens, the model takes {self._payload}: shorten it or use reconstruct."
-                )
-            lengths.append(len(ids))
-            row = [*ids, self._separator]
-            while not data.rows_end and len(row) < self._payload:
-                row += [*ids, self._separator]
-            row = row[: self._payload]
-            if data.frame:
-                if tok.bos_id is None:
-                    raise DataError("This model needs a tokenizer with a begin token: use the one it was trained with.")
-                row = [tok.bos_id, *row, tok.eos_id]
-            rows.append(row + [tok.pad_id] * (data.token_len - len(row)))
-        return torch.tensor(rows), lengths
+        """Rows of exactly L tokens in the form the model was trained on, and how many tokens of each are the text's."""
+        texts_ids = [list(text) if from_ids else self._ids(text) for text in texts]
+        size = self.layout.payload
+        for ids in texts_ids:
+            if len(ids) > size:
+                raise DataError(f"The text has {len(ids)} tokens, the model takes {size}: shorten it or use reconstruct.")
+        return torch.tensor([self.layout.text_row(ids) for ids in texts_ids]), [len(ids) for ids in texts_ids]
 
     # ------------------------------------------------------------ parts
 
@@ -307,6 +354,11 @@ class Model:
                 f"The tokenizer has {found.vocab_size} ids, the model {self.config.data.vocab_size}: use the model's own."
             )
         return found
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The form of the rows that the model was trained on."""
+        return layout_of(self.config.data, self.tokenizer)
 
     @cached_property
     def encoder(self) -> FrozenEncoder:
@@ -347,19 +399,6 @@ class Model:
         model = cls(stored.parts, device)
         model._scratch = stored.scratch  # tokenizer and encoder are read from it on first use
         return model
-
-
-def first_copy(row: list[int], separator: int) -> list[int]:
-    """The text that fills a row by repetition, once; any other row as it is.
-
-    A codec may change a few tokens, so a row repeats itself where more than half of what follows a separator is what the
-    row began with (assumed: of two different texts few tokens agree in place).
-    """
-    for i in [i for i, token in enumerate(row) if token == separator and i > 0]:
-        again = row[i + 1 :]
-        if 2 * sum(a == b for a, b in zip(row, again, strict=False)) > len(again) > 0:
-            return row[:i]
-    return row
 
 
 def load(

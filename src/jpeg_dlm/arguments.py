@@ -43,13 +43,13 @@ def check_tokens(tokens: Any) -> None:
         raise UsageError(f"Tokens must be a tensor with rows of token ids, not {shown(tokens)}.")
 
 
-def check_given(given: Any, token_len: int, vocab_size: int) -> None:
-    """Raise `UsageError` unless `given` is a row of ids to keep, with FREE elsewhere."""
-    fits = _is_integers(given) and given.shape == (token_len,)
+def check_given(given: Any, rows: int, token_len: int, vocab_size: int) -> None:
+    """Raise `UsageError` unless `given` is a row of ids to keep, or one for each sample, with FREE elsewhere."""
+    fits = _is_integers(given) and given.shape in ((token_len,), (rows, token_len))
     if not fits or not (given.min() >= FREE and given.max() < vocab_size):
         raise UsageError(
-            f"`given` must be a tensor of shape ({token_len},) of ids below {vocab_size}, and {FREE} where it is free, "
-            f"not {shown(given)}."
+            f"`given` must be a tensor of shape ({token_len},) or ({rows}, {token_len}) of ids below {vocab_size}, and {FREE} "
+            f"where it is free, not {shown(given)}."
         )
 
 

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from jpeg_dlm.arguments import as_texts, real_number, whole_number
 from jpeg_dlm.errors import DataError, UsageError
+from jpeg_dlm.flow.control import Control
+from jpeg_dlm.flow.guides import Guide
 from jpeg_dlm.flow.latent_sampler import Watch
-from jpeg_dlm.methods.base import Batch
+from jpeg_dlm.methods.base import Batch, require
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
-from jpeg_dlm.sampling.long_text import BlockWriter, Piece
+from jpeg_dlm.sampling.long_text import BlockWriter, NewText
 from jpeg_dlm.texts import Texts
 
 if TYPE_CHECKING:
-    from jpeg_dlm.api import Model
+    from jpeg_dlm import Model
 
 
 @dataclass(frozen=True)
@@ -27,23 +29,25 @@ class LongTexts:
     model: Model
     prompts: Sequence[Sequence[int]]
     length: int
-    scale: float
+    scale: float = 1.0
+    control: Control = Control()
 
     @classmethod
-    def of(cls, model: Model, prompt: str | None = None, length: int | None = None, context_scale: float = 1.0) -> LongTexts:
+    def of(
+        cls, model: Model, prompt: str | None = None, length: int | None = None, context_scale: float = 1.0,
+        guide: Guide | None = None, strength: float = 1.0,
+    ) -> LongTexts:  # fmt: skip
         """Return what was asked for; by default, a text goes on to the end of the block in which the prompt ends."""
         if not context_blocks(model):
-            raise UsageError(
-                f"This model of {model.writer.title} writes texts of {model.config.data.token_len} tokens: longer ones need a "
-                "model of jpeg-dlm trained with --model.context-blocks 1 or more."
-            )
+            require("long text", model.writer, "trained with --model.context-blocks 1 or more")
+        strength = real_number(strength, "strength", 0)
         scale = real_number(context_scale, "context_scale", 0)
         ids = [] if prompt is None else prompt_ids(model, *as_texts([prompt]))
         size = model.config.data.token_len
         length = size - len(ids) % size if length is None else whole_number(length, "length")
         if length < 1:
             raise UsageError(f"The length of a text must be at least 1 token, not {length}.")
-        return cls(model, [ids], length, scale)
+        return cls(model, [ids], length, scale, Control(guide, strength))
 
     @property
     def notice(self) -> str | None:
@@ -57,7 +61,7 @@ class LongTexts:
 
     def pieces(
         self, n: int = 1, *, seed: int = 0, first: int = 0, batch: int = 64, watch: Watch | None = None, **sampler: Any
-    ) -> Iterator[Piece]:
+    ) -> Iterator[NewText]:
         """Yield what follows the prompts of samples `first` to `first + n - 1` of `seed`, block by block."""
         counts = {"n": n, "seed": seed, "first": first, "batch": batch}
         n, seed, first, batch = (whole_number(value, name) for name, value in counts.items())
@@ -72,7 +76,7 @@ class LongTexts:
         def encode(rows_BL: Tensor) -> Tensor:
             return method.encode(Batch(rows_BL, rows_BL != pad_id))
 
-        blocks = BlockWriter(writer, encode, model.tokenizer.eos_id, self.scale)
+        blocks = BlockWriter(writer, encode, model.tokenizer.eos_id, self.scale, self.control)
         for start in range(first, first + n, batch):
             samples = range(start, min(start + batch, first + n))
             prompts = [self.prompt_of(sample - first) for sample in samples]

@@ -580,7 +580,11 @@ def test_options_that_a_model_lacks_are_refused(finished, micro_folders, capsys)
     assert "has no option 'temperature': it has steps" in refusal(capsys, ["generate", finished, "--temperature", "1"], 2)
     assert "has no option 'w': it has temperature, top_k" in refusal(capsys, ["generate", ar, "--w", "2"], 2)
     assert "has no option 'wild'" in refusal(capsys, ["generate", ar, "--sampler.wild", "2"], 2)
-    assert "writes whole texts" in refusal(capsys, ["generate", finished, "--prompt", "The"], 2)
+    assert "AR does not take guides: use elf, cosmos or jpeg-dlm" in refusal(capsys, ["generate", ar, "--contains", "a"], 2)
+    assert "does not take guides" in refusal(capsys, ["generate", ar, "--prompt", "The", "--strength", "2"], 2)
+    assert "AR does not take edits: use elf, cosmos or jpeg-dlm" in refusal(
+        capsys, ["edit", "The farmer", "--checkpoint", ar], 2
+    )
     assert "not both" in refusal(capsys, ["generate", ar, "--prompt", "The", "--template", "[MASK]"], 2)
     assert "need jpeg-dlm" in refusal(capsys, ["reconstruct", "The farmer", "--checkpoint", ar], 2)
 

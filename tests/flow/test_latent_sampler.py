@@ -78,5 +78,5 @@ def test_the_released_protocol_draws_noise_then_times(grid):
 def test_it_is_a_writer_of_whole_texts_without_trained_networks():
     sampler = Recording().sampler
     assert sampler.latent_sampler is sampler and networks_of(sampler) is None
-    with pytest.raises(UsageError, match="test writes whole texts"):
+    with pytest.raises(UsageError, match="test has no gradient to guide it: use the model that it was exported from"):
         sampler.sample(SAMPLER, RowNoise(0, [0]), given_BL=torch.zeros(1, 12, dtype=torch.long))

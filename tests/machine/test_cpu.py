@@ -25,6 +25,7 @@ from jpeg_dlm.machine.console import Console
 from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
+from jpeg_dlm.sampling import speeds as fast
 from jpeg_dlm.sampling.engine import accelerated
 from jpeg_dlm.training.run import with_settled_precision
 
@@ -164,7 +165,7 @@ def test_a_whole_process_on_a_trapping_cpu(tmp_path):
         "    os.kill(os.getpid(), signal.SIGILL)\n"
     )
     code = (
-        "from jpeg_dlm import cpu, load\n"
+        "from jpeg_dlm import load\nfrom jpeg_dlm.machine import cpu\n"
         "cpu.reports_amx, cpu.NARROWER = lambda: True, ('AVX2',)\ncpu.LADDERS['torch'] = ('AVX2',)\n"
         "model = load(device='cpu', dtype='int8')\nprint(model.dtype, model.sample(1, steps=1).shape[0])"
     )
@@ -207,10 +208,10 @@ def test_torch_survives_its_own_trial():
 
 
 def test_speeds_are_measured_once(monkeypatch):
-    found, threads = cpu.speeds(), torch.get_num_threads()
+    found, threads = fast.speeds(), torch.get_num_threads()
     assert found.keys() == {"fp32", "bf16", "int8"} and min(found.values()) > 0 and torch.get_num_threads() == threads
-    monkeypatch.setattr(cpu_trial, "measure_speeds", lambda: pytest.fail("measured again"))
-    assert cpu.speeds() == found
+    monkeypatch.setattr(fast, "measure_speeds", lambda: pytest.fail("measured again"))
+    assert fast.speeds() == found
 
 
 @pytest.mark.parametrize(
@@ -221,12 +222,12 @@ def test_speeds_are_measured_once(monkeypatch):
     ],
 )  # fmt: skip
 def test_auto_takes_the_papers_type_on_cuda_and_the_faster_on_a_cpu(asked, device, speeds, wanted, monkeypatch):
-    monkeypatch.setattr(cpu, "speeds", lambda: speeds)
-    assert cpu.training_precision(asked, device) == wanted
+    monkeypatch.setattr(fast, "speeds", lambda: speeds)
+    assert fast.training_precision(asked, device) == wanted
 
 
 def settled(config, run: Path, speeds, monkeypatch):
-    monkeypatch.setattr(cpu, "speeds", lambda: speeds)
+    monkeypatch.setattr(fast, "speeds", lambda: speeds)
     return with_settled_precision(config, run, Ranks(), Console()).train.precision
 
 
@@ -246,7 +247,7 @@ def test_a_slower_type_is_taken_with_one_line_on_its_cost(tmp_path, monkeypatch,
 
 
 def test_a_run_records_the_type_that_auto_chose(corpus_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu, "speeds", lambda: SLOW_BF16)
+    monkeypatch.setattr(fast, "speeds", lambda: SLOW_BF16)
     flags = micro_flags(train__precision="auto", train__steps=1, train__encoder_steps=1, train__eval_every=0)
     run = tmp_path / "run"
     command = ["train", "--preset", "smoke", "--data", str(corpus_file), "--out", str(run), "--quiet", "--device", "cpu"]
@@ -278,7 +279,7 @@ def test_auto_leaves_other_systems_as_they_are(tmp_path):
 
 @pytest.mark.parametrize(("speeds", "told"), [(SLOW_BF16, True), (FAST_BF16, False)])
 def test_generating_in_a_slower_type_tells_its_cost(speeds, told, monkeypatch, capsys):
-    monkeypatch.setattr(cpu, "speeds", lambda: speeds)
+    monkeypatch.setattr(fast, "speeds", lambda: speeds)
     assert main(["generate", "-n", "1", "--steps", "1", "--device", "cpu", "--dtype", "int8"]) == 0
     assert ("int8 products run at 0.90x the speed of fp32" in capsys.readouterr().err) is told
 
@@ -290,7 +291,7 @@ def test_generating_in_a_type_that_the_cpu_lacks_tells_so(monkeypatch, capsys):
 
 
 def test_the_doctor_names_the_limit(trapping, monkeypatch, capsys):
-    monkeypatch.setattr(cpu, "speeds", lambda: cpu.make_safe() and SLOW_BF16)
+    monkeypatch.setattr(fast, "speeds", lambda: cpu.make_safe() and SLOW_BF16)
     assert main(["doctor"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("CPU: "))
     assert "bf16 0.56x, int8 0.90x" in line and "auto is fp32; instructions limited to AVX512_CORE_BF16" in line

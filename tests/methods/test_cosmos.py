@@ -15,7 +15,7 @@ from jpeg_dlm.encoders import build_encoder
 from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.flow.vp import TanSchedule
 from jpeg_dlm.folders.model_folder import build_stored
-from jpeg_dlm.methods.base import FREE, Batch, Method
+from jpeg_dlm.methods.base import Batch, Method
 from jpeg_dlm.methods.cosmos import VARIANCE_FLOOR, Cosmos
 from jpeg_dlm.methods.cosmos_codec import CosmosCodec
 from jpeg_dlm.methods.cosmos_config import CosmosSampler
@@ -414,12 +414,6 @@ def test_watching_sees_every_step_and_changes_nothing():
     assert [row[:2] for row in seen] == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
     assert [row[2] for row in seen] == pytest.approx([1, 0.7625, 0.525, 0.2875, 0.05])
     assert all(row[3].shape == (B, L) for row in seen)
-
-
-def test_given_tokens_are_refused():
-    method = build()
-    with pytest.raises(UsageError, match="writes whole texts"):
-        method.sample(method.config.sampler, noise(), None, torch.full((B, L), FREE))
 
 
 # ---------------------------------------------------------------- options

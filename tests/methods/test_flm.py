@@ -281,9 +281,20 @@ def test_watching_shows_every_step_and_changes_nothing():
     assert torch.equal(seen[-1][3], watched)
 
 
-def test_prompts_are_refused():
-    with pytest.raises(UsageError, match="FLM writes whole texts"):
-        build().sample(tiny().sampler, noise(), None, tokens())
+def test_given_rows_move_straight_to_their_tokens():
+    """With everything given, each state is the mixture of the first noise and the one-hot rows at its time."""
+    method = build().eval()
+    seen = []
+    denoise = method.denoise
+    method.denoise = lambda z, tau, end=None: seen.append((z, tau)) or denoise(z, tau, end)
+    given, sampler = tokens(), tiny().sampler
+    assert method.sample(sampler, noise(), None, given).equal(given)
+    eps = noise().normal("sample", L, method.config.data.vocab_size)
+    clean = torch.nn.functional.one_hot(given, method.config.data.vocab_size).float()
+    assert len(seen) == sampler.steps
+    for z, tau in seen:
+        t = method.times(tau.double()).view(-1, 1, 1).float()
+        assert torch.allclose(z, t * clean + (1 - t) * eps, atol=1e-4)
 
 
 # ---------------------------------------------------------------- configuration and files

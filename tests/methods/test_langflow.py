@@ -366,9 +366,20 @@ def test_watching_shows_every_step_and_changes_nothing(steps):
     assert torch.equal(seen[-1][3], watched) and sampler.evaluations(L) == steps and str(steps) in sampler.label()
 
 
-def test_prompts_are_refused():
-    with pytest.raises(UsageError, match="LangFlow writes whole texts"):
-        build().sample(tiny().sampler, noise(), None, tokens())
+def test_given_embeddings_keep_their_noise_until_they_are_clean():
+    """With everything given, the state is alpha E[x] + sigma eps of the first noise at each step, so nothing else is said."""
+    method = build().eval()
+    seen = []
+    states = method.states
+    method.states = lambda z, gamma, x: seen.append((z, gamma)) or states(z, gamma, x)
+    given = tokens()
+    assert method.sample(tiny().sampler, noise(), None, given).equal(given)
+    eps = noise().normal("sample", L, method.config.model.hidden)
+    clean = method.backbone.embeddings()[given]
+    for z, gamma in seen[1:]:
+        alpha, sigma = alpha_sigma(gamma[0])
+        alpha_0, sigma_0 = alpha_sigma(seen[0][1][0])
+        assert torch.allclose(z, alpha * clean + sigma * (eps - alpha_0 * clean) / sigma_0, atol=1e-3)
 
 
 # ---------------------------------------------------------------- configuration and files

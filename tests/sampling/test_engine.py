@@ -168,9 +168,15 @@ def test_weights_are_those_of_the_time_it_was_made():
     assert not torch.equal(method.sample(sampler, noise), before)
 
 
-def test_prompts_are_refused_as_by_the_method():
-    with pytest.raises(UsageError, match="whole texts"):
-        accelerated(made()).sample(config().sampler, RowNoise(0, range(1)), given_BL=torch.full((1, 12), FREE))
+def test_given_tokens_guide_it_as_they_guide_the_method():
+    method, noise = made(), RowNoise(0, range(4))
+    given = torch.full((4, 12), FREE)
+    given[:, 2:7] = torch.arange(20).view(4, 5)
+    engine = accelerated(method)
+    assert engine.supports == method.supports
+    found = engine.sample(config().sampler, noise, given_BL=given)
+    assert found[:, 2:7].equal(given[:, 2:7])
+    assert_same_tokens(found, method.sample(config().sampler, noise, given_BL=given))
 
 
 def test_queries_are_prepared_once_for_all_samples():

@@ -60,7 +60,8 @@ class Script:
         self.contexts.append(context)
         return self
 
-    def sample(self, sampler, noise, watch=None, given_BL=None):
+    def sample(self, sampler, noise, watch=None, given_BL=None, control=None):
+        assert (control is None) == (given_BL is None) and (control is None or control.end_id == 1)
         self.noises.append(noise)
         rows = torch.tensor([[100 * (i + 1) + noise.step] * L for i in noise.rows])
         for place, i in enumerate(noise.rows):
@@ -149,7 +150,7 @@ def test_empty_prompts_templates_and_models_without_context(model):
         model.generate(1, prompt="", length=L)
     with pytest.raises(UsageError, match="template"):
         model.generate(1, template="The [MASK:2].", length=L)
-    with pytest.raises(UsageError, match="longer ones need a model of jpeg-dlm trained with --model.context-blocks"):
+    with pytest.raises(UsageError, match="does not take long text: use jpeg-dlm trained with --model.context-blocks"):
         load().generate(1, length=40)
 
 

@@ -31,7 +31,9 @@ from jpeg_dlm.training.run import Outcome, train_run
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
 
-COUNTS = {"ablations": 8, "regularizers": 4, "rates": 4, "widths": 4, "joint-vs-two-stage": 9, "encoder-layers": 2}
+COUNTS = {
+    "ablations": 8, "regularizers": 4, "rates": 4, "widths": 4, "joint-vs-two-stage": 9, "encoder-layers": 2, "recipes": 12,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

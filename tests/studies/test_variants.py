@@ -9,6 +9,7 @@ from jpeg_dlm.config_io import option_names, override
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.studies.catalog import STUDIES
+from jpeg_dlm.studies.recipes import recipes
 from jpeg_dlm.studies.variants import TRAINING, ablations, encoder_layers, joint_vs_two_stage, rates, regularizers, widths
 
 
@@ -141,3 +142,20 @@ def test_every_variant_can_be_trained_and_no_two_are_the_same(name):
 
 def test_every_training_study_has_its_list():
     assert set(TRAINING) == {name for name, info in STUDIES.items() if info.takes == "training"}
+
+
+def test_recipes_change_one_option_each_and_then_all_of_the_papers():
+    base = preset("captions")
+    found = {v.label: changes(v.config, base) for v in recipes(base).variants}
+    assert found.pop("the preset") == {}
+    assert found["no skip in the denoise head"] == {"model.denoise_skip": False}
+    assert found["latents twice as wide"] == {"model.latent_dim": 256}
+    together = found.pop("all of the first seven")
+    paper = preset("lm1b")
+    shared = [name for name in together if name != "train.codec_lr"]
+    assert {name: value(paper, name) for name in shared} == {name: together[name] for name in shared}
+    assert len(found) == 15 and all(found.values())  # a row that changes nothing would be trained for nothing
+    for variant in recipes(base).variants:
+        validate(variant.config)
+    labels = [v.label for v in recipes(preset("tiny")).variants]  # has no skip, one draw and the paper's times already
+    assert "no skip in the denoise head" not in labels and "one noise draw per row" not in labels

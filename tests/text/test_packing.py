@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpeg_dlm.text.packing import Layout, end_rows, lengths, pack, sentences, step
+from jpeg_dlm.text.packing import lengths, pack, sentences, step
+from jpeg_dlm.text.rows import Layout, end_rows
 
 EOS, PAD, BOS, LINE = 1, 0, 4, 5
 PIECE = st.lists(st.integers(10, 99), min_size=0, max_size=9)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jpeg_dlm.accounting.encoder import EncoderSize, encoder_size
 from jpeg_dlm.config import Config
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.machine.cpu import with_precision
+from jpeg_dlm.sampling.speeds import with_precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable

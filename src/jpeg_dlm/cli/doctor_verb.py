@@ -56,7 +56,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def cpu_line() -> str:
     """Describe the CPU, the speedup of its reduced types, and the limit on its instructions if there is one."""
-    from jpeg_dlm.machine.cpu import cpu_facts, instruction_limit, speeds, training_precision
+    from jpeg_dlm.machine.cpu import cpu_facts, instruction_limit
+    from jpeg_dlm.sampling.speeds import speeds, training_precision
 
     try:
         found = speeds()

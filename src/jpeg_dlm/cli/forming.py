@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from torch import Tensor
 
 from jpeg_dlm.api import Model
-from jpeg_dlm.cli.watch import AGES, Aged, aged, readable
+from jpeg_dlm.cli.watch import AGES, Aged, aged, readable, rows_shown
 from jpeg_dlm.results.table import visible
 
 FRAMES = 48  # at most about as many, spread evenly over the steps
@@ -61,7 +61,7 @@ class Recorder:
         if self.moments and self.moments[-1].step == steps:
             return
         if step == steps or step % -(-steps // FRAMES) == 0:
-            rows = self.model.ended(tokens()[:TEXTS].cpu(), self.given).tolist()
+            rows = rows_shown(self.model, tokens()[:TEXTS], self.given)
             self.moments.append(Moment(step, steps, tuple(readable(self.model, row) for row in rows)))
 
     def svg(self) -> str:

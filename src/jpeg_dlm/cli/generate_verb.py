@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jpeg_dlm.cli.options import document_options, parse_overrides
 from jpeg_dlm.cli.parser import Parser
-from jpeg_dlm.cli.values import EVERY_SOLVER, SOLVERS_SAID, from_zero, positive, share, whole
+from jpeg_dlm.cli.values import EVERY_SOLVER, SOLVERS_SAID, from_zero, positive, share, whole, words
 from jpeg_dlm.config_io import option_choices
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.wording import command, counted
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jpeg_dlm.api import Model
     from jpeg_dlm.cli.forming import Recorder
     from jpeg_dlm.methods.base import Watch
+    from jpeg_dlm.sampling.given import Decoded
 
 DTYPES = ("auto", "fp32", "bf16", "int8")  # auto and the types of `sampling.linear`, which imports torch; `--help` must not
 SLOW_S = 10.0  # seconds of sampling above which an export to a faster runtime is suggested (assumed)
@@ -38,10 +39,10 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("checkpoint", nargs="?", type=Path, help="model folder, run or checkpoint (default: the bundled model)")
     parser.add_argument("-n", type=whole(1), default=4, help="number of texts")
     parser.add_argument("--seed", type=whole(0), default=0, help="text i of a seed is the same in any batch")
-    parser.add_argument("--prompt", metavar="TEXT", help="how every text begins (ar, mdlm, sedd, duo)")
+    parser.add_argument("--prompt", metavar="TEXT", help="how every text begins")
     parser.add_argument(
-        "--template", metavar="TEXT", help="text with holes to fill in (same methods): [MASK] is one token, [MASK:5] are five"
-    )
+        "--template", metavar="TEXT", help="text with holes to fill in: [MASK] is one token, [MASK:5] are five"
+    )  # fmt: skip
     parser.add_argument(
         "--length", type=whole(1), metavar="N",
         help="of a model with context: write N tokens after the prompt, block after block, or fewer if the text ends",
@@ -50,7 +51,14 @@ def add_arguments(parser: Parser) -> None:
         "--context-scale", type=from_zero, default=1.0, metavar="S",
         help="of a model with context: guidance over it; above 1 holds texts closer to what came before (default: 1)",
     )  # fmt: skip
-    parser.add_argument("--stream", action="store_true", help="with --length: print each text block by block")
+    parser.add_argument("--stream", action="store_true", help="of a model with context: print each text block by block")
+    parser.add_argument(
+        "--contains", type=words, metavar="WORD,WORD", help="of jpeg-dlm, elf, cosmos: words that every text shall contain"
+    )  # fmt: skip
+    parser.add_argument(
+        "--strength", type=from_zero, default=1.0,
+        help="of jpeg-dlm, elf, cosmos: how strongly a prompt, a template or words guide the rest of the text",
+    )  # fmt: skip
     parser.add_argument("--fast", action="store_true", help="of jpeg-dlm: few steps, at the times found by tune")
     parser.add_argument("--steps", type=whole(1), help="sampling steps (default: the model's own)")
     parser.add_argument("--solver", choices=EVERY_SOLVER, metavar="NAME", help=f"{SOLVERS_SAID} (default: the model's own)")
@@ -89,21 +97,25 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             raise UsageError(f"'{path}' already exists: name another file, nothing was overwritten.")
 
     from jpeg_dlm.api import load
-    from jpeg_dlm.cli.long_text import write_long
+    from jpeg_dlm.cli.generate_long import write_long
     from jpeg_dlm.continuing import context_blocks
     from jpeg_dlm.files import write_atomic
 
     model = load(args.checkpoint, args.device, args.dtype, args.compile)
-    if args.length or args.stream or args.context_scale != 1 or (args.prompt and context_blocks(model)):
+    if args.length or args.stream or args.context_scale != 1 or (args.prompt is not None and context_blocks(model)):
         return write_long(args, model, options)
     given = model.given(args.prompt, args.template)
+    asked = {"given": given, "guide": model.contains(*args.contains) if args.contains else None, "strength": args.strength}
     reduced = args.dtype in ("bf16", "int8")
     on_cpu = model.writer.device.type == "cpu"
     if reduced and on_cpu and (cost := slower(args.dtype)):
         print(f"{cost} --dtype auto is the fastest that writes the texts of fp32.", file=sys.stderr)
     watch, picture = watchers(args, model, given)
+    decoded = None
+    if given is not None and "guides" in model.writer.supports:
+        decoded, watch = counting(given, watch)
     began = time.monotonic()
-    tokens = model.sample(args.n, seed=args.seed, batch=args.batch, watch=watch, given=given, **options)
+    tokens = model.sample(args.n, seed=args.seed, batch=args.batch, watch=watch, **asked, **options)
     seconds = time.monotonic() - began
     texts = None if args.tokens else model.to_text(tokens, given)
     if args.out:
@@ -117,6 +129,12 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         write_atomic(args.svg, picture.svg(), new=True)
         print(f"Wrote {args.svg}.", file=sys.stderr)
     print(f"{counted(args.n, 'text')} of {tokens.shape[1]} tokens in {seconds:.1f} s", file=sys.stderr)
+    if decoded is not None:
+        print(
+            f"{decoded.kept:,} of {counted(decoded.tokens, 'given token')} are what the latents decode to"
+            f"{'' if decoded.kept == decoded.tokens else '; the others were put in their place'}.",
+            file=sys.stderr,
+        )
     if seconds > SLOW_S and on_cpu and not reduced and model.can_accelerate and args.checkpoint:
         print(
             "On a CPU OpenVINO writes the same tokens sooner, up to 1.2x as fast at the paper's sizes (measured):  "
@@ -124,7 +142,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             file=sys.stderr,
         )
     if reduced:
-        print(price(model, tokens, args, options), file=sys.stderr)
+        print(price(model, tokens, args, options, asked), file=sys.stderr)
     return 0
 
 
@@ -140,23 +158,32 @@ def watchers(args: argparse.Namespace, model: Model, given: Tensor | None) -> tu
     return together(*seen, *([picture] if picture else [])), picture
 
 
+def counting(given: Tensor, watch: Watch | None) -> tuple[Decoded, Watch]:
+    """Return a counter of given tokens that latents decode to, and what the sampler shall call for it and for `watch`."""
+    from jpeg_dlm.cli.watch import together
+    from jpeg_dlm.sampling.given import Decoded
+
+    decoded = Decoded(given)
+    return decoded, together(decoded, *([watch] if watch else []))
+
+
 def slower(dtype: str) -> str | None:
     """Return a message if a reduced type is no faster on this CPU."""
     import torch
 
-    from jpeg_dlm.machine.cpu import cost_of
     from jpeg_dlm.sampling.linear import computes_in_bf16
+    from jpeg_dlm.sampling.speeds import cost_of
 
     if dtype == "bf16" and not computes_in_bf16(torch.device("cpu")):
         return "This CPU has no bf16 instructions: weights are rounded to bf16 and multiplied in fp32, which is no faster."
     return cost_of(dtype)
 
 
-def price(model: Model, tokens: Tensor, args: argparse.Namespace, options: dict[str, Any]) -> str:
+def price(model: Model, tokens: Tensor, args: argparse.Namespace, options: dict[str, Any], asked: dict[str, Any]) -> str:
     """Compare the first texts of a reduced precision with those of fp32."""
     released = model.sampler_options(**options).protocol == "released"  # there, a text depends on its whole batch
     n = min(args.n, args.batch if released else PRICED)
-    exact = model.accelerate("fp32").sample(n, seed=args.seed, batch=args.batch, **options)
+    exact = model.accelerate("fp32").sample(n, seed=args.seed, batch=args.batch, **asked, **options)
     share = (exact == tokens[:n]).float().mean().item()
     return (
         f"{args.dtype} against fp32: {share:.1%} of the tokens of the first {counted(n, 'text')} are the same; one that "

@@ -48,6 +48,15 @@ def number(rule: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
 positive = number("above 0", lambda value: value > 0)
 from_zero = number("of at least 0", lambda value: value >= 0)
 share = number("above 0 and at most 1", lambda value: 0 < value <= 1)
+unit = number("between 0 and 1", lambda value: 0 <= value <= 1)
+
+
+def words(text: str) -> list[str]:
+    """Read comma-separated words."""
+    found = [word.strip() for word in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"must be words with commas between them, not '{text}'")
+    return found
 
 
 def scorer(text: str) -> str:

@@ -14,6 +14,7 @@ from rich.text import Text
 from torch import Tensor
 
 from jpeg_dlm.api import Model
+from jpeg_dlm.flow.control import keep_given
 from jpeg_dlm.methods.base import Watch
 
 Aged = tuple[str, int]  # a word, and for how many moments it has stood at its place
@@ -39,7 +40,7 @@ class Watcher:
         last = step == steps
         if self.live is None and not last and step % max(1, steps // PLAIN_LINES):
             return
-        text = readable(self.model, self.model.ended(tokens()[:1], self.given)[0].tolist())
+        text = readable(self.model, rows_shown(self.model, tokens()[:1], self.given)[0])
         if self.live is None:
             print(f"  step {step:>3}/{steps}  t={t:.2f}  {text}", file=sys.stderr)
         else:
@@ -57,6 +58,12 @@ class Watcher:
         """Return the text with each word colored by how long it has stood at its place: gray is new, green is settled."""
         self.words = aged(text, self.words)
         return Text(" ").join(Text(word, AGES[min(age, len(AGES) - 1)]) for word, age in self.words)
+
+
+def rows_shown(model: Model, tokens: Tensor, given: Tensor | None) -> list[list[int]]:
+    """Return rows of a step with the given ids in place, up to where they end."""
+    given_BL = None if given is None else given.expand_as(tokens)
+    return model.ended(keep_given(tokens.cpu(), given_BL), given).tolist()
 
 
 def together(*watchers: Watch) -> Watch:

@@ -67,8 +67,8 @@ def conditional(scorer: Scorer, prompts: Sequence[str], wholes: Sequence[str]) -
 
 
 def continuation(
-    source: ModelSource, scorer: Scorer, n: int, seed: int, sampler: Mapping[str, Any], mauve: str, parts: Parts,
-    console: Console, scale: float = 1.0,
+    source: ModelSource, scorer: Scorer, n: int, seed: int, sampler: Mapping[str, Any], parts: Parts, console: Console,
+    mauve: str = "auto", scale: float = 1.0,
 ) -> dict[str, Any]:  # fmt: skip
     """Continue n held-out prompts by one block and measure the result."""
     model = source.model

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import from_dict, to_dict
-from jpeg_dlm.machine.cpu import with_precision
+from jpeg_dlm.sampling.speeds import with_precision
 
 if TYPE_CHECKING:
     import torch

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from jpeg_dlm.config import Config
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.flow.control import Control, Steering, keep_given, steering
 from jpeg_dlm.flow.grids import make_grid
 from jpeg_dlm.flow.sampler_config import SamplerConfig
 from jpeg_dlm.flow.solvers import SOLVERS, OnStep, Predict
@@ -23,6 +24,9 @@ from jpeg_dlm.nn.perceiver import Decompressor
 from jpeg_dlm.rng import RowNoise
 
 Denoise = Callable[[Tensor, float, Tensor | None], Tensor]  # x = f(z, t; s, w), with w fixed
+
+# Kinds of requests that a writer takes; `methods.base.require` refuses the others.
+Ability = Literal["prompts", "templates", "guides", "edits", "long text"]
 
 # What a sampler tells while it works: step, number of steps, time, and a function that decodes the current prediction.
 Watch = Callable[[int, int, float, Callable[[], Tensor]], None]
@@ -38,12 +42,16 @@ class Writer(Protocol):
     def device(self) -> torch.device: ...
 
     @property
+    def supports(self) -> frozenset[Ability]: ...
+
+    @property
     def latent_sampler(self) -> LatentSampler | None:
         """Algorithm 2, where that is how texts are written."""
         ...
 
     def sample(
-        self, sampler: Any, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
+        self, sampler: Any, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None,
+        control: Control | None = None,
     ) -> Tensor: ...  # fmt: skip
 
 
@@ -61,6 +69,8 @@ class LatentNetworks(Protocol):
 
     def tokens(self, z: Tensor, w: float) -> Tensor: ...
 
+    def logits(self, z: Tensor, w: float) -> Tensor: ...
+
 
 @dataclass(frozen=True)
 class LatentSampler:
@@ -72,6 +82,8 @@ class LatentSampler:
     denoiser: Callable[..., Denoise]  # f prepared for the times of a grid and for w, and for a context if the model has one
     tokens: Callable[[Tensor, float], Tensor]  # latents and w to token ids: one decode evaluation at t = 1, greedy
     networks: LatentNetworks | None = None
+    supports: frozenset[Ability] = frozenset()
+    logits: Callable[[Tensor, float], Tensor] | None = None  # those of `tokens`, with a gradient, where control is supported
 
     @property
     def latent_sampler(self) -> LatentSampler:
@@ -79,14 +91,22 @@ class LatentSampler:
 
     @torch.no_grad()
     def sample(
-        self, sampler: SamplerConfig, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
-    ) -> Tensor:
-        """Token ids (B, L), a row for each of the noise."""
-        if given_BL is not None:
-            raise UsageError(f"{self.title} writes whole texts: leave out the prompt or template.")
+        self, sampler: SamplerConfig, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None,
+        control: Control | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Token ids (B, L), a row for each of the noise; `watch` sees what the latents themselves decode to."""
         m = self.config.model
         z = noise.normal("sample", m.latent_len, m.latent_dim)  # z ~ N(0, I), one generator per row
-        return self.integrate(z, grid_of(sampler, noise.shared("grid")), sampler, watch)
+        grid = grid_of(sampler, noise.shared("grid"))
+        if given_BL is None and control is None:
+            return self.integrate(z, grid, sampler, watch)
+        if self.logits is None:
+            raise UsageError(f"{self.title} has no gradient to guide it: use the model that it was exported from.")
+        logits = partial(self.logits, w=sampler.w)
+        if control and control.origin:
+            z, grid = control.origin.state(control.origin.clean(logits), z), control.origin.rest(grid)
+        tokens = self.integrate(z, grid, sampler, watch, steering(logits, given_BL, control))
+        return keep_given(tokens, given_BL)
 
     @torch.no_grad()
     def released(self, n: int, sampler: SamplerConfig, seed: int, batch: int, watch: Watch | None = None) -> Iterator[Tensor]:
@@ -103,22 +123,31 @@ class LatentSampler:
             yield self.integrate(z, grid_of(sampler, g), sampler, watch)
 
     @torch.no_grad()
-    def integrate(self, z: Tensor, grid: Tensor, sampler: SamplerConfig, watch: Watch | None = None) -> Tensor:
+    def integrate(
+        self, z: Tensor, grid: Tensor, sampler: SamplerConfig, watch: Watch | None = None, steer: Steering | None = None
+    ) -> Tensor:
         """From the noise z along the grid to tokens."""
+        steps = len(grid) - 1
 
         def on_step(k: int, t: float, z: Tensor, x: Tensor) -> None:
             if watch:
-                watch(k, sampler.steps, t, lambda: self.tokens(x, sampler.w))
+                watch(k, steps, t, lambda: self.tokens(x, sampler.w))
 
-        tokens = self.tokens(self.latents(z, grid.tolist(), sampler, on_step), sampler.w)
+        tokens = self.tokens(self.latents(z, grid.tolist(), sampler, on_step, steer), sampler.w)
         if watch:
-            watch(sampler.steps, sampler.steps, 1.0, lambda: tokens)
+            watch(steps, steps, 1.0, lambda: tokens)
         return tokens
 
     @torch.no_grad()
-    def latents(self, z: Tensor, times: list[float], sampler: SamplerConfig, on_step: OnStep | None = None) -> Tensor:
-        """From the noise z along the times to clean latents."""
-        return SOLVERS[sampler.solver](self_conditioned(self.denoiser(times, sampler.w)), z, times, on_step)
+    def latents(
+        self, z: Tensor, times: list[float], sampler: SamplerConfig, on_step: OnStep | None = None,
+        steer: Steering | None = None,
+    ) -> Tensor:  # fmt: skip
+        """From the noise z along the times to clean latents; `steer` moves every prediction, and the last state."""
+        denoise, solve = self.denoiser(times, sampler.w), SOLVERS[sampler.solver]
+        if steer is None:
+            return solve(self_conditioned(denoise), z, times, on_step)
+        return steer.refined(solve(self_conditioned(steered(denoise, steer)), z, times, on_step))
 
     def after(self, context: Context, scale: float = 1.0) -> LatentSampler:
         """Return the sampler of blocks that follow a context, row by row.
@@ -148,6 +177,11 @@ def grid_of(sampler: SamplerConfig, generator: torch.Generator) -> Tensor:
     """The times of a sampler; only a random grid draws."""
     s = sampler
     return make_grid(s.grid, s.steps, s.grid_mean, s.grid_std, generator, s.times)
+
+
+def steered(denoise: Denoise, steer: Steering) -> Denoise:
+    """f(z, t; s, w) with every prediction moved by a guide, before the solver and the next prediction see it."""
+    return lambda z, t, s: steer.moved(denoise(z, t, s), t)
 
 
 def self_conditioned(denoise: Denoise) -> Predict:

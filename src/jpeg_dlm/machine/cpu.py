@@ -18,12 +18,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from jpeg_dlm.config import Config
 from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.files import load_json, make_directory, write_atomic
 from jpeg_dlm.machine.cache import cache_dir
@@ -38,7 +36,6 @@ NARROWER = ("AVX512_CORE_AMX", "AVX512_CORE_FP16", "AVX512_CORE_BF16", "AVX512_C
 LADDERS: dict[Runtime, tuple[str, ...]] = {"torch": NARROWER, "openvino": NARROWER, "onnxruntime": ()}
 CHILD_SECONDS = 300  # a child that takes longer is inconclusive (assumed: importing torch takes seconds)
 FOUND_BYTES = 1 << 16  # largest file of findings that is read; they have a few hundred bytes
-WORTH_IT = 1.2  # smallest speedup of bf16 products with which training is faster, as casts take time too (assumed)
 
 
 # ---------------------------------------------------------------- the machine
@@ -186,45 +183,3 @@ def effective_isa() -> str:
         file.seek(0)
         return next((line.partition(",isa:")[2] for line in file.read().decode().splitlines() if ",isa:" in line), "")
     return ""
-
-
-# ---------------------------------------------------------------- speed
-
-
-def speeds() -> dict[str, float]:
-    """Return GFLOP/s of one core in fp32, bf16 and int8, measured once in a tenth of a second."""
-    make_safe()
-
-    def measure() -> dict[str, float]:
-        from jpeg_dlm.export.cpu_trial import measure_speeds
-
-        return measure_speeds()
-
-    def valid(found: Any) -> bool:
-        numbers = found.values() if isinstance(found, dict) and found.keys() == {"fp32", "bf16", "int8"} else [None]
-        return all(isinstance(n, float) and n > 0 for n in numbers)
-
-    return remembered("GFLOP/s of one core", measure, valid)
-
-
-def cost_of(dtype: str) -> str | None:
-    """Return a warning if products in this type are slower than in fp32 on this CPU, else None."""
-    found = speeds()
-    ratio = found[dtype] / found["fp32"]
-    return None if ratio >= 1 else f"{dtype} products run at {ratio:.2f}x the speed of fp32 on this CPU (measured)."
-
-
-def training_precision(asked: str, device: str) -> Literal["fp32", "bf16"]:
-    """Resolve `train.precision`: 'auto' is bf16 on CUDA, as in the paper, and the faster type on a CPU."""
-    if asked != "auto":
-        if asked == "bf16" and device == "cpu":
-            make_safe()
-        return "bf16" if asked == "bf16" else "fp32"
-    if device == "cpu":
-        return "bf16" if speeds()["bf16"] >= WORTH_IT * speeds()["fp32"] else "fp32"
-    return "bf16" if device == "cuda" else "fp32"
-
-
-def with_precision(config: Config, device: str) -> Config:
-    """Return the config with the training precision for a kind of device, after making it safe to use."""
-    return replace(config, train=replace(config.train, precision=training_precision(config.train.precision, device)))

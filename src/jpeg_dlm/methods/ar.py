@@ -17,7 +17,7 @@ from torch import Tensor
 
 from jpeg_dlm.config import Checks, Config, head_checks, opt
 from jpeg_dlm.errors import CheckpointError
-from jpeg_dlm.methods.base import FREE, Batch, Likelihood, Method, Publication, Watch
+from jpeg_dlm.methods.base import FILLS_IN, FREE, Batch, Likelihood, Method, Publication, Watch
 from jpeg_dlm.methods.common.discrete import (
     PAPER_TOKENIZERS,
     ddit_model,
@@ -114,7 +114,7 @@ class Ar(Method):
 
     title = "AR"
     groups = {"model": ArConfig, "objective": ArObjective, "sampler": ArSampler}
-    fills_in = True
+    supports = FILLS_IN
     exact_likelihood = True
     publication = Publication(("ar",), "ar", tensors=("backbone.vocab_embed.embedding",))
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from jpeg_dlm.config import Config
 from jpeg_dlm.errors import CheckpointError, UsageError
-from jpeg_dlm.flow.latent_sampler import LatentSampler, Watch
+from jpeg_dlm.flow.control import Control
+from jpeg_dlm.flow.latent_sampler import Ability, LatentSampler, Watch, Writer
 from jpeg_dlm.flow.path import interpolate, per_sample
 from jpeg_dlm.machine.collectives import all_mean
 from jpeg_dlm.methods.jpeg_dlm_config import GROUPS
@@ -50,6 +51,9 @@ class ParameterGroup:
 FROZEN = "encoder."  # the frozen encoder is stored once beside a model, never among its tensors
 
 FREE = -1  # in `given`: a position the sampler fills
+
+FILLS_IN: frozenset[Ability] = frozenset({"prompts", "templates"})  # `sample` keeps given tokens
+GUIDED: frozenset[Ability] = FILLS_IN | {"guides", "edits"}  # `sample` takes a `Control`
 
 
 @dataclass(frozen=True)
@@ -227,7 +231,7 @@ class Trainable(nn.Module, ABC):
 class Method(Trainable):
     """A generative model of token rows: it also writes."""
 
-    fills_in: ClassVar[bool] = False  # whether `sample` keeps tokens that it is given
+    supports: frozenset[Ability] = frozenset()  # requests that `sample` fulfils
     exact_likelihood: ClassVar[bool] = False  # whether `likelihood` is the model's own, not a bound with random times
     publication: ClassVar[Publication | None] = None  # of the authors' checkpoints that `config_of` reads
 
@@ -237,8 +241,14 @@ class Method(Trainable):
         raise UsageError(f"There is no published layout of {cls.title} to import.")
 
     @abstractmethod
-    def sample(self, sampler: Any, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None) -> Tensor:
-        """Write token ids (B, L), a row for each of the noise; `given_BL` holds ids to keep and FREE elsewhere."""
+    def sample(
+        self, sampler: Any, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None,
+        control: Control | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Write token ids (B, L), a row for each of the noise; `given_BL` holds ids to keep and FREE elsewhere.
+
+        `control` is passed only to methods that support guides or edits; the others may leave it out of their signature.
+        """
 
     def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood | None:
         """Compute how probable the model finds rows; None if it cannot say."""
@@ -274,11 +284,16 @@ def copy_tensors(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], origi
         own[name].copy_(tensor)
 
 
-def refuse_given(given_BL: Tensor | None, title: str) -> None:
-    """Refuse given tokens, for methods that write whole rows only."""
-    if given_BL is not None:
-        able = either(systems_that(lambda system: system.fills_in))
-        raise UsageError(f"{title} writes whole texts: prompts and templates need {able}.")
+def require(ability: Ability, writer: Writer, condition: str = "") -> None:
+    """Refuse a request that a writer does not take, and name the methods that do, and on which condition."""
+    if ability in writer.supports:
+        return
+    if writer.latent_sampler is not None and writer.latent_sampler.logits is None:
+        raise UsageError(f"{writer.title} has no gradient and takes no {ability}: use the model that it was exported from.")
+    able = systems_that(lambda system: ability in system.supports)
+    instead = " ".join(["use", either(able), *filter(None, [condition])]) if able else "no method does"
+    who = f"This model of {writer.title}" if condition else writer.title
+    raise UsageError(f"{who} does not take {ability}: {instead}.")
 
 
 def masked_mean(x_BL: Tensor, mask_BL: Tensor | None) -> Tensor:

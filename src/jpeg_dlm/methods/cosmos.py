@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from jpeg_dlm.config import Config
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.flow.control import Control, Origin, Steering, keep_given, steering
 from jpeg_dlm.flow.path import per_row, per_sample
 from jpeg_dlm.flow.vp import TanSchedule
 from jpeg_dlm.machine.collectives import all_mean
 from jpeg_dlm.methods.base import (
+    GUIDED,
     Batch,
     Latents,
     LatentView,
@@ -30,7 +32,6 @@ from jpeg_dlm.methods.base import (
     Watch,
     copy_tensors,
     masked_mean,
-    refuse_given,
 )
 from jpeg_dlm.methods.cosmos_codec import VARIANCE_FLOOR, Codec, CosmosCodec
 from jpeg_dlm.methods.cosmos_config import GROUPS, CosmosModel, CosmosObjective, CosmosSampler, codec_stage, cosmos_preset
@@ -44,6 +45,7 @@ class Cosmos(Method):
     title = "COSMOS"
     groups = GROUPS
     uses_encoder = True
+    supports = GUIDED
     latent_mean: Tensor
     latent_scale: Tensor
 
@@ -120,27 +122,50 @@ class Cosmos(Method):
 
     @torch.no_grad()
     def sample(
-        self, sampler: CosmosSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
-    ) -> Tensor:
-        refuse_given(given_BL, self.title)
-        tokens = self.greedy(self.sample_latents(sampler, noise, watch))
+        self, sampler: CosmosSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None,
+        control: Control | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Write rows; `watch` sees what the latents themselves decode to."""
+        steer = steering(self.logits, given_BL, control)
+        z = self.sample_latents(sampler, noise, watch, steer, control.origin if control else None)
+        tokens = self.greedy(steer.refined(z) if steer else z)
         if watch:
             watch(sampler.steps, sampler.steps, sampler.t_end, lambda: tokens)
-        return tokens
+        return keep_given(tokens, given_BL)
 
     @torch.no_grad()
-    def sample_latents(self, sampler: CosmosSampler, noise: RowNoise, watch: Watch | None = None) -> Tensor:
-        """Run Euler steps of the reverse SDE, each self-conditioned on the previous prediction; the last adds no noise."""
-        draw, shape = noise.streams("sample"), self.latent_mean.shape
-        times = torch.linspace(1, sampler.t_end, sampler.steps + 1, dtype=torch.float64).tolist()
-        mean, std, x0 = torch.zeros(()), 1.0, None  # the first state is pure noise
+    def sample_latents(
+        self, sampler: CosmosSampler, noise: RowNoise, watch: Watch | None = None, steer: Steering | None = None,
+        origin: Origin | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Run Euler steps of the reverse SDE, each self-conditioned on the previous prediction; the last adds no noise.
+
+        They begin with pure noise, or at the time at which an origin has its share of it.
+        """
+        draw, shape, begin = noise.streams("sample"), self.latent_mean.shape, 1.0
+        mean, std, x0 = torch.zeros(()), 1.0, None
+        if origin:
+            mean = origin.clean(self.logits)
+            begin = self.schedule.time(origin.noise / origin.time) if origin.time else 1.0
+            if begin <= sampler.t_end:
+                return mean
+            alpha, std = map(float, self.schedule.alpha_sigma(torch.tensor(begin, dtype=torch.float64)))
+            mean = alpha * mean
+        times = torch.linspace(begin, sampler.t_end, sampler.steps + 1, dtype=torch.float64).tolist()
         for step, (t, after) in enumerate(pairwise(times)):
             z = mean + std * draw.normal(*shape)
             x0 = self.predict(z, torch.full((len(z),), t, device=z.device), x0)
+            if steer:
+                x0 = steer.moved(x0, self.linear_time(t))
             mean, std = self.schedule.reverse_step(z, x0, t, after - t)
             if watch:
                 watch(step, sampler.steps, t, lambda x0=x0: self.greedy(x0))
         return x0 if x0 is not None and sampler.result == "x0" else mean
+
+    def linear_time(self, t: float) -> float:
+        """Return the time of the linear path at which noise and signal have the ratio that they have here at t."""
+        alpha, sigma = self.schedule.alpha_sigma(torch.tensor(t, dtype=torch.float64))
+        return float(alpha / (alpha + sigma))
 
     # ------------------------------------------------------------ the codec
 
@@ -161,7 +186,11 @@ class Cosmos(Method):
 
     def greedy(self, z_standardized: Tensor) -> Tensor:
         """Decode standardized latents to the most probable tokens."""
-        return self.codec.greedy(self.unstandardize(z_standardized))
+        return self.logits(z_standardized).argmax(-1)
+
+    def logits(self, z_standardized: Tensor) -> Tensor:
+        """Decode standardized latents."""
+        return self.codec.logits(self.unstandardize(z_standardized))
 
     @torch.no_grad()
     def reconstruction(self, batch: Batch, sampler: CosmosSampler | None = None) -> Tensor:

@@ -45,7 +45,11 @@ class Codec(nn.Module):
 
     def greedy(self, z_BND: Tensor) -> Tensor:
         """Decode unstandardized latents to the most probable tokens."""
-        return self.project(self.decompressor(z_BND)).argmax(-1)
+        return self.logits(z_BND).argmax(-1)
+
+    def logits(self, z_BND: Tensor) -> Tensor:
+        """Decode unstandardized latents."""
+        return self.project(self.decompressor(z_BND))
 
 
 class CosmosCodec(Trainable):

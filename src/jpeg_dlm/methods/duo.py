@@ -21,7 +21,8 @@ from torch import Tensor
 
 from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.errors import CheckpointError
-from jpeg_dlm.methods.base import FREE, Batch, Likelihood, Method, Publication, Watch
+from jpeg_dlm.flow.control import keep_given
+from jpeg_dlm.methods.base import FILLS_IN, Batch, Likelihood, Method, Publication, Watch
 from jpeg_dlm.methods.common.discrete import (
     DIFFUSION_TENSORS,
     PAPER_TOKENIZERS,
@@ -130,7 +131,7 @@ class Duo(Method):
     """The whole system; only training uses the curriculum, likelihood and sampler do not."""
 
     title = "Duo"
-    fills_in = True
+    supports = FILLS_IN
     publication = Publication(("duo", "duo_base"), hub="duo", tensors=DIFFUSION_TENSORS)
     groups = {"model": DuoModel, "objective": DuoObjective, "sampler": DuoSampler}
 
@@ -343,7 +344,3 @@ def draw_posterior(logits_NK: Tensor, x_N: Tensor, alpha_t: float, alpha_s: floa
     rest = ((v_N[chosen_N] - anything) / predicted).clamp(0, BELOW_ONE)
     x_s_N[chosen_N] = draw_tokens(logits_NK[chosen_N].double().softmax(-1), rest)
     return x_s_N
-
-
-def keep_given(x_BL: Tensor, given_BL: Tensor | None) -> Tensor:
-    return x_BL if given_BL is None else torch.where(given_BL == FREE, x_BL, given_BL)

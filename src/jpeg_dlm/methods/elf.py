@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 
 from jpeg_dlm.config import Checks, Config, TrainConfig, head_checks, opt
 from jpeg_dlm.errors import CheckpointError
+from jpeg_dlm.flow.control import Control, keep_given, steering
 from jpeg_dlm.flow.grids import make_grid
 from jpeg_dlm.flow.path import guidance_scale, guided_target, logit_normal, per_row, per_sample
 from jpeg_dlm.methods.base import (
     FROZEN,
+    GUIDED,
     Batch,
     LatentView,
     Method,
@@ -31,7 +34,6 @@ from jpeg_dlm.methods.base import (
     copy_tensors,
     linear_time,
     masked_mean,
-    refuse_given,
 )
 from jpeg_dlm.nn.dit import Head, LatentTransformer
 from jpeg_dlm.nn.precision import fp32_island
@@ -175,6 +177,7 @@ class Elf(Method):
     publication = Publication(tensors=("unembed_kernel",), untold=("data.token_len",))
     groups = {"model": ElfModel, "objective": ElfObjective, "sampler": ElfSampler}
     uses_encoder = True
+    supports = GUIDED
 
     def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
         super().__init__()
@@ -249,36 +252,46 @@ class Elf(Method):
 
     @torch.no_grad()
     def sample(
-        self, sampler: ElfSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
-    ) -> Tensor:
-        refuse_given(given_BL, self.title)
+        self, sampler: ElfSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None,
+        control: Control | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Write rows; `watch` sees what the features themselves decode to."""
         o, shape = self.config.objective, (self.config.data.token_len, self.config.encoder.feature_dim)
         z = o.noise_scale * noise.normal("sample", *shape)
         # One grid for all rows of a seed; the authors draw one per batch, so a text depends on its batch.
         grid = make_grid(sampler.grid, sampler.steps, sampler.grid_mean, sampler.grid_std, noise.shared("grid"))
         w = torch.full((len(z),), sampler.w, device=z.device)
+        logits = partial(self.logits, w=w)
+        if control and control.origin:
+            z, grid = control.origin.state(control.origin.clean(logits), z), control.origin.rest(grid)
+        steer, steps = steering(logits, given_BL, control), len(grid) - 1
         streams = noise.streams("sde")
         s: Tensor | None = None
         for k, (t, u) in enumerate(pairwise(grid.tolist())):
-            if sampler.solver == "sde" and k < sampler.steps - 1:
+            if sampler.solver == "sde" and k < steps - 1:
                 z, t = step_back(z, t, u, sampler.gamma, o.noise_scale * streams.normal(*shape))
-            s = x = self.predict(z, t, s, w)
+            x = self.predict(z, t, s, w)
+            s = x = steer.moved(x, t) if steer else x
             if watch:
-                watch(k, sampler.steps, t, lambda x=x: self.greedy(x, w))
+                watch(k, steps, t, lambda x=x: self.greedy(x, w))
             z = euler_step(z, x, t, u, o.v_floor)
-        tokens = self.greedy(z, w)
+        tokens = self.greedy(steer.refined(z) if steer else z, w)
         if watch:
-            watch(sampler.steps, sampler.steps, 1.0, lambda: tokens)
-        return tokens
+            watch(steps, steps, 1.0, lambda: tokens)
+        return keep_given(tokens, given_BL)
 
     def predict(self, z: Tensor, t: float, s: Tensor | None, w: Tensor) -> Tensor:
         """Predict clean features from the state at time t."""
         return self.dit(z, torch.full_like(w, t), s, w, torch.zeros_like(w, dtype=torch.bool))[0]
 
     def greedy(self, z: Tensor, w: Tensor) -> Tensor:
-        """Decode at t = 1 without self-conditioning, and return the most probable token at every position."""
+        """Return the most probable token at every position."""
+        return self.logits(z, w).argmax(-1)
+
+    def logits(self, z: Tensor, w: Tensor) -> Tensor:
+        """Decode at t = 1 without self-conditioning."""
         _, hidden = self.dit(z, torch.ones_like(w), None, w, torch.ones_like(w, dtype=torch.bool))
-        return self.dit.logits(hidden).argmax(-1)
+        return self.dit.logits(hidden)
 
     @torch.no_grad()
     def reconstruction(self, batch: Batch, sampler: ElfSampler | None = None) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.flow.path import per_row
-from jpeg_dlm.methods.base import Batch, Method, Publication, Watch, masked_mean, refuse_given
+from jpeg_dlm.methods.base import FILLS_IN, Batch, Method, Publication, Watch, masked_mean
 from jpeg_dlm.methods.common.continuous import adapted, published_config
 from jpeg_dlm.methods.common.decoding_error import TimeMap
 from jpeg_dlm.methods.common.discrete import DIFFUSION_TENSORS, NetworkConfig, sampler_steps
@@ -112,6 +112,7 @@ class Flm(Method):
 
     title = "FLM"
     publication = Publication(("flm",), tensors=DIFFUSION_TENSORS)
+    supports = FILLS_IN
     groups = {"model": NetworkConfig, "objective": FlmObjective, "sampler": FlmSampler}
 
     def __init__(self, config: Config) -> None:
@@ -206,13 +207,17 @@ class Flm(Method):
     def sample(
         self, sampler: FlmSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
     ) -> Tensor:
-        refuse_given(given_BL, self.title)
         z = noise.normal("sample", self.config.data.token_len, self.config.data.vocab_size)
-        return self.integrate(z, sampler, watch)
+        return self.integrate(z, sampler, watch, given_BL)
 
     @torch.no_grad()
-    def integrate(self, z: Tensor, sampler: FlmSampler, watch: Watch | None = None) -> Tensor:
-        """Integrate from the noise z to tokens; an Euler step is a leap with the one-time denoiser."""
+    def integrate(
+        self, z: Tensor, sampler: FlmSampler, watch: Watch | None = None, given_BL: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """Integrate from the noise z to tokens; an Euler step is a leap with the one-time denoiser.
+
+        Given tokens are predicted with certainty.
+        """
         steps = sampler.steps
         taus = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device=z.device)
         t = self.times(taus)
@@ -220,6 +225,9 @@ class Flm(Method):
         for k in range(steps):
             tau, end = (taus[i].expand(len(z)).to(z.dtype) for i in (k, k + 1))
             p = self.denoise(z, tau, end if sampler.step == "map" else None)
+            if given_BL is not None:
+                certain = F.one_hot(given_BL.clamp_min(0), p.shape[-1]).to(p)
+                p = torch.where((given_BL >= 0)[..., None], certain, p)
             if watch:
                 watch(k, steps, taus[k].item(), lambda p=p: p.argmax(-1))
             if k + 1 < steps:  # the last step would return p

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from jpeg_dlm.config import Config
 from jpeg_dlm.errors import CheckpointError
+from jpeg_dlm.flow.control import Control
 from jpeg_dlm.flow.latent_sampler import Denoise, LatentSampler, Watch
 from jpeg_dlm.flow.path import guidance_scale, guided_target, interpolate, logit_normal, mixed_times, per_row, per_sample
 from jpeg_dlm.flow.sampler_config import SamplerConfig
 from jpeg_dlm.machine.collectives import all_mean
 from jpeg_dlm.methods.base import (
     FROZEN,
+    GUIDED,
     Batch,
     Latents,
     LatentView,
@@ -75,6 +77,7 @@ class JpegDlm(Method):
     publication = Publication(untold=(), preset="lm1b")
     uses_encoder = True
     uses_context = True
+    supports = GUIDED | {"long text"}
     latent_mean: Tensor
     latent_scale: Tensor
     latent_updates: Tensor
@@ -84,6 +87,7 @@ class JpegDlm(Method):
         m: JpegDlmModel = config.model
         o: JpegDlmObjective = config.objective
         self.config = config
+        self.supports = type(self).supports if m.context_blocks else GUIDED
         self.encoder = encoder
         codec_sizes = (
             config.data.token_len, m.latent_len, config.encoder.feature_dim, m.latent_dim, m.bottleneck_dim,
@@ -315,14 +319,17 @@ class JpegDlm(Method):
     # ------------------------------------------------------------ Algorithm 2: evaluations here, loop in `flow.latent_sampler`
 
     def sample(
-        self, sampler: SamplerConfig, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
-    ) -> Tensor:
-        return self.latent_sampler.sample(sampler, noise, watch, given_BL)
+        self, sampler: SamplerConfig, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None,
+        control: Control | None = None,
+    ) -> Tensor:  # fmt: skip
+        return self.latent_sampler.sample(sampler, noise, watch, given_BL, control)
 
     @property
     def latent_sampler(self) -> LatentSampler:
         """z ~ N(0, I), then z <- z + (t' - t) v along the grid with x = f(z, t; s, w) and s <- x, then tokens of z."""
-        return LatentSampler(self.title, self.config, self.device, self.denoiser, self.tokens, self)
+        return LatentSampler(
+            self.title, self.config, self.device, self.denoiser, self.tokens, self, self.supports, self.logits
+        )  # fmt: skip
 
     def denoiser(self, times: Sequence[float], w: float, context: Context | None = None) -> Denoise:
         """f(z, t; s, w) in denoise mode, at any times, after a context."""
@@ -330,11 +337,19 @@ class JpegDlm(Method):
 
     def tokens(self, z: Tensor, w: float) -> Tensor:
         """One decode evaluation at t = 1, then greedy tokens."""
-        return self.greedy(self.decode_latents(z, per_sample(w, z)))
+        return self.logits(z, w).argmax(-1)
+
+    def logits(self, z: Tensor, w: float) -> Tensor:
+        """The logits of one decode evaluation at t = 1."""
+        return self.decoded(self.decode_latents(z, per_sample(w, z)))
+
+    def decoded(self, z_standardized: Tensor) -> Tensor:
+        """Latents straight through D and W to logits."""
+        return self.project(self.decompressor(self.unstandardize(z_standardized)))
 
     def greedy(self, z_standardized: Tensor) -> Tensor:
         """Latents straight through D and W to the most probable tokens."""
-        return self.project(self.decompressor(self.unstandardize(z_standardized))).argmax(-1)
+        return self.decoded(z_standardized).argmax(-1)
 
     def project(self, h: Tensor) -> Tensor:
         """W: features to logits through two linears and a GELU."""

@@ -18,14 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.config import Checks, Config, opt
+from jpeg_dlm.flow.control import keep_given
 from jpeg_dlm.flow.path import per_row
 from jpeg_dlm.methods.base import (
+    FILLS_IN,
     Batch,
     Method,
     Publication,
     Watch,
     masked_mean,
-    refuse_given,
     rounded_up_share,
 )
 from jpeg_dlm.methods.common.continuous import adapted, published_config
@@ -164,6 +165,7 @@ class LangFlow(Method):
 
     title = "LangFlow"
     publication = Publication(hub="langflow", tensors=(*DIFFUSION_TENSORS, "backbone.self_cond_proj.weight"))
+    supports = FILLS_IN
     groups = {"model": NetworkConfig, "objective": LangFlowObjective, "sampler": LangFlowSampler}
 
     def __init__(self, config: Config) -> None:
@@ -268,19 +270,24 @@ class LangFlow(Method):
     def sample(
         self, sampler: LangFlowSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
     ) -> Tensor:
-        refuse_given(given_BL, self.title)
         z = noise.normal("sample", self.config.data.token_len, self.config.model.hidden)
-        return self.integrate(z, sampler.steps, watch)
+        return self.integrate(z, sampler.steps, watch, given_BL)
 
     @torch.no_grad()
-    def integrate(self, z: Tensor, steps: int, watch: Watch | None = None) -> Tensor:
-        """Integrate from the noise z to tokens; each evaluation is conditioned on the previous prediction."""
+    def integrate(self, z: Tensor, steps: int, watch: Watch | None = None, given_BL: Tensor | None = None) -> Tensor:
+        """Integrate from the noise z to tokens; each evaluation is conditioned on the previous prediction.
+
+        Given tokens are predicted as they are, so their noise recedes to their own embeddings.
+        """
         E = self.backbone.embeddings()
         q = torch.linspace(1 - CUTOFF, CUTOFF, steps, dtype=torch.float64)
         gammas = self.proposal.quantile(q.to(z.device)).tolist()
         x, tokens = torch.zeros_like(z), torch.empty(0)
         for k, gamma in enumerate(gammas):
             x, tokens = self.guess(self.states(z, z.new_full((len(z),), gamma), x), E)
+            if given_BL is not None:
+                tokens = keep_given(tokens, given_BL)
+                x = torch.where((given_BL >= 0)[..., None], F.embedding(tokens, E), x)
             if watch:
                 watch(k, steps, 1 - q[k].item(), lambda tokens=tokens: tokens)
             if k + 1 < steps:

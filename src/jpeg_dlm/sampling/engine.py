@@ -75,9 +75,12 @@ def predicted(head: DenseLinear, x_BNH: Tensor) -> Tensor:
 
 
 def accelerated(writer: Writer, dtype: Dtype = "fp32", compile: bool = False) -> LatentSampler:
-    """Algorithm 2 on weights of a writer's networks that are prepared as they are now."""
+    """Algorithm 2 on weights of a writer's networks that are prepared as they are now; guides read the networks themselves."""
     sampler = writer.latent_sampler
     if sampler is None or sampler.networks is None:
         raise UsageError(f"{writer.title} samples as it is: a dtype and compilation are for jpeg-dlm.")
     engine = Engine(sampler.networks, dtype, compile)
-    return LatentSampler(sampler.title, sampler.config, engine.device, engine.denoiser, engine.tokens)
+    return LatentSampler(
+        sampler.title, sampler.config, engine.device, engine.denoiser, engine.tokens,
+        supports=sampler.supports, logits=sampler.logits,
+    )  # fmt: skip

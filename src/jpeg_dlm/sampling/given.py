@@ -6,13 +6,16 @@ A hole is written [MASK] for one token, [MASK:n] for n. All positions after a pr
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from jpeg_dlm.config import DataConfig
 from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.methods.base import FREE
+from jpeg_dlm.sampling.sampler import rows_of
+from jpeg_dlm.text.rows import Layout
 from jpeg_dlm.text.tokenizer import TextTokenizer
 
 _HOLE = re.compile(r"\[MASK(?::(\d+))?\]")
@@ -20,31 +23,33 @@ _HOLE = re.compile(r"\[MASK(?::(\d+))?\]")
 _BEFORE = ("a", ")", "(", "0")
 
 
-def prompt_row(tokenizer: TextTokenizer, data: DataConfig, text: str) -> Tensor:
+def prompt_row(tokenizer: TextTokenizer, layout: Layout, text: str) -> Tensor:
     """Return a row (L) that begins with `text`."""
     ids = tokenizer.encode(text)
     if not ids:
         raise DataError("The prompt is empty: give at least one word.")
-    if len(ids) >= payload(data):
+    if len(ids) >= layout.payload:
         raise UsageError(
-            f"The prompt has {len(ids)} tokens, and a text of this model has {payload(data)}: shorten it, so that "
+            f"The prompt has {len(ids)} tokens, and a text of this model has {layout.payload}: shorten it, so that "
             "something is left to write."
         )
-    return _row(tokenizer, data, ids)
+    return torch.tensor(layout.beginning(ids, FREE))
 
 
-def template_row(tokenizer: TextTokenizer, data: DataConfig, template: str) -> Tensor:
+def template_row(tokenizer: TextTokenizer, layout: Layout, template: str) -> Tensor:
     """Return a row (L) that begins with the template's text and is free in its holes."""
+    if not template.strip():
+        raise UsageError("The template is empty: write a text with [MASK] or [MASK:n] where tokens are to be filled in.")
     if not _HOLE.search(template):
         raise UsageError("The template has no hole: write [MASK] or [MASK:n] where tokens are to be filled in.")
-    ids = template_ids(tokenizer, template)
-    if len(ids) > payload(data):
-        raise UsageError(f"The template has {len(ids)} tokens, and a text of this model has {payload(data)}: shorten it.")
-    return _row(tokenizer, data, ids)
+    ids = template_ids(tokenizer, template, layout.payload)
+    if len(ids) > layout.payload:
+        raise UsageError(f"The template has {len(ids)} tokens, and a text of this model has {layout.payload}: shorten it.")
+    return torch.tensor(layout.beginning(ids, FREE))
 
 
-def template_ids(tokenizer: TextTokenizer, template: str) -> list[int]:
-    """Return the ids of the text around the holes, with FREE in the holes."""
+def template_ids(tokenizer: TextTokenizer, template: str, most: int) -> list[int]:
+    """Return the ids of the text around the holes, with FREE in the holes, each of at most `most` tokens."""
     ids: list[int] = []
     end = 0
     for hole in _HOLE.finditer(template):
@@ -52,6 +57,8 @@ def template_ids(tokenizer: TextTokenizer, template: str) -> list[int]:
         size = int(hole[1] or 1)
         if size < 1:
             raise UsageError(f"The hole '{hole[0]}' holds no token: write a number of at least 1.")
+        if size > most:
+            raise UsageError(f"The template has at least {size} tokens, and a text of this model has {most}: shorten it.")
         ids += [FREE] * size
         end = hole.end()
     return ids + _piece(tokenizer, template[end:], first=False)
@@ -73,17 +80,20 @@ def _piece(tokenizer: TextTokenizer, text: str, first: bool) -> list[int]:
     return tokenizer.encode(text)
 
 
-def payload(data: DataConfig) -> int:
-    """Return the number of text tokens in a row."""
-    return data.token_len - (2 if data.frame else 0)
+@dataclass
+class Decoded:
+    """Counts the given tokens that latents themselves decode to; a `watch` for samplers that put the others in place."""
 
+    given: Tensor
+    tokens: int = 0
+    kept: int = 0
+    rows: int = 0
 
-def _row(tokenizer: TextTokenizer, data: DataConfig, ids: list[int]) -> Tensor:
-    row = torch.full((data.token_len,), FREE)
-    start = 0
-    if data.frame:
-        if tokenizer.bos_id is None:
-            raise DataError("This model needs a tokenizer with a begin token: use the one it was trained with.")
-        row[0], start = tokenizer.bos_id, 1
-    row[start : start + len(ids)] = torch.tensor(ids)
-    return row
+    def __call__(self, step: int, steps: int, t: float, tokens: Callable[[], Tensor]) -> None:
+        if step < steps:
+            return
+        found = tokens().cpu()
+        given_BL = rows_of(self.given, range(self.rows, self.rows + len(found)))
+        self.rows += len(found)
+        self.tokens += int((given_BL >= 0).sum())
+        self.kept += int(((found == given_BL) & (given_BL >= 0)).sum())

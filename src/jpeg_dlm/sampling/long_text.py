@@ -7,11 +7,12 @@ Shapes: B batch, L tokens, N latents, K blocks of context, C = K N latents of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from jpeg_dlm.flow.control import Control
 from jpeg_dlm.flow.latent_sampler import LatentSampler, Watch
 from jpeg_dlm.flow.sampler_config import SamplerConfig
 from jpeg_dlm.methods.base import FREE
@@ -20,7 +21,7 @@ from jpeg_dlm.rng import RowNoise
 
 
 @dataclass(frozen=True)
-class Piece:
+class NewText:
     """New ids of one sample; `last` if its text ends with them."""
 
     sample: int
@@ -36,12 +37,13 @@ class BlockWriter:
     encode: Callable[[Tensor], Tensor]  # full rows (B, L) to their clean standardized latents (B, N, D)
     end_id: int
     scale: float = 1.0  # guidance over the context
+    control: Control = Control()  # of every block; given tokens follow its strength
 
     @torch.no_grad()
     def pieces(
         self, sampler: SamplerConfig, seed: int, samples: Sequence[int], prompts: Sequence[Sequence[int]], length: int,
         watch: Watch | None = None,
-    ) -> Iterator[Piece]:  # fmt: skip
+    ) -> Iterator[NewText]:  # fmt: skip
         """Yield the text of samples after their prompts, block by block, up to `length` ids or the end of the document.
 
         Whole blocks of a prompt are the context, and the block in which it ends is completed. Noise depends on the seed, the
@@ -55,7 +57,7 @@ class BlockWriter:
         while samples:
             noise = RowNoise(seed, samples, block, self.writer.device)
             seen = watch if samples[0] == first else None
-            tokens_BL = self.writer.after(context, self.scale).sample(sampler, noise, seen, self.given(heads))
+            tokens_BL = self.block(sampler, noise, seen, context, self.given(heads))
             going = []
             for i, (sample, row) in enumerate(zip(samples, tokens_BL.tolist(), strict=True)):
                 ids = row[len(heads[i]) :]
@@ -63,13 +65,21 @@ class BlockWriter:
                 ids = (ids[: ids.index(self.end_id)] if ended else ids)[: length - written[i]]
                 written[i] += len(ids)
                 last = ended or written[i] >= length
-                yield Piece(sample, ids, last)
+                yield NewText(sample, ids, last)
                 going += [] if last else [i]
             samples, heads, written = [samples[i] for i in going], [[] for _ in going], [written[i] for i in going]
             if samples:
                 kept = torch.tensor(going, device=self.writer.device)
                 context = moved(context.of(kept), self.encode(tokens_BL[kept]))
             block += 1
+
+    def block(
+        self, sampler: SamplerConfig, noise: RowNoise, watch: Watch | None, context: Context, given_BL: Tensor | None
+    ) -> Tensor:
+        """Return one block (B, L) after a context, which keeps the given ids; without a guide or given ids, no gradient."""
+        writer, control = self.writer.after(context, self.scale), replace(self.control, end_id=self.end_id)
+        steered = given_BL is not None or control.guide is not None
+        return writer.sample(sampler, noise, watch, given_BL, control if steered else None)
 
     def context(self, texts: Sequence[Sequence[int]]) -> Context:
         """Return the latents of the last K blocks of texts that are whole blocks long."""

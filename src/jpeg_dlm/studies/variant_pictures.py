@@ -62,7 +62,7 @@ def draw_rows(result: Result, path: Path) -> Path | None:
     if not rows:
         return None
     names = _names(result)
-    papers = {"gen_ppl": "Gen-PPL (gpt2-large)", "mauve": "MAUVE"}
+    papers = {"gen_ppl": "Gen-PPL (gpt2-large)", "mauve": "MAUVE"} if any(row["paper"] for row in rows) else {}
     figure, panels = _new(result, names, len(papers))
     figure.set_size_inches(2.6 * len(panels) + 2.0, 1.7 + 0.32 * len(rows))
     for axes, (key, name) in zip(panels, names.items(), strict=False):

@@ -13,6 +13,7 @@ from typing import Any
 from jpeg_dlm.config import Config
 from jpeg_dlm.evaluation.paper import paper_tables
 from jpeg_dlm.methods.registry import for_method, method_class
+from jpeg_dlm.studies.recipes import recipes
 from jpeg_dlm.studies.study import TrainingStudy, Variant, Variants
 from jpeg_dlm.studies.variant_pictures import draw_joint, draw_rates, draw_rows, draw_widths
 
@@ -172,4 +173,5 @@ TRAINING: dict[str, TrainingStudy] = {
         "COSMOS at r = 1 on features of several encoder layers", encoder_layers, draw_rows,
         ("model.latent_len", "encoder.layer"),
     ),
+    "recipes": TrainingStudy("options that help small budgets, each changed alone", recipes, draw_rows),
 }  # fmt: skip

@@ -10,19 +10,17 @@ value, packing can stop after any document and resume later.
 | sentences | the same, but rows start with a sentence: one that is cut starts the next row again | the same |
 | padded | each document is cut into its own rows, the last one ends with eos and pad | none; with `whole`, longer documents |
 
-Framed rows are [begin] + payload + [eos]; in the payload, a boundary id follows each piece, and no eos follows a
-document (released, LM1B; the position of the frame is inferred from the names in its config).
+`text.rows` has the layout of a row.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
-from torch import Tensor
+
+from jpeg_dlm.text.rows import Layout
 
 Document = Sequence[Sequence[int]]
 Carry = list[list[int]]
@@ -31,25 +29,6 @@ Carry = list[list[int]]
 # sentence. Single letters ("J. Smith", "p. 3") and common titles do not end one; other abbreviations may, at little cost.
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+(?=[\"'“‘(\[]?[A-Z0-9])")
 _NOT_AN_END = re.compile(r"(?:\b[A-Za-z]|\b(?:Mr|Mrs|Ms|Dr|St|Gen|Sen|Rep|Prof|Jr|No|vs|e\.g|i\.e|U\.S))\.$")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Layout of a row: its length, its special ids and the packing of documents."""
-
-    packing: Literal["continuous", "sentences", "padded"]
-    token_len: int
-    eos_id: int
-    pad_id: int = 0
-    frame: bool = False
-    bos_id: int = -1
-    boundary_id: int = -1
-    whole: bool = False
-
-    @property
-    def payload(self) -> int:
-        """Number of positions in a row that hold document tokens."""
-        return self.token_len - 2 if self.frame else self.token_len
 
 
 def sentences(text: str) -> list[str]:
@@ -76,7 +55,7 @@ def step(layout: Layout, carry: Carry, document: Document) -> tuple[list[list[in
         carry = [rest] if rest else []
     else:
         payloads, carry = _cut_at_sentences(layout.payload, [*carry, *pieces])
-    return [_row(layout, p) for p in payloads], carry
+    return [layout.row(p) for p in payloads], carry
 
 
 def pack(layout: Layout, documents: Iterable[Document]) -> Iterator[list[int]]:
@@ -85,19 +64,6 @@ def pack(layout: Layout, documents: Iterable[Document]) -> Iterator[list[int]]:
     for document in documents:
         rows, carry = step(layout, carry, document)
         yield from rows
-
-
-def end_rows(tokens_BL: Tensor, eos_id: int, pad_id: int, given_L: Tensor | None = None) -> Tensor:
-    """Replace all tokens after the first end token with padding, for models whose rows end (`DataConfig.rows_end`).
-
-    Padding is masked in training, so tokens that such a model writes there are meaningless. Given text (`given_L`, -1
-    elsewhere) is kept: only end tokens after it count.
-    """
-    ends_BL = (tokens_BL == eos_id).long()
-    if given_L is not None:
-        kept = (given_L >= 0).nonzero().flatten().tolist()
-        ends_BL[:, : max(kept, default=-1) + 1] = 0
-    return tokens_BL.masked_fill(ends_BL.cumsum(1) > ends_BL, pad_id)
 
 
 def lengths(rows: np.ndarray, pad_id: int) -> np.ndarray:
@@ -147,8 +113,3 @@ def _cut_at_sentences(width: int, pieces: Carry) -> tuple[list[list[int]], Carry
             pieces[first] = taken[width:]
         filled, i = 0, first
     return payloads, pieces[first:]
-
-
-def _row(layout: Layout, payload: list[int]) -> list[int]:
-    row = [layout.bos_id, *payload, layout.eos_id] if layout.frame else payload
-    return row + [layout.pad_id] * (layout.token_len - len(row))

@@ -31,8 +31,9 @@ from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.files import atomic_file, sweep_temps, write_atomic, write_sealed
 from jpeg_dlm.text.blocks import FORMAT
 from jpeg_dlm.text.corpora import Corpus, Document, Ids, open_corpus
-from jpeg_dlm.text.packing import Carry, Layout, sentences, step
+from jpeg_dlm.text.packing import Carry, sentences, step
 from jpeg_dlm.text.prepared import SPLITS, UNCOMPARED, Prepared, describe, reuse
+from jpeg_dlm.text.rows import Layout, layout_of
 from jpeg_dlm.text.split import START, DocumentPiece, Place, choose_split
 from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 from jpeg_dlm.wording import counted
@@ -355,5 +356,4 @@ def _layout(data: DataConfig, tokenizer: TextTokenizer) -> Layout:
         raise UsageError("data.packing 'padded' needs a tokenizer with a pad token: choose another tokenizer or packing.")
     if data.frame and (tokenizer.bos_id is None or tokenizer.boundary_id is None):
         raise UsageError("data.frame needs a tokenizer with begin and line tokens, such as 'bpe' or 't5'.")
-    bos, boundary = (-1 if i is None else i for i in (tokenizer.bos_id, tokenizer.boundary_id))
-    return Layout(data.packing, data.token_len, tokenizer.eos_id, tokenizer.pad_id, data.frame, bos, boundary, data.whole)
+    return layout_of(data, tokenizer)

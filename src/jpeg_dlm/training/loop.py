@@ -20,12 +20,13 @@ from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.errors import CheckpointError, NonFiniteError
 from jpeg_dlm.folders.checkpoint import Checkpoint, save_checkpoint
 from jpeg_dlm.machine.collectives import all_mean, barrier
-from jpeg_dlm.machine.cpu import instruction_limit, with_precision
+from jpeg_dlm.machine.cpu import instruction_limit
 from jpeg_dlm.machine.dist import Ranks, step_timeout
 from jpeg_dlm.methods.base import FROZEN, Trainable, copy_tensors
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.nn.recompute import recompute_in_backward
 from jpeg_dlm.rng import derive_seed
+from jpeg_dlm.sampling.speeds import with_precision
 from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.training.lifeline import Lifeline
 from jpeg_dlm.training.metrics import MetricsLog

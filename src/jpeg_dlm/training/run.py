@@ -33,16 +33,16 @@ from jpeg_dlm.folders.checkpoint import latest_checkpoint, newest_step
 from jpeg_dlm.folders.model_folder import read_model
 from jpeg_dlm.machine.collectives import all_sum, barrier
 from jpeg_dlm.machine.console import Console
-from jpeg_dlm.machine.cpu import cost_of, with_precision
 from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.base import Method, Trainable
 from jpeg_dlm.methods.encoder_pretraining import EncoderPretraining
 from jpeg_dlm.methods.registry import build_method, method_class
 from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.sampling.speeds import cost_of, with_precision
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.corpora import bring
-from jpeg_dlm.text.packing import end_rows
 from jpeg_dlm.text.prepare import prepare
+from jpeg_dlm.text.rows import end_rows
 from jpeg_dlm.text.tokenizer import TextTokenizer
 from jpeg_dlm.training.alarms import Alarms
 from jpeg_dlm.training.data import BatchStream

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from jpeg_dlm.config import Checks, Config, opt
-from jpeg_dlm.methods.base import Batch, Likelihood, Method, Watch
+from jpeg_dlm.flow.control import keep_given
+from jpeg_dlm.methods.base import FILLS_IN, Batch, Likelihood, Method, Watch
 from jpeg_dlm.methods.common.discrete import (
     PAPER_TOKENIZERS,
     POSITIONS_AT_ONCE,
@@ -108,7 +109,7 @@ class RowCache:
 class Absorbing(Method):
     """Masked diffusion; subclasses define the weights, their cost and the end of the sampler."""
 
-    fills_in = True
+    supports = FILLS_IN
     time_conditioned: ClassVar[bool]  # True if the network receives the noise level
 
     def __init__(self, config: Config) -> None:
@@ -207,9 +208,8 @@ class Absorbing(Method):
     @torch.no_grad()
     def sample(self, sampler: Any, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None) -> Tensor:
         """Sample rows; unmasked tokens never change, so given tokens are simply not masked."""
-        x_BL = torch.full((len(noise.rows), self.config.data.token_len), self.mask_id, device=noise.device)
-        if given_BL is not None:
-            x_BL = torch.where(given_BL >= 0, given_BL, x_BL)
+        masked_BL = torch.full((len(noise.rows), self.config.data.token_len), self.mask_id, device=noise.device)
+        x_BL = keep_given(masked_BL, given_BL)
         streams, states = noise.streams("sample"), self.sampling_states(sampler)
         grid = torch.tensor(sampling_times(sampler.steps), dtype=torch.float64)
         chances = self.chances(sampler, grid[:-1], grid[1:]).tolist()

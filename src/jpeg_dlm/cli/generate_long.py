@@ -29,7 +29,8 @@ def write_long(args: argparse.Namespace, model: Model, options: dict[str, Any]) 
             raise UsageError(f"{name} is about a single block: leave out --length, --stream and --context-scale.")
     if args.stream and (args.out or args.tokens):
         raise UsageError("--stream prints texts: leave out --out and --tokens.")
-    long = LongTexts.of(model, args.prompt, args.length, args.context_scale)
+    guide = model.contains(*args.contains) if args.contains else None
+    long = LongTexts.of(model, args.prompt, args.length, args.context_scale, guide, args.strength)
     if long.notice:
         print(long.notice, file=sys.stderr)
     wanted = {"seed": args.seed, "batch": args.batch, "watch": each_block(model) if args.watch else None} | options

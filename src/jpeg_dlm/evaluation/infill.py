@@ -1,0 +1,138 @@
+"""Infilling of held-out text: templates made of real rows, filled in by a model, scored as a whole by a language model.
+
+The perplexity of the filled texts stands between that of the real texts and that of the same templates filled with tokens
+of another text. Shapes: n rows, L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jpeg_dlm import __version__
+from jpeg_dlm.errors import DataError
+from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.flow.control import keep_given
+from jpeg_dlm.machine.console import Console
+from jpeg_dlm.methods.base import FREE, require
+from jpeg_dlm.results.resumable import Parts
+from jpeg_dlm.results.table import Table
+from jpeg_dlm.rng import generator
+from jpeg_dlm.sampling.given import Decoded
+from jpeg_dlm.scorers.scoring import Scorer
+from jpeg_dlm.text.rows import Layout
+from jpeg_dlm.text.text_metrics import perplexity, perplexity_interval
+
+LONGEST_RUN = 4  # tokens that are given, or hidden, in a row (assumed)
+SHOWN = 8  # texts kept in the results
+COLUMNS = ("model", "given tokens kept", "decoded by the latents", "hidden tokens recovered", "perplexity", "95% interval")
+
+
+def templates(rows_NL: Tensor, layout: Layout, seed: int) -> Tensor:
+    """Return rows with runs of 1 to 4 tokens that are given in turn with runs that are FREE; ends and padding are free.
+
+    The runs of row i depend on the seed and i alone.
+    """
+    given_NL = torch.full_like(rows_NL, FREE)
+    for i, row in enumerate(rows_NL):
+        g = generator(seed, "holes", i)
+        place, hidden = layout.start, bool(torch.randint(2, (), generator=g))
+        while place < layout.start + layout.payload:
+            size = int(torch.randint(1, LONGEST_RUN + 1, (), generator=g))
+            if not hidden:
+                given_NL[i, place : place + size] = row[place : place + size]
+            place, hidden = place + size, not hidden
+    text_NL = is_text(rows_NL, layout)
+    return given_NL.masked_fill(~text_NL, FREE)
+
+
+def is_text(rows_NL: Tensor, layout: Layout) -> Tensor:
+    """Return True where rows hold text: not the frame, the end or padding."""
+    places_L = torch.arange(layout.token_len)
+    text_NL = ((places_L >= layout.start) & (places_L < layout.start + layout.payload)).expand_as(rows_NL)
+    if layout.packing != "padded":
+        return text_NL
+    return text_NL & (rows_NL != layout.eos_id) & (rows_NL != layout.pad_id)
+
+
+def infill(
+    source: ModelSource, scorer: Scorer, n: int, seed: int, sampler: Mapping[str, Any], parts: Parts, console: Console
+) -> dict[str, Any]:
+    """Fill in templates of the first n held-out rows and measure the result."""
+    model, layout = source.model, source.model.layout
+    require("templates", model.writer)
+    if source.heldout is None or len(source.heldout) == 0:
+        raise DataError(f"There is no held-out text for '{source.name}': name its text or prepared folder with --data.")
+    rows_NL = source.heldout.rows(list(range(min(n, len(source.heldout)))))
+    given_NL = templates(rows_NL, layout, seed)
+    about = {"name": source.name, "title": model.method.title, "heldout": source.heldout.fingerprint, "n": len(rows_NL)}
+
+    def write() -> dict[str, Any]:
+        console.say(f"{source.name}: filling in {len(rows_NL):,} templates of seed {seed} ...")
+        decoded = Decoded(given_NL)
+        tokens = model.sample(len(rows_NL), seed=seed, batch=source.batch, given=given_NL, watch=decoded, **sampler)
+        return {"tokens": tokens.tolist(), "decoded": decoded.kept / max(1, decoded.tokens)}
+
+    depends = about | {"kind": "infill", "version": __version__} | source.identity(seed, dict(sampler))
+    written = parts.get_or_make(f"infill-{source.name}-seed{seed}", depends, write)
+    filled_NL = torch.tensor(written["tokens"])
+    other_NL = keep_given(_other(rows_NL, layout), given_NL)
+    hidden_NL = is_text(rows_NL, layout) & (given_NL < 0)
+    rows = {"filled": (filled_NL, given_NL), "real": (rows_NL, None), "other": (other_NL, given_NL)}
+    texts = {name: list(model.to_text(*pair)) for name, pair in rows.items()}
+    depends = {"kind": "infill-scores", "scorer": scorer.hash, "texts": texts}
+    scores = parts.get_or_make(
+        f"infill-scores-{source.name}-seed{seed}", depends,
+        lambda: {name: _scores(scorer, said, f"{name} texts", console) for name, said in texts.items()},
+    )  # fmt: skip
+    return about | {
+        "seed": seed,
+        "given": int((given_NL >= 0).sum()),
+        "hidden": int(hidden_NL.sum()),
+        "kept": float((filled_NL == given_NL)[given_NL >= 0].double().mean()),
+        "decoded": written["decoded"] if "guides" in model.writer.supports else None,
+        "recovered": float((filled_NL == rows_NL)[hidden_NL].double().mean()),
+        "scores": scores,
+        "samples": [{name: said[i] for name, said in texts.items()} for i in range(min(SHOWN, len(rows_NL)))],
+    }
+
+
+def _other(rows_NL: Tensor, layout: Layout) -> Tensor:
+    """Return rows with the text of the next row; where that is shorter, it is repeated, so that holes get text."""
+    found = []
+    for row in torch.roll(rows_NL, 1, 0):
+        ids = row[is_text(row[None], layout)[0]].tolist() or [layout.eos_id]
+        found.append(layout.beginning((ids * layout.token_len)[: layout.payload], layout.eos_id))
+    own_NL = is_text(rows_NL, layout)
+    return torch.where(own_NL, torch.tensor(found), rows_NL)
+
+
+def _scores(scorer: Scorer, texts: list[str], title: str, console: Console) -> dict[str, float]:
+    with console.progress(f"Scoring {title}", "texts") as progress:
+        scores = scorer.nll(texts, progress=progress)
+    low, high = perplexity_interval(scores)
+    return {"perplexity": perplexity(scores), "low": low, "high": high}
+
+
+def infill_table(rows: Sequence[Mapping[str, Any]], scorer: str) -> Table:
+    """Return a row for each model, and rows for real text and for holes filled from other texts where these change."""
+    cells: list[list[str]] = []
+    for i, row in enumerate(rows):
+        decoded = "" if row["decoded"] is None else f"{100 * row['decoded']:.1f}%"
+        cells.append([
+            f"{row['name']} ({row['title']}, {row['n']:,} texts)", f"{100 * row['kept']:g}%", decoded,
+            f"{100 * row['recovered']:.1f}%", *_perplexity_cells(row["scores"]["filled"]),
+        ])  # fmt: skip
+        if i + 1 == len(rows) or rows[i + 1]["scores"]["real"] != row["scores"]["real"]:
+            cells.append(["real text", "", "", "", *_perplexity_cells(row["scores"]["real"])])
+            cells.append(["holes filled from other texts", "", "", "", *_perplexity_cells(row["scores"]["other"])])
+    share = sum(row["given"] for row in rows) / sum(row["given"] + row["hidden"] for row in rows)
+    head = f"Infilling of held-out text, of which {100 * share:.0f}% is given; perplexity of whole texts by {scorer}."
+    return Table.of(head, COLUMNS, cells)
+
+
+def _perplexity_cells(score: Mapping[str, float]) -> list[str]:
+    return [f"{score['perplexity']:.1f}", f"{score['low']:.1f} to {score['high']:.1f}"]

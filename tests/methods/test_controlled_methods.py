@@ -1,0 +1,172 @@
+"""Every method keeps what it is given; methods of latents also follow guides and begin from texts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import perturb
+
+from jpeg_dlm.api import Model, load
+from jpeg_dlm.errors import DataError, UsageError
+from jpeg_dlm.evaluation.infill import templates
+from jpeg_dlm.flow.control import Steering
+from jpeg_dlm.flow.guides import given_tokens
+from jpeg_dlm.methods.base import FILLS_IN, GUIDED
+from jpeg_dlm.methods.registry import names, system_class, systems_that
+from jpeg_dlm.sampling.given import Decoded
+
+pytest_plugins = ["stand_in"]  # fixtures
+
+GUIDED_METHODS = systems_that(lambda system: "guides" in system.supports)
+
+
+@pytest.fixture
+def models(micro_folders):
+    def make(name: str, **changes: object) -> Model:
+        model = load(micro_folders(name, **changes), "cpu")
+        perturb(model.method, 0.2)
+        return model
+
+    return make
+
+
+def test_every_system_says_what_it_takes():
+    assert {"elf", "cosmos", "jpeg-dlm"} == set(GUIDED_METHODS)
+    for name in names("system"):
+        assert system_class(name).supports == (GUIDED if name in GUIDED_METHODS else FILLS_IN)
+
+
+@pytest.mark.parametrize("packing", ["continuous", "padded"])
+@pytest.mark.parametrize("name", names("system"))
+def test_given_tokens_are_kept(name, packing, models):
+    """Also if an end or padding is among them, and each row has its own."""
+    model = models(name, data__packing=packing)
+    tok, length = model.tokenizer, model.config.data.token_len
+    row = torch.full((length,), -1)
+    row[torch.tensor([0, 3, 4, 7])] = torch.tensor([9, tok.eos_id, tok.pad_id, 11])
+    tokens = model.sample(3, given=row)
+    assert tokens[:, [0, 3, 4, 7]].tolist() == [[9, tok.eos_id, tok.pad_id, 11]] * 3
+    several = torch.stack([row, row.roll(1), row.roll(2)])
+    found = model.sample(3, given=several, batch=2)
+    assert found[several >= 0].equal(several[several >= 0])
+    assert found[:1].equal(model.sample(1, given=several[0]))
+
+
+def test_every_given_token_of_a_thousand_templates_is_kept(models):
+    model = models("jpeg-dlm")
+    g = torch.Generator().manual_seed(0)
+    rows = torch.randint(6, 300, (1000, 12), generator=g)
+    given = templates(rows, model.layout, seed=0)
+    shares = (given >= 0).double().mean(1)
+    assert 0.4 < shares.mean() < 0.6 and shares.std() > 0.05
+    decoded = Decoded(given)
+    tokens = model.accelerate().sample(1000, given=given, batch=250, watch=decoded, steps=2)
+    assert tokens[given >= 0].equal(given[given >= 0])
+    assert decoded.tokens == int((given >= 0).sum()) and decoded.kept < decoded.tokens  # random weights decode to few of them
+
+
+@pytest.mark.parametrize("name", GUIDED_METHODS)
+def test_a_guide_lowers_its_loss(name, models):
+    """The loss of the final latents, told by the last call, is lower than without strength."""
+    model = models(name)
+    seen: dict[float, float] = {}
+    for strength in (0.0, 1.0):
+        losses = []
+
+        def guide(logits, losses=losses):
+            loss = -logits.log_softmax(-1)[..., 17].mean(1)
+            losses.append(loss.detach().mean().item())
+            return loss
+
+        model.sample(4, guide=guide, strength=strength)
+        seen[strength] = losses[-1]
+    assert seen[1.0] < seen[0.0]
+
+
+@pytest.mark.parametrize("name", GUIDED_METHODS)
+def test_without_a_guide_nothing_is_steered(name, models, monkeypatch):
+    model = models(name)
+    plain = model.sample(4, seed=2)
+
+    def broken(*args):
+        raise AssertionError("a gradient was taken")
+
+    monkeypatch.setattr(Steering, "_step", broken)
+    assert model.sample(4, seed=2).equal(plain)
+    monkeypatch.undo()
+    still = model.sample(4, seed=2, guide=lambda logits: 0 * logits.flatten(1).sum(1))  # a loss of 0 moves nothing
+    assert still.equal(plain)
+
+
+@pytest.mark.parametrize("name", GUIDED_METHODS)
+def test_a_guided_text_is_the_same_in_any_batch(name, models):
+    model = models(name)
+    given = torch.full((12,), -1)
+    given[2:6] = torch.arange(20, 24)
+    together = model.sample(5, seed=3, given=given, guide=model.contains("farmer"))
+    alone = torch.cat([model.sample(1, seed=3, first=i, given=given, guide=model.contains("farmer")) for i in range(5)])
+    assert (together == alone).float().mean() > 0.9  # but for ids that rounding makes equally probable
+
+
+@pytest.mark.parametrize("name", GUIDED_METHODS)
+def test_an_edit_without_noise_is_the_refined_text_and_with_noise_alone_a_new_one(name, models):
+    model = models(name)
+    text = "The farmer plants corn"
+    assert model.edit(text, 3, noise=1.0, seed=4) == [
+        said for said in model.to_text(model.sample(3, seed=4)[:, : len(model.tokenizer.encode(text))])
+    ]
+    first = model.edit(text, 2, noise=0.0)
+    assert first[0] == first[1] and first == model.edit(text, 2, noise=0.0, seed=9)  # nothing is random
+    assert len(model.edit(text, 2, noise=0.5, steps=2)) == 2
+
+
+def test_latents_of_an_edit_are_fitted_to_the_text(models):
+    """More tokens come back than from the codec alone."""
+    model = models("jpeg-dlm")
+    rows = torch.randint(6, 300, (64, 12), generator=torch.Generator().manual_seed(3))
+    z = model._encode_rows(rows)
+    codec = (model._decode_rows(z) == rows).float().mean()
+    kept = (model.rewritten(rows, 0.0) == rows).float().mean()
+    assert kept > codec
+    logits = lambda z: model.method.logits(z, model.config.sampler.w)  # noqa: E731
+    by_hand = Steering(logits, given_tokens(rows)).refined(z)
+    assert model._decode_rows(by_hand).equal(model.rewritten(rows, 0.0))
+
+
+@pytest.mark.parametrize(("call", "error"), [
+    (lambda m: m.generate(1, guide=3), "A guide is a function"),
+    (lambda m: m.generate(1, guide=lambda x: x.sum()), "one loss per row"),
+    (lambda m: m.generate(1, guide=lambda x: x.flatten(1).sum(1) * torch.nan), "not finite"),
+    (lambda m: m.generate(1, prompt="The", strength=-1), "`strength` must be a number of at least 0"),
+    (lambda m: m.generate(1, prompt="The", strength=torch.inf), "`strength` must be"),
+    (lambda m: m.generate(2, given=torch.zeros(3, 12, dtype=torch.long)), "shape"),
+    (lambda m: m.contains(), "no text"), (lambda m: m.contains(" "), "empty"), (lambda m: m.contains("corn " * 40), "shorten"),
+    (lambda m: m.contains(4), "must be a string"),
+    (lambda m: m.edit("The", noise=1.5), "`noise` must be a number between 0 and 1"),
+    (lambda m: m.edit("The", noise="a"), "`noise` must be"), (lambda m: m.edit(""), "empty"),
+    (lambda m: m.edit("The", 0), "at least 1"),
+    (lambda m: m.edit("corn " * 40), "shorten it"), (lambda m: m.interpolate("The"), "at least 2 texts"),
+])  # fmt: skip
+def test_what_cannot_be_done_is_one_sentence(call, error, models):
+    with pytest.raises((UsageError, DataError), match=error) as caught:
+        call(models("jpeg-dlm"))
+    assert str(caught.value).count("\n") == 0
+
+
+def test_unknown_characters_are_refused_in_given_text_only(models, monkeypatch):
+    model = models("jpeg-dlm")
+    monkeypatch.setattr(model.tokenizer, "unk_id", model.tokenizer.encode("corn")[0])
+    for call in (lambda: model.given("corn"), lambda: model.contains("corn"), lambda: model.edit("corn")):
+        with pytest.raises(DataError, match="characters that the model's tokenizer does not know"):
+            call()
+    assert model.reconstruct("corn")
+
+
+def test_a_path_passes_through_every_text(models):
+    model = models("jpeg-dlm")
+    texts = ["The farmer plants", "The smith forges", "The captain steers"]
+    path = model.interpolate(*texts, points=4)
+    assert len(path) == 7 and len(model.interpolate(*texts[:2], points=4)) == 4
+    assert [path[0], path[3], path[6]] == [said for said in (model.interpolate(t, t, points=2)[0] for t in texts)] or len(
+        {len(model.tokenizer.encode(t)) for t in texts}
+    ) > 1
