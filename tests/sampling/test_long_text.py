@@ -133,6 +133,35 @@ def test_a_prompt_beyond_the_window_is_cut_with_a_notice(model, prompt):
     assert LongTexts(model, [ids], L, 1.0).tokens(1)[0][-L:] == cut[-L:]  # what is cut has no effect
 
 
+@pytest.mark.parametrize("extra", [1, 5, L - 1])
+def test_a_prompt_that_ends_inside_a_block_goes_on_inside_it(model, prompt, extra):
+    ids = model.tokenizer.encode(prompt)[: L + extra]
+    rows = LongTexts(model, [ids], 2 * L).tokens(2, seed=1)
+    assert all(row[: len(ids)] == ids and len(row) <= len(ids) + 2 * L for row in rows)
+    block = LongTexts(model, [ids], L - extra).tokens(2, seed=1)
+    assert [row[: 2 * L] for row in rows] == block
+
+
+def test_by_default_a_text_goes_on_to_the_end_of_its_block(model):
+    text = "The farmer plants corn"
+    ids = model.tokenizer.encode(text)
+    long = LongTexts.of(model, text)
+    assert long.length == L - len(ids) % L
+    assert model.generate(2, prompt=text, seed=1) == long.texts(2, seed=1)
+
+
+def test_a_guide_is_asked_in_every_block(model):
+    asked = []
+
+    def guide(logits_BLV):
+        asked.append(logits_BLV.shape)
+        return -logits_BLV.log_softmax(-1)[:, 3, 7]
+
+    pieces = list(LongTexts.of(model, None, 3 * L, guide=guide).pieces(2, seed=1))
+    steps = model.config.sampler.steps
+    assert len(asked) >= (steps + 1) * max(sum(p.sample == i for p in pieces) for i in (0, 1))  # and in refinement
+
+
 @pytest.mark.parametrize("length", [0, -3, 1.5, True])
 def test_impossible_lengths(model, length):
     with pytest.raises(UsageError, match="length"):
