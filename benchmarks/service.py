@@ -1,91 +1,135 @@
-"""Throughput and latency of the batching service with many small requests, compared with serving them one by one.
+"""Load test of `jpeg-dlm serve`: clients that each ask for one text and wait, against one request at a time.
 
-python benchmarks/run.py service             # under two minutes on two cores
+python benchmarks/run.py service             # a few minutes on two cores
 python benchmarks/run.py service --short
+
+A server process with the bundled model answers over HTTP. Rounds go through all numbers of clients in turn, so that a busy
+machine slows all of them. Every answer is compared with the text that `generate` writes for its seed.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import re
+import signal
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jpeg_dlm
 from jpeg_dlm.results.pictures import LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.results.table import markdown_table
-from jpeg_dlm.sampling.batching import BatchingService
 
-OPTIONS = {"steps": 8, "solver": "multistep"}
-WAYS = {"batched": 64, "one by one": 1}  # rows of a batch
-LEVELS = (1, 2, 4, 8, 16, 32, 64)
+CLIENTS = (1, 8, 64)
+SEEDS = 16  # texts that are asked for, again and again
 PERCENTILES = (50, 95, 99)
 
 
 def measure(short: bool = False) -> dict[str, Any]:
-    """Measure growing numbers of requesters, each of which repeatedly requests one text and waits for it."""
-    model = jpeg_dlm.load(device="cpu", dtype="fp32")
-    sampler = model.sampler_options(**OPTIONS)
-    model.sample(2, **OPTIONS)  # warm-up
-    rows, ratios = [], {}
-    for requesters in (1, 8, 64) if short else LEVELS:
-        found = {}
-        for way, max_batch in WAYS.items():
-            requests = max(requesters, 16 if short else 32) * (2 if way == "batched" else 1)
-            with BatchingService(model.writer, max_batch) as service:
-                found[way] = run(service, sampler, requesters, requests)
-            rows.append({"requesters": requesters, "way": way, **found[way]})
-        ratios[_level(requesters)] = found["batched"]["samples_per_second"] / found["one by one"]["samples_per_second"]
-    title = f"Service, bundled model, {OPTIONS['steps']} {OPTIONS['solver']} steps, requests of one text"
-    return {"title": title, "markdown": table(rows, ratios), "rows": rows, "ratios": ratios}
+    """Measure texts per second and latency with growing numbers of clients."""
+    expected = [jpeg_dlm.load(device="cpu", dtype="auto").generate(1, seed=seed)[0] for seed in range(SEEDS)]
+    rounds, each = (1, 2) if short else (4, 4)  # requests of each client in a round
+    found: dict[int, list[dict[str, Any]]] = {clients: [] for clients in CLIENTS}
+    with server() as port:
+        asyncio.run(load(port, 4, 2))  # warm-up
+        for _ in range(rounds):
+            for clients in CLIENTS:
+                found[clients].append(asyncio.run(load(port, clients, each if clients > 1 else 2 * each)))
+    rows = [summary(clients, runs, expected) for clients, runs in found.items()]
+    for row in rows:
+        row["ratio"] = row["texts_per_second"] / rows[0]["texts_per_second"]
+        row["slower"] = row["p95"] / rows[0]["p95"]
+    ratios = {f"{row['clients']} clients": row["ratio"] for row in rows}
+    title = "jpeg-dlm serve, bundled model, 32 Euler steps, requests of one text"
+    return {"title": title, "markdown": table(rows), "rows": rows, "ratios": ratios}
 
 
-def _level(requesters: int) -> str:
-    return f"{requesters} requesters"
+@contextlib.contextmanager
+def server() -> Iterator[int]:
+    """Start a server on a free port; it must leave in order."""
+    command = [sys.executable, "-m", "jpeg_dlm.cli.main", "serve", "--port", "0", "--device", "cpu", "--time-limit", "600"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            match = re.search(r":(\d+)\. ", process.stderr.readline())
+            assert match, "the server did not start"
+            yield int(match[1])
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(600) == 0
+        finally:
+            process.kill()
 
 
-def run(service: BatchingService, sampler: Any, requesters: int, requests: int) -> dict[str, float]:
-    """Return samples per second and percentiles of the latency in milliseconds."""
+async def load(port: int, clients: int, each: int) -> dict[str, Any]:
+    """Let clients ask `each` times, one request after the other; return seconds, latencies and answers."""
+    latencies: list[float] = []
+    answers: list[tuple[int, str]] = []
 
-    def ask(number: int) -> float:
-        began = time.perf_counter()
-        service.submit(1, sampler, seed=number).result()
-        return time.perf_counter() - began
+    async def client(number: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for i in range(each):
+            seed, began = (number * each + i) % SEEDS, time.perf_counter()
+            answers.append((seed, await ask(reader, writer, {"seed": seed})))
+            latencies.append(time.perf_counter() - began)
+        writer.close()
 
-    with ThreadPoolExecutor(requesters) as threads:
-        began = time.perf_counter()
-        latencies = list(threads.map(ask, range(requests)))
-        seconds = time.perf_counter() - began
-    cuts = statistics.quantiles(latencies, n=100, method="inclusive")
-    return {"samples_per_second": requests / seconds} | {f"p{p}": 1e3 * cuts[p - 1] for p in PERCENTILES}
+    began = time.perf_counter()
+    await asyncio.gather(*map(client, range(clients)))
+    return {"seconds": time.perf_counter() - began, "latencies": latencies, "answers": answers}
 
 
-def table(rows: list[dict[str, Any]], ratios: Mapping[str, float]) -> str:
+async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: Mapping[str, Any]) -> str:
+    """Send one request on a connection that stays open; return the text."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    told = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    size = re.search(r"content-length: (\d+)", told)
+    assert told.startswith("http/1.1 200 ") and size, told
+    return json.loads(await reader.readexactly(int(size[1])))["choices"][0]["text"]
+
+
+def summary(clients: int, runs: list[dict[str, Any]], expected: list[str]) -> dict[str, Any]:
+    """Return medians over rounds, percentiles over all requests, and how many answers were wrong."""
+    answers = [answer for run in runs for answer in run["answers"]]
+    cuts = statistics.quantiles([1e3 * s for run in runs for s in run["latencies"]], n=100, method="inclusive")
+    return {
+        "clients": clients,
+        "requests": len(answers),
+        "wrong": sum(text != expected[seed] for seed, text in answers),
+        "texts_per_second": statistics.median(len(run["answers"]) / run["seconds"] for run in runs),
+        **{f"p{p}": cuts[p - 1] for p in PERCENTILES},
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    heading = ("clients", "requests", "wrong", "texts/s", "ratio", *(f"p{p} ms" for p in PERCENTILES), "p95 ratio")
     cells = []
     for row in rows:
-        ratio = f"{ratios[_level(row['requesters'])]:.2f}x" if row["way"] == "batched" else ""
+        counts = [str(row[name]) for name in ("clients", "requests", "wrong")]
         latency = [f"{row[f'p{p}']:.0f}" for p in PERCENTILES]
-        cells.append([str(row["requesters"]), row["way"], f"{row['samples_per_second']:.1f}", ratio, *latency])
-    heading = ("requesters", "", "samples/s", "ratio", *(f"p{p} ms" for p in PERCENTILES))
+        cells.append([*counts, f"{row['texts_per_second']:.1f}", f"{row['ratio']:.2f}x", *latency, f"{row['slower']:.2f}x"])
     return markdown_table(heading, cells)
 
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:
-    """Draw throughput and latency against the number of requesters."""
+    """Draw throughput and latency against the number of clients."""
     figure, (left, right) = new_figure(2, result["title"])
-    x = sorted({row["requesters"] for row in result["rows"]})
-    for way, color in zip(WAYS, LINE_COLORS, strict=False):
-        rows = [row for row in result["rows"] if row["way"] == way]
-        left.plot(x, [row["samples_per_second"] for row in rows], "o-", ms=3.5, lw=1.5, color=color, label=way)
-        for p, style in zip((50, 95), ("-", "--"), strict=True):
-            right.plot(x, [row[f"p{p}"] for row in rows], style, lw=1.5, color=color, label=f"{way}, p{p}")
-    dress(left, "throughput", "samples per second", "concurrent requesters")
-    dress(right, "latency", "milliseconds", "concurrent requesters")
-    right.set_yscale("log")
+    x = [row["clients"] for row in result["rows"]]
+    left.plot(x, [row["texts_per_second"] for row in result["rows"]], "o-", ms=3.5, lw=1.5, color=LINE_COLORS[0])
+    for p, style in zip((50, 95), ("-", "--"), strict=True):
+        right.plot(x, [row[f"p{p}"] for row in result["rows"]], style, lw=1.5, color=LINE_COLORS[0], label=f"p{p}")
+    dress(left, "throughput", "texts per second", "clients")
+    dress(right, "latency", "milliseconds", "clients")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_xticks(x, [str(n) for n in x])
-        axes.legend(fontsize=7.5, frameon=False)
+        axes.set_ylim(bottom=0)
+    right.legend(fontsize=7.5, frameon=False)
     return save_png(figure, path)

@@ -10,11 +10,19 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
 Request = Mapping[str, Any]
+
+
+def clock() -> float:
+    """Return seconds: those of this process if it has one thread, so that other processes do not matter, else of the wall."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 class Worker:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import setuptools  # noqa: F401  # torch.compile imports it from its threads, where replacing distutils can fail
@@ -51,6 +53,16 @@ def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "stories.txt"
     path.write_text(made_up_text(), "utf-8")
     return path
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Any]:
+    """Debian's Chromium, through selenium."""
+    from browsing import open_browser
+
+    driver = open_browser(tmp_path)
+    yield driver
+    driver.quit()
 
 
 # A model so small that a step takes milliseconds; every part of the system is still in it.

@@ -12,7 +12,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import peak
 import sampling
+import shares
+import systems
 from conftest import MICRO
+
+from jpeg_dlm.config_io import override
+from jpeg_dlm.methods.registry import for_method
+from jpeg_dlm.presets import preset
 
 
 def test_every_contestant_is_in_the_table_and_agrees(monkeypatch: pytest.MonkeyPatch):
@@ -61,3 +67,42 @@ def test_a_peak_is_measured_for_every_type(monkeypatch: pytest.MonkeyPatch):
     assert [row["dtype"] for row in result["rows"]] == ["fp32", "bf16", "int8"]
     assert all(row["gflops"] > 0 for row in result["rows"])
     assert result["ratios"]["int8 peak"] == pytest.approx(result["rows"][2]["gflops"] / result["rows"][0]["gflops"])
+
+
+def test_every_system_is_timed_at_every_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(systems, "PRESET", "smoke")
+    result = systems.measure(batches=(1, 9), changes=MICRO)
+    rows = {row["system"]: row for row in result["rows"]}
+    assert list(rows)[:3] == [systems.AR, systems.CACHED, systems.ELF] and len(rows) == 6
+    evaluations = {name: row["evaluations"] for name, row in rows.items()}
+    assert evaluations[systems.AR] == MICRO["data.token_len"] and evaluations["JPEG-DLM, fp32, all steps"] == 4
+    assert all(row["texts_per_s"][batch] > 0 for row in rows.values() for batch in (1, 9))
+    assert set(rows[systems.AR]["ratio"].values()) == {1.0} and len(result["ratios"]) == 10
+    assert result["markdown"].count("\n| ") == 2 + len(rows) and systems.draw(result, tmp_path / "systems.png").exists()
+
+
+def test_ar_without_a_cache_costs_what_its_tokens_cost(monkeypatch: pytest.MonkeyPatch):
+    """If the token at position i costs i + 1 seconds, a text of 8 tokens costs 1 + 2 + ... + 8."""
+    now = [0.0]
+
+    class Counted:
+        config = override(for_method(preset("smoke"), "ar"), {"data.token_len": 8})
+
+        def sample(self, sampler, noise, given_BL):
+            assert not sampler.kv_cache
+            now[0] += 1 + (given_BL[0] == -1).nonzero().item()
+
+    monkeypatch.setattr(systems, "clock", lambda: now[0])
+    monkeypatch.setattr(systems, "PARTS", 8)
+    assert systems.without_cache(Counted(), 1) == 36
+
+
+def test_the_profile_divides_the_whole_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(shares, "preset", lambda name: override(preset("smoke"), MICRO))
+    monkeypatch.setattr(shares, "REFERENCE", "engine fp32")  # the released network has no options of small budgets
+    result = shares.measure(short=True)
+    for row in result["rows"]:
+        assert sum(value for kind, value in row.items() if kind not in ("sampler", "seconds")) == pytest.approx(1)
+    int8 = next(row for row in result["rows"] if row["sampler"] == "engine int8")
+    assert int8["quantization"] > 0 and int8["matrix products"] > 0
+    assert shares.draw(result, tmp_path / "shares.png").exists()

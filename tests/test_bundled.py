@@ -8,11 +8,13 @@ import pytest
 
 from jpeg_dlm import load
 from jpeg_dlm.cli.main import main
+from jpeg_dlm.evaluation.infill import templates
 from jpeg_dlm.files import verify_manifest
 from jpeg_dlm.flow.grids import uniform_grid
 from jpeg_dlm.flow.sampler_config import FAST_EVALUATIONS
 from jpeg_dlm.folders.model_folder import bundled_folder
 from jpeg_dlm.presets import preset
+from jpeg_dlm.sampling.given import Decoded
 from jpeg_dlm.sampling.grid_search import latent_error
 
 # Written for this test in the manner of the training text; none of them is in it.
@@ -87,3 +89,38 @@ def test_the_demo_shows_all_three_acts(capsys):
 @pytest.mark.parametrize("text", ["A dog is running in the grass.", "A man is sitting.", SENTENCES[2]])
 def test_a_text_comes_back_once_from_its_latents(model, text):
     assert model.decode(model.encode([text])) == model.reconstruct([text]) == [text]
+
+
+@pytest.mark.slow
+def test_it_fills_in_templates_through_its_latents(model):
+    """Templates of sentences that it did not see; without guidance the latents decode to few of the given tokens."""
+    rows = model._rows(SENTENCES)[0].repeat(4, 1)
+    given = templates(rows, model.layout, seed=1)
+    shares = []
+    for strength in (0.0, 1.0):
+        decoded = Decoded(given)
+        tokens = model.sample(len(rows), given=given, watch=decoded, strength=strength)
+        assert tokens[given >= 0].equal(given[given >= 0])
+        shares.append(decoded.kept / decoded.tokens)
+    assert shares[0] < 0.4 and shares[1] > 0.95
+
+
+@pytest.mark.slow
+def test_its_texts_contain_words_that_they_shall_contain(model):
+    plain, guided = model.generate(8, steps=16), model.generate(8, steps=16, guide=model.contains("dog", "water"))
+    assert sum("dog" in text and "water" in text for text in plain) <= 1
+    assert sum("dog" in text and "water" in text for text in guided) >= 6
+
+
+@pytest.mark.slow
+def test_an_edit_keeps_everything_without_noise_and_chance_with_noise_alone(model):
+    for text in SENTENCES:
+        assert model.edit(text, noise=0.0) == [text]
+        assert model.edit(text, 2, noise=1.0, seed=5) == model.generate(2, seed=5)
+    rows = model._rows(SENTENCES)[0].repeat(8, 1)
+    written = model.rewritten(rows, 1.0)
+    real = rows != model.tokenizer.pad_id
+    chance = (rows.roll(1, 0) == written)[real].float().mean()  # against another sentence
+    assert abs((rows == written)[real].float().mean() - chance) < 0.15
+    some = (rows == model.rewritten(rows, 0.5))[real].float().mean()
+    assert some > chance + 0.3

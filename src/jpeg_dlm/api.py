@@ -25,7 +25,8 @@ from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import override
 from jpeg_dlm.continuing import LongTexts, context_blocks
 from jpeg_dlm.encoders import FrozenEncoder
-from jpeg_dlm.errors import CheckpointError, DataError, UsageError
+from jpeg_dlm.errors import CheckpointError, DataError, JpegDlmError, UsageError
+from jpeg_dlm.export.fastest import Form, available_forms, ranked
 from jpeg_dlm.export.folder import is_exported, read_exported
 from jpeg_dlm.flow.control import Control, Origin
 from jpeg_dlm.flow.guides import Guide, contains
@@ -52,7 +53,7 @@ class Model:
         if parts.trained is not None:
             parts.trained.to(device)
         self.writer: Writer = parts.writer  # what samples: until `accelerate`, as the paper writes it
-        self._engine_dtype: Dtype | None = None
+        self.form: Form | None = None  # that of a writer which is not the trained method
         self._scratch: Any = None  # a temporary folder that must live as long as the model
 
     def __repr__(self) -> str:
@@ -114,9 +115,9 @@ class Model:
     @property
     def dtype(self) -> str:
         """The type that the writer computes in, as results record it."""
-        if self._engine_dtype is not None:
-            name = f"{self._engine_dtype} engine"
-            reduced = self._engine_dtype != "fp32" and self.writer.device.type == "cpu"
+        if self.form is not None:
+            name = f"{self.form.dtype} engine" if self.form.runtime == "torch" else self.form.name
+            reduced = self.form.dtype != "fp32" and self.writer.device.type == "cpu"
             return with_limit(name) if reduced else name
         if self.parts.trained is None:
             return "float32"
@@ -130,7 +131,27 @@ class Model:
         """Sample with weights prepared as they are now, in this dtype; `compile` fuses what lies between matrix products."""
         if dtype not in DTYPES:
             raise UsageError(f"The dtype must be one of {', '.join(DTYPES)}, not '{dtype}'.")
-        self.writer, self._engine_dtype = accelerated(self.parts.writer, dtype, compile), dtype
+        self.writer, self.form = accelerated(self.parts.writer, dtype, compile), Form("torch", dtype)
+        return self
+
+    def take_fastest(self, reduced: bool = False) -> Model:
+        """Sample in the form that is fastest on this machine and writes the tokens of fp32; `reduced` also allows others.
+
+        Forms are torch's engine and exports that `generate` would find; other systems than jpeg-dlm stay as they are.
+        """
+        if not self.can_accelerate:
+            return self
+        for form in ranked(self.config, available_forms(self.parts, reduced, self.parts.writer.device.type)):
+            try:
+                return self._take(form)
+            except JpegDlmError:  # what ran when it was measured may not run now
+                continue
+        return self.accelerate()
+
+    def _take(self, form: Form) -> Model:
+        if form.folder is None:
+            return self.accelerate(form.dtype)
+        self.writer, self.form = read_exported(form.folder).writer, form
         return self
 
     def sampler_options(self, fast: bool = False, **options: Any) -> Any:
@@ -252,14 +273,17 @@ class Model:
     @torch.no_grad()
     def reconstruct(self, texts: str | Sequence[str]) -> list[str]:
         """Compress texts, or one text, to N latents and decode them; longer texts go block by block."""
-        out = Texts()
-        for text in as_texts(texts):
-            rows, lengths = self._rows(self._blocks(text), from_ids=True)
-            back = self._decode_rows(self._encode_rows(rows)).tolist()
-            start = self.layout.start
-            ids = [i for row, n in zip(back, lengths, strict=True) for i in row[start : start + n]]
-            out.append(self.tokenizer.decode(ids))
-        return out
+        return Texts(self.tokenizer.decode(self.round_trip(text)[1]) for text in as_texts(texts))
+
+    @torch.no_grad()
+    def round_trip(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the token ids of a text, and as many that its latents decode to."""
+        blocks = self._blocks(text)
+        rows, lengths = self._rows(blocks, from_ids=True)
+        back = self._decode_rows(self._encode_rows(rows)).tolist()
+        start = self.layout.start
+        ids = [i for row, n in zip(back, lengths, strict=True) for i in row[start : start + n]]
+        return [i for block in blocks for i in block], ids
 
     @torch.no_grad()
     def interpolate(self, *texts: str, points: int = 5) -> list[str]:
@@ -403,23 +427,25 @@ class Model:
 
 def load(
     path: str | os.PathLike[str] | None = None, device: str | torch.device | None = None,
-    dtype: Dtype | Literal["auto"] | None = None, compile: bool = False,
+    dtype: Dtype | Literal["exact", "auto"] | None = None, compile: bool = False,
 ) -> Model:  # fmt: skip
     """A model from a model folder, an exported folder, a run directory or a checkpoint; without a path, the bundled one.
 
-    `device` None takes a GPU if there is one. `dtype` and `compile` are those of `Model.accelerate`, for jpeg-dlm; 'auto'
-    is the fastest way to write the tokens of fp32. Without them a model samples as the paper writes it, and its weights
-    may change.
+    `device` None takes a GPU if there is one. `dtype` and `compile` are those of `Model.accelerate`, for jpeg-dlm; 'exact'
+    is `Model.take_fastest()`, the fastest form on this machine that writes the tokens of fp32, and 'auto' also allows types
+    that change some tokens. Without a dtype a model samples as the paper writes it, and its weights may change.
     """
     if not isinstance(path, (str, os.PathLike, NoneType)):
         raise UsageError(f"A model is loaded from a path, not from {shown(path)}.")
     recall_limit()
     folder = Path(path) if path is not None else bundled_folder()
     if is_exported(folder):
-        if dtype not in (None, "auto") or compile:
+        if dtype not in (None, "exact", "auto") or compile:
             raise UsageError(f"'{folder}' is run as it was exported: leave the dtype and compilation out.")
         return Model(read_exported(folder), "cpu")  # its runtimes are on the CPU
     model = Model(read_model(folder), read_ranks(None if device is None else str(device), {}).device)
-    if dtype == "auto":  # in fp32 the engine writes the tokens of the method itself (measured), sooner
-        dtype = "fp32" if model.can_accelerate else None
-    return model.accelerate(dtype or "fp32", compile) if dtype or compile else model
+    if dtype in ("exact", "auto") and not compile:
+        return model.take_fastest(reduced=dtype == "auto")
+    if dtype is None and not compile:
+        return model
+    return model.accelerate("fp32" if dtype in (None, "exact", "auto") else dtype, compile)

@@ -70,6 +70,8 @@ class LongTexts:
         options, model = self.model.sampler_options(**sampler), self.model
         if options.protocol == "released":
             raise UsageError("The released protocol writes single blocks: use the default one for long texts.")
+        if "long text" not in model.writer.supports:
+            model.accelerate()  # exported networks have no context
         writer, method, pad_id = model.writer.latent_sampler, model.complete_method(), model.tokenizer.pad_id
         assert writer is not None and isinstance(method, JpegDlm)  # what has a context is such a model
 

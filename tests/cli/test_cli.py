@@ -575,6 +575,22 @@ def test_generate_goes_on_from_a_prompt(micro_folders, capsys):
     assert "corn" in capsys.readouterr().out
 
 
+def test_a_text_is_edited_and_filled_in(finished, capsys):
+    run = str(finished)
+    assert main(["edit", "The farmer plants", "--checkpoint", run, "-n", "2", "--noise", "0.5", "--steps", "2"]) == 0
+    told = capsys.readouterr()
+    assert [line[:4] for line in told.out.splitlines()] == [
+        "[0] ",
+        "[1] ",
+    ] and "of the tokens stand where they stood" in told.err
+    assert main(["generate", run, "-n", "2", "--template", "The [MASK:2] corn", "--contains", "river", "--strength", "2"]) == 0
+    told = capsys.readouterr()
+    assert told.out.count("The") >= 2 and told.out.count("corn") >= 2
+    assert re.search(r"\d of \d+ given tokens are what the latents decode to", told.err)
+    assert "must be a number between 0 and 1" in refusal(capsys, ["edit", "The", "--noise", "2"], 2)
+    assert "must be words with commas" in refusal(capsys, ["generate", "--contains", "a,,b"], 2)
+
+
 def test_options_that_a_model_lacks_are_refused(finished, micro_folders, capsys):
     ar = micro_folders("ar")
     assert "has no option 'temperature': it has steps" in refusal(capsys, ["generate", finished, "--temperature", "1"], 2)
@@ -670,7 +686,7 @@ def test_a_wrong_method_of_a_run_is_refused(finished, corpus_file, capsys):
 
 def test_watching_shows_what_is_not_written_yet(micro_folders):
     from jpeg_dlm.api import load
-    from jpeg_dlm.cli.watch import readable
+    from jpeg_dlm.report.moments import readable
 
     model = load(micro_folders("ar"), "cpu")
     a, b = model.tokenizer.encode("The farmer"), model.tokenizer.encode("corn")

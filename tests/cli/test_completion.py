@@ -27,8 +27,8 @@ def script(tmp_path_factory):
 
 @pytest.mark.parametrize("words, offered", [
     ([""], " ".join(VERBS)), (["ge"], "generate"), (["generate", "--so"], "--solver"),
-    (["generate", "--dtype", ""], "auto fp32 bf16 int8"), (["generate", "--dtype", "=", "b"], "bf16"),
-    (["generate", "--dtype", "="], "auto fp32 bf16 int8"), (["study", "ab"], "ablations"),
+    (["generate", "--dtype", ""], "exact auto fp32 bf16 int8"), (["generate", "--dtype", "=", "b"], "bf16"),
+    (["generate", "--dtype", "="], "exact auto fp32 bf16 int8"), (["study", "ab"], "ablations"),
     (["study", "ablations", "--mauve", "o"], "on off"), (["train", "--model.latent-"], "--model.latent-len --model.latent-dim"),
     (["prepare", "--data.packing", ""], "continuous sentences padded"), (["prepare", "--model."], ""),
     (["train", "--preset", "sm"], "smoke"), (["generate", "train", "--resu"], ""), (["completion", ""], "bash zsh fish"),
@@ -73,4 +73,4 @@ def test_scripts_of_the_other_shells_hold_every_verb(capsys):
     assert main(["completion", "fish"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(any(f"-f -a {verb} -d '" in line for line in lines) for verb in VERBS)
-    assert any("from generate' -l dtype -x -a 'auto fp32 bf16 int8' -d 'of jpeg-dlm" in line for line in lines)
+    assert any("from generate' -l dtype -x -a 'exact auto fp32 bf16 int8' -d 'of jpeg-dlm" in line for line in lines)

@@ -8,8 +8,9 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from jpeg_dlm.api import load
-from jpeg_dlm.cli.forming import COLUMNS, FRAMES, MARGIN, STYLE, TEXTS, WIDTH, Moment, Recorder, draw
+from jpeg_dlm.cli.forming import COLUMNS, MARGIN, STYLE, WIDTH, draw
 from jpeg_dlm.cli.main import main
+from jpeg_dlm.report.moments import FRAMES, TEXTS, Moment, Recorder
 
 pytest_plugins = ["stand_in"]  # fixtures
 NS = "{http://www.w3.org/2000/svg}"

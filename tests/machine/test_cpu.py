@@ -261,20 +261,21 @@ def test_a_run_records_the_type_that_auto_chose(corpus_file, tmp_path, monkeypat
 # ---------------------------------------------------------------- sampling
 
 
-def test_auto_writes_the_tokens_of_full_precision():
-    auto, plain = jpeg_dlm.load(device="cpu", dtype="auto"), jpeg_dlm.load(device="cpu")
-    assert auto.dtype == "fp32 engine" and plain.dtype == "float32"
-    assert torch.equal(auto.sample(4, steps=8), plain.sample(4, steps=8))
+def test_exact_writes_the_tokens_of_full_precision():
+    exact, plain = jpeg_dlm.load(device="cpu", dtype="exact"), jpeg_dlm.load(device="cpu")
+    assert exact.dtype == "fp32 engine" and plain.dtype == "float32"
+    assert torch.equal(exact.sample(4, steps=8), plain.sample(4, steps=8))
 
 
-def test_auto_leaves_other_systems_as_they_are(tmp_path):
+@pytest.mark.parametrize("dtype", ["exact", "auto"])
+def test_a_choice_leaves_other_systems_as_they_are(tmp_path, dtype):
     from jpeg_dlm.folders.model_folder import ModelParts, write_model
     from jpeg_dlm.methods.registry import build_method
 
     sizes = {"data.vocab_size": 40, "data.token_len": 8, "model.hidden": 16, "model.heads": 2, "model.depth": 1}
     config = override(for_method(preset("smoke"), "mdlm"), sizes)
     folder = write_model(ModelParts(build_method(config), config, tmp_path, None, None), tmp_path / "model")
-    assert jpeg_dlm.load(folder, "cpu", "auto").dtype == "float32"
+    assert jpeg_dlm.load(folder, "cpu", dtype).dtype == "float32"
 
 
 @pytest.mark.parametrize(("speeds", "told"), [(SLOW_BF16, True), (FAST_BF16, False)])

@@ -1,12 +1,12 @@
 """The page in a browser: wide, narrow and printed."""
 
 import base64
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from browsing import narrow, prefer
 from report_folders import HOSTILE, make_results, make_run, make_workshop
 
 from jpeg_dlm.report.collect import collect
@@ -16,29 +16,8 @@ from jpeg_dlm.results.table import Table, write_result
 from jpeg_dlm.studies.compare_report import OURS, PAPER
 
 pytestmark = pytest.mark.slow
-FLAGS = (
-    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-)
 LANDMARKS = "return ['main', 'nav', 'header'].map(name => document.getElementsByTagName(name).length)"
 OVERFLOW = "return document.documentElement.scrollWidth - window.innerWidth"
-
-
-@pytest.fixture
-def browser(tmp_path):
-    """Debian's Chromium; without one this fails, `make browser` installs it."""
-    from selenium import webdriver
-
-    found = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
-    assert all(found.values()), f"a browser is missing, install it with  make browser  ({found})"
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(found["chromium"])
-    for flag in (*FLAGS.split(), f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,900"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(str(found["chromedriver"])))
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture
@@ -59,19 +38,13 @@ def page(workshop, tmp_path) -> Path:
     return write_report(collect([workshop, run, results]), tmp_path / "out")[0]
 
 
-def narrow(driver):
-    driver.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
-    )
-
-
 def test_the_page_opens_on_a_desk_and_on_a_phone(page, browser):
     browser.get(page.as_uri())
     assert browser.get_log("browser") == []  # neither errors nor anything that the policy had to stop
     assert browser.execute_script(LANDMARKS) == [1, 1, 1]
     images = browser.execute_script("return Array.from(document.images, image => [image.complete, image.naturalWidth])")
     assert len(images) >= 2 and all(complete and width > 0 for complete, width in images)
-    assert browser.execute_script("return document.scripts.length") == 0
+    assert browser.execute_script("return document.scripts.length") == 1  # the player; no text became another
     assert browser.execute_script(OVERFLOW) <= 0
     narrow(browser)
     browser.get(page.as_uri())
@@ -109,7 +82,7 @@ def test_a_wide_table_scrolls_in_its_box_and_keeps_its_names(tmp_path, browser):
 def test_the_page_is_dark_where_that_is_preferred(page, browser):
     colors = []
     for scheme in ("light", "dark"):
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+        prefer(browser, scheme)
         browser.get(page.as_uri())
         color = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
         colors.append(sum(int(part) for part in color.removeprefix("rgb(").removesuffix(")").split(",")))
@@ -130,3 +103,18 @@ def test_the_installed_command_needs_no_network(workshop, tmp_path, browser):
     browser.get((tmp_path / "out" / "index.html").as_uri())
     fetched = browser.execute_script("return performance.getEntriesByType('resource').map(one => one.name.slice(0, 5))")
     assert set(fetched) <= {"data:"}
+
+
+def test_samples_are_played_over_training(tmp_path, browser):
+    run = make_run(tmp_path / "run", text="The farmer plants corn.")
+    (run / "samples" / "step-00000015.txt").write_text("[0] The farmer sells corn.\n[1] two\n")
+    browser.get(write_report(collect([run]), tmp_path / "out")[0].as_uri())
+    texts = "return Array.from(document.querySelectorAll('.player li'), one => one.textContent)"
+    colors = "return Array.from(document.querySelectorAll('.player li:first-child .w'), one => one.className)"
+    assert browser.execute_script(texts)[0] == "The farmer plants corn."
+    assert browser.execute_script(colors) == ["w s3", "w s3", "w s4", "w s3"]
+    slider = browser.find_element("css selector", ".player [type=range]")
+    slider.send_keys("\ue011")  # Home
+    assert browser.execute_script(texts) == ["early"] and browser.execute_script(colors) == ["w open"]
+    assert browser.find_element("css selector", ".player output").text == "step 10 of 20"
+    assert browser.get_log("browser") == []

@@ -14,7 +14,7 @@ from jpeg_dlm.errors import UsageError
 from jpeg_dlm.files import sha256_file
 from jpeg_dlm.report import markdown, page
 from jpeg_dlm.report.collect import collect
-from jpeg_dlm.report.page_blocks import Command, Details, Facts, Figure, Note, Paragraph, Samples, Verbatim, figures
+from jpeg_dlm.report.page_blocks import Command, Course, Details, Facts, Figure, Note, Paragraph, Samples, Verbatim, figures
 from jpeg_dlm.report.results import evaluate_command
 from jpeg_dlm.report.runs import split_samples
 from jpeg_dlm.results.resumable import key_of
@@ -55,7 +55,8 @@ def test_a_run(tmp_path):
     assert cells(only(Table, section.blocks)[0]) == [["loss", "4.25", ""], ["accuracy", "", "0.125"], ["ce", "3", "4.5"]]
     assert only(Figure, section.blocks)[0].size == (1200, 400)
     found = parts(section)
-    assert only(Samples, found["Samples"])[0].texts == ("The farmer plants corn.", "two\nlines [7] here", "")
+    (course,) = only(Course, found["Samples"])
+    assert course.steps == (10, 20) and course.texts == (("early",), ("The farmer plants corn.", "two\nlines [7] here", ""))
     (earlier,) = only(Details, found["Samples"])
     assert earlier.summary == "At step 10" and earlier.blocks == (Samples(("early",)),)
     changed = dict(cells(only(Table, found["Configuration"])[0]))

@@ -1,6 +1,8 @@
 """The page: nothing in a text becomes more than text, nothing is fetched, everything has a name."""
 
 import base64
+import hashlib
+import json
 from html.parser import HTMLParser
 
 import pytest
@@ -20,17 +22,18 @@ from jpeg_dlm.report.page_blocks import (
     Verbatim,
     code,
 )
+from jpeg_dlm.report.player import player_script
 from jpeg_dlm.results.table import Table, emphasis, visible
 
 VOID = {"meta", "img", "link", "br", "hr", "input"}
 OURS = {
     "html", "head", "meta", "title", "style", "body", "a", "header", "nav", "main", "section", "h1", "h2", "h3", "h4", "h5",
     "h6", "p", "ol", "li", "div", "table", "thead", "tbody", "tr", "th", "td", "dl", "dt", "dd", "pre", "code", "em", "strong",
-    "figure", "figcaption", "img", "details", "summary",
+    "figure", "figcaption", "img", "details", "summary", "script",
 }  # fmt: skip
 ATTRIBUTES = {
     "lang", "charset", "http-equiv", "content", "name", "class", "href", "dir", "id", "aria-label", "aria-labelledby", "role",
-    "tabindex", "scope", "src", "width", "height", "alt", "start", "open",
+    "tabindex", "scope", "src", "width", "height", "alt", "start", "open", "data-moments",
 }  # fmt: skip
 
 
@@ -76,6 +79,13 @@ def test_hostile_text_stays_text(tmp_path):
     assert "Run run <b>x" in page.text("h2") and 'Evaluation "><script>' in page.text("h2")
     assert all(attrs["src"].startswith("data:image/png;base64,") for attrs in page.all("img"))
     assert all(attrs["href"].startswith("#") for attrs in page.all("a"))
+    assert page.all("script") == [{}] and page.text("script") == [player_script()]  # ours alone, and the policy says so
+    digest = base64.b64encode(hashlib.sha256(player_script().encode()).digest()).decode()
+    policy = next(attrs["content"] for attrs in page.all("meta") if attrs.get("http-equiv") == "Content-Security-Policy")
+    assert f"script-src 'sha256-{digest}';" in policy and policy.count("script-src") == 1
+    (player,) = [attrs for attrs in page.all("div") if attrs.get("class") == "player"]
+    moments = json.loads(player["data-moments"])
+    assert [moment["step"] for moment in moments] == [10, 20] and moments[1]["texts"][0] == visible(HOSTILE)
 
 
 def test_policy_landmarks_and_names(tmp_path):

@@ -14,7 +14,7 @@ from jpeg_dlm.errors import UsageError
 
 OPTIONAL = {
     "datasets": "data", "mauve-text": "eval", "onnx": "export", "openvino": "export", "tensorboard": "track",
-    "wandb": "wandb", "trackio": "trackio",
+    "wandb": "wandb", "trackio": "trackio", "starlette": "serve", "uvicorn": "serve", "prometheus-client": "serve",
 }  # fmt: skip
 CORE = (
     "torch", "numpy", "safetensors", "tokenizers", "transformers", "sentencepiece", "huggingface_hub", "gguf", "rich",
@@ -44,13 +44,16 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     else:
         print("GPU: none; everything runs on the CPU")
     print(cpu_line())
+    whole = (bundled_folder() / "manifest.json").is_file()
+    for line in form_lines() if whole else ():
+        print(line)
     cache = cache_dir()
     print(f"Cache: {cache} ({shutil.disk_usage(_existing(cache)).free / 1e9:.0f} GB free)")
     for name, asset in ASSETS.items():
         there = (cache / asset.cached_name).exists()
         print(f"  {name:<18} {'cached' if there else f'{asset.megabytes} MB, fetched when first needed'}")
-    whole = (bundled_folder() / "manifest.json").is_file()
-    print(f"Bundled model: {'there' if whole else 'MISSING: reinstall jpeg-dlm'}")
+    if not whole:
+        print("Bundled model: MISSING: reinstall jpeg-dlm")
     return 0
 
 
@@ -69,6 +72,25 @@ def cpu_line() -> str:
         f"CPU: {cpu_facts()[0]}; products against fp32: {ratios} (measured), so --train.precision auto is "
         f"{training_precision('auto', 'cpu')}{limit}"
     )
+
+
+def form_lines() -> list[str]:
+    """Describe the speed of every form that was measured on this machine, the bundled model's first."""
+    from jpeg_dlm.export.fastest import MEASURED, PLAIN, available_forms, ranked, shape_of
+    from jpeg_dlm.folders.model_folder import bundled_folder, read_model
+    from jpeg_dlm.machine.cpu import findings
+
+    parts = read_model(bundled_folder())
+    auto, exact = (ranked(parts.config, available_forms(parts, reduced))[0].name for reduced in (True, False))
+    lines = [f"Bundled model: generate takes {exact}, generate --dtype auto takes {auto}"]
+    shapes = {name.removeprefix(MEASURED): found for name, found in findings().items() if name.startswith(MEASURED)}
+    for shape in sorted(shapes, key=lambda shape: shape != shape_of(parts.config)):
+        seconds = {form: value for form, value in shapes[shape].items() if isinstance(value, float)}
+        base = seconds.get(PLAIN.name)
+        known = [f"{form} {base / value:.2f}x" if base else form for form, value in seconds.items()]
+        failed = [f"{form} does not run" for form in shapes[shape] if form not in seconds]
+        lines.append(f"  {shape}: {', '.join(known + failed)} (measured)")
+    return lines
 
 
 def _version(name: str) -> str | None:

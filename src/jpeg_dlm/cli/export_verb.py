@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jpeg_dlm.cli.parser import Parser
+from jpeg_dlm.errors import UsageError
 from jpeg_dlm.wording import command
 
 FORMATS = {
@@ -18,7 +19,9 @@ FORMATS = {
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("checkpoint", type=Path, help="run, checkpoint or model folder")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument(
+        "--out", type=Path, help="folder to write (default for onnx and openvino: the cache, where generate finds it by itself)"
+    )
     said = "; ".join(f"{name}: {text}" for name, text in FORMATS.items())
     parser.add_argument("--format", choices=FORMATS, default="safetensors", metavar="NAME", help=said)
 
@@ -28,11 +31,17 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
     parts = read_model(args.checkpoint)
     if args.format == "safetensors":
+        if args.out is None:
+            raise UsageError("Name the folder to write with --out.")
         write_model(parts, args.out)
     else:
-        from jpeg_dlm.export.folder import write_exported
+        from jpeg_dlm.export.folder import cached_export, write_exported
         from jpeg_dlm.machine.console import Console
 
-        write_exported(parts, args.format, args.out, Console().say)
+        out = args.out or cached_export(parts, args.format)
+        write_exported(parts, args.format, out, Console().say)
+        if args.out is None:
+            print(f"Wrote '{out}': {command('generate', args.checkpoint)}  takes it if it is the fastest form on this machine.")
+            return 0
     print(f"Wrote '{args.out}': load it with  jpeg_dlm.load({str(args.out)!r})  or  {command('generate', args.out)}")
     return 0

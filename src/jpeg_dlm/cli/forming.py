@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from rich.cells import cell_len
-from torch import Tensor
 
-from jpeg_dlm.api import Model
-from jpeg_dlm.cli.watch import AGES, Aged, aged, readable, rows_shown
+from jpeg_dlm.cli.watch import AGES, Aged, aged
+from jpeg_dlm.report.moments import Moment
 from jpeg_dlm.results.table import visible
 
-FRAMES = 48  # at most about as many, spread evenly over the steps
-TEXTS = 4  # of the first batch
 FRAME_S, HOLD_S = 0.16, 4.0  # how long a frame stays, and the last one
 
 WIDTH, MARGIN, FONT, LINE, GAP = 760, 24, 16, 26, 10  # pixels; GAP lies between two texts
@@ -39,36 +35,6 @@ text { font: %dpx ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mo
 %s
 }
 """
-
-
-@dataclass(frozen=True)
-class Moment:
-    """The texts that the model would write if it had to stop after a step."""
-
-    step: int
-    steps: int
-    texts: tuple[str, ...]
-
-
-class Recorder:
-    """Called by the sampler; keeps the moments of the first texts of the first batch."""
-
-    def __init__(self, model: Model, given: Tensor | None = None) -> None:
-        self.model, self.given = model, given
-        self.moments: list[Moment] = []
-
-    def __call__(self, step: int, steps: int, t: float, tokens: Callable[[], Tensor]) -> None:
-        if self.moments and self.moments[-1].step == steps:
-            return
-        if step == steps or step % -(-steps // FRAMES) == 0:
-            rows = rows_shown(self.model, tokens()[:TEXTS], self.given)
-            self.moments.append(Moment(step, steps, tuple(readable(self.model, row) for row in rows)))
-
-    def svg(self) -> str:
-        """Return the recorded moments as the text of an SVG file."""
-        config = self.model.config
-        latents = f", {config.model.latent_len} latents for {config.data.token_len} tokens" if config.rate is not None else ""
-        return draw(self.moments, f"{self.model.method.title}{latents}")
 
 
 def draw(moments: Sequence[Moment], heading: str) -> str:

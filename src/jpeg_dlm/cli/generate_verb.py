@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from jpeg_dlm.api import Model
-    from jpeg_dlm.cli.forming import Recorder
     from jpeg_dlm.methods.base import Watch
+    from jpeg_dlm.report.moments import Recorder
     from jpeg_dlm.sampling.given import Decoded
 
-DTYPES = ("auto", "fp32", "bf16", "int8")  # auto and the types of `sampling.linear`, which imports torch; `--help` must not
-SLOW_S = 10.0  # seconds of sampling above which an export to a faster runtime is suggested (assumed)
+DTYPES = ("exact", "auto", "fp32", "bf16", "int8")  # the last three are those of `sampling.linear`, which imports torch
+SLOW_S = 10.0  # seconds of sampling above which an export to another runtime is suggested (assumed)
 PRICED = 8  # texts sampled again in fp32 to measure the effect of a reduced precision
 
 CHOICES = option_choices()
@@ -75,13 +75,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--batch", type=whole(1), default=64, help="texts at once")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto",
-        help="of jpeg-dlm: type of the weights; bf16 and int8 change texts a little (default: auto, the fastest with the "
-        "same texts as fp32)",
+        "--dtype", choices=DTYPES, default="exact",
+        help="of jpeg-dlm: type of the weights; bf16 and int8 change some tokens (default: exact, the fastest form on this "
+        "machine that writes the tokens of fp32; auto: also bf16 and int8, if measured faster here)",
     )  # fmt: skip
-    parser.add_argument("--compile", action="store_true", help="of jpeg-dlm: fuse operations; no gain on a CPU (measured)")
+    parser.add_argument("--compile", action="store_true", help="of jpeg-dlm: fuse operations; takes minutes at first")
     parser.add_argument("--watch", action="store_true", help="show the first text form step by step")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write an animated picture of the first texts as they form")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that plays the steps of the first texts")
     parser.add_argument("--tokens", action="store_true", help="print token ids instead of text")
     parser.add_argument("--out", type=Path, help="write JSON lines to this file instead of printing")
     document_options(parser, ("sampler",))
@@ -92,24 +93,29 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     options = {name.removeprefix("sampler.").replace("-", "_"): value for name, value in extra.items()}
     options |= {name: getattr(args, name) for name in SHORTHANDS if getattr(args, name) is not None}
     options |= {"fast": True} if args.fast else {}
-    for path in (args.out, args.svg):
+    for path in (args.out, args.svg, args.html):
         if path and path.exists():
             raise UsageError(f"'{path}' already exists: name another file, nothing was overwritten.")
 
     from jpeg_dlm.api import load
     from jpeg_dlm.cli.generate_long import write_long
     from jpeg_dlm.continuing import context_blocks
+    from jpeg_dlm.export.fastest import PLAIN
     from jpeg_dlm.files import write_atomic
 
     model = load(args.checkpoint, args.device, args.dtype, args.compile)
     if args.length or args.stream or args.context_scale != 1 or (args.prompt is not None and context_blocks(model)):
         return write_long(args, model, options)
+    if (args.prompt or args.template or args.contains) and model.can_accelerate and "guides" not in model.writer.supports:
+        model.accelerate()  # exported networks have no gradients, which a guide needs
     given = model.given(args.prompt, args.template)
     asked = {"given": given, "guide": model.contains(*args.contains) if args.contains else None, "strength": args.strength}
-    reduced = args.dtype in ("bf16", "int8")
+    reduced = model.form is not None and model.form.dtype != "fp32"
     on_cpu = model.writer.device.type == "cpu"
-    if reduced and on_cpu and (cost := slower(args.dtype)):
-        print(f"{cost} --dtype auto is the fastest that writes the texts of fp32.", file=sys.stderr)
+    if args.dtype in ("bf16", "int8") and on_cpu and (cost := slower(args.dtype)):
+        print(f"{cost} The default, --dtype exact, is the fastest that writes the tokens of fp32.", file=sys.stderr)
+    if model.form is not None and args.dtype in ("exact", "auto") and model.form != PLAIN:
+        print(f"Sampling with {model.form.name}, the fastest form on this machine (measured).", file=sys.stderr)
     watch, picture = watchers(args, model, given)
     decoded = None
     if given is not None and "guides" in model.writer.supports:
@@ -125,9 +131,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     else:
         for i, row in enumerate(tokens.tolist()):
             print(" ".join(map(str, row)) if texts is None else f"[{i}] {texts[i]}")
-    if picture is not None:
-        write_atomic(args.svg, picture.svg(), new=True)
-        print(f"Wrote {args.svg}.", file=sys.stderr)
+    for path, content in pictures(args, picture):
+        write_atomic(path, content, new=True)
+        print(f"Wrote {path}.", file=sys.stderr)
     print(f"{counted(args.n, 'text')} of {tokens.shape[1]} tokens in {seconds:.1f} s", file=sys.stderr)
     if decoded is not None:
         print(
@@ -135,10 +141,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             f"{'' if decoded.kept == decoded.tokens else '; the others were put in their place'}.",
             file=sys.stderr,
         )
-    if seconds > SLOW_S and on_cpu and not reduced and model.can_accelerate and args.checkpoint:
+    if seconds > SLOW_S and on_cpu and model.form == PLAIN and args.checkpoint:
         print(
-            "On a CPU OpenVINO writes the same tokens sooner, up to 1.2x as fast at the paper's sizes (measured):  "
-            f"{command('export', args.checkpoint, '--format', 'openvino', '--out', 'FOLDER')}",
+            "OpenVINO may be faster on this CPU. After  "
+            f"{command('export', args.checkpoint, '--format', 'openvino')}  generate measures both and takes the faster.",
             file=sys.stderr,
         )
     if reduced:
@@ -148,12 +154,12 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def watchers(args: argparse.Namespace, model: Model, given: Tensor | None) -> tuple[Watch | None, Recorder | None]:
     """Return what the sampler shall call at each step, and the part of it that records a picture."""
-    if not args.watch and not args.svg:
+    if not args.watch and not args.svg and not args.html:
         return None, None
-    from jpeg_dlm.cli.forming import Recorder
     from jpeg_dlm.cli.watch import Watcher, together
+    from jpeg_dlm.report.moments import Recorder
 
-    picture = Recorder(model, given) if args.svg else None
+    picture = Recorder(model, given) if args.svg or args.html else None
     seen = [Watcher(model, given)] if args.watch else []
     return together(*seen, *([picture] if picture else [])), picture
 
@@ -165,6 +171,18 @@ def counting(given: Tensor, watch: Watch | None) -> tuple[Decoded, Watch]:
 
     decoded = Decoded(given)
     return decoded, together(decoded, *([watch] if watch else []))
+
+
+def pictures(args: argparse.Namespace, recorder: Recorder | None) -> Iterator[tuple[Path, str]]:
+    """Yield the files that show how the first texts formed."""
+    if recorder and args.svg:
+        from jpeg_dlm.cli.forming import draw
+
+        yield args.svg, draw(recorder.moments, recorder.heading)
+    if recorder and args.html:
+        from jpeg_dlm.report.player import single_file
+
+        yield args.html, single_file([moment.as_json() for moment in recorder.moments], recorder.heading, args.command)
 
 
 def slower(dtype: str) -> str | None:
@@ -181,12 +199,14 @@ def slower(dtype: str) -> str | None:
 
 def price(model: Model, tokens: Tensor, args: argparse.Namespace, options: dict[str, Any], asked: dict[str, Any]) -> str:
     """Compare the first texts of a reduced precision with those of fp32."""
+    assert model.form is not None
+    name = model.form.name.removeprefix("torch ")
     released = model.sampler_options(**options).protocol == "released"  # there, a text depends on its whole batch
     n = min(args.n, args.batch if released else PRICED)
     exact = model.accelerate("fp32").sample(n, seed=args.seed, batch=args.batch, **asked, **options)
     share = (exact == tokens[:n]).float().mean().item()
     return (
-        f"{args.dtype} against fp32: {share:.1%} of the tokens of the first {counted(n, 'text')} are the same; one that "
+        f"{name} against fp32: {share:.1%} of the tokens of the first {counted(n, 'text')} are the same; one that "
         "differs early changes those after it, so judge the texts: write some of both with --out, then  "
         "jpeg-dlm evaluate FP32.jsonl REDUCED.jsonl --reference REAL.txt"
     )

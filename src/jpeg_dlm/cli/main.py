@@ -22,6 +22,7 @@ VERBS = {
     "reconstruct": "encode text to latents and decode it again",
     "interpolate": "interpolate between two or more texts in latent space",
     "edit": "give the latents of a text some noise and write it anew: variations of it",
+    "serve": "serve models over HTTP: a page to try them, and an API like OpenAI's",
     "prepare": "turn text into packed token blocks on disk",
     "train": "train a model; stop and resume exactly",
     "evaluate": "score generated, real and shuffled text with a language model",

@@ -6,6 +6,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.live import Live
@@ -14,12 +15,12 @@ from rich.text import Text
 from torch import Tensor
 
 from jpeg_dlm.api import Model
-from jpeg_dlm.flow.control import keep_given
+from jpeg_dlm.flow.latent_sampler import Prediction
 from jpeg_dlm.methods.base import Watch
+from jpeg_dlm.report.moments import readable, rows_shown
 
 Aged = tuple[str, int]  # a word, and for how many moments it has stood at its place
 
-HOLE = "_"
 AGES = ("bright_black", "yellow", "cyan", "bold green")  # colors of a word, from just changed to settled
 PLAIN_LINES = 8  # approximate number of lines printed if the output is not a terminal
 
@@ -60,17 +61,13 @@ class Watcher:
         return Text(" ").join(Text(word, AGES[min(age, len(AGES) - 1)]) for word, age in self.words)
 
 
-def rows_shown(model: Model, tokens: Tensor, given: Tensor | None) -> list[list[int]]:
-    """Return rows of a step with the given ids in place, up to where they end."""
-    given_BL = None if given is None else given.expand_as(tokens)
-    return model.ended(keep_given(tokens.cpu(), given_BL), given).tolist()
-
-
 def together(*watchers: Watch) -> Watch:
     """Return one watcher that calls all of these, which share what the sampler decodes for a step."""
 
     def see(step: int, steps: int, t: float, tokens: Callable[[], Tensor]) -> None:
         shared = functools.cache(tokens)
+        if isinstance(tokens, Prediction):
+            shared = replace(tokens, decode=shared)
         for watcher in watchers:
             watcher(step, steps, t, shared)
 
@@ -81,11 +78,3 @@ def aged(text: str, before: Sequence[Aged]) -> list[Aged]:
     """Return the words of a text, each one moment older if it stood at the same place before."""
     old = itertools.chain(before, itertools.repeat(("", 0)))
     return [(word, age + 1 if word == known else 0) for word, (known, age) in zip(text.split(), old, strict=False)]
-
-
-def readable(model: Model, row: Sequence[int]) -> str:
-    """Return a row of token ids as text, with a sign for every token that is still to be written."""
-    tokenizer = model.tokenizer
-    holes = {i for i in row if not 0 <= i < tokenizer.vocab_size} | {tokenizer.mask_id}
-    runs = [(hole, list(ids)) for hole, ids in itertools.groupby(row, lambda i: i in holes)]
-    return " ".join(HOLE * len(ids) if hole else tokenizer.decode(ids) for hole, ids in runs)

@@ -3,16 +3,19 @@
     export.json  denoise.onnx  decode.onnx                              tokenizer.json  manifest.json
     export.json  denoise.xml   denoise.bin   decode.xml   decode.bin    tokenizer.json  manifest.json
 
-The manifest has size and SHA-256 of every file; export.json has the format, the versions that wrote it, how closely it
-agreed with torch, and the config.
+The manifest has size and SHA-256 of every file; export.json has the format, a hash of the weights, the versions that wrote it,
+how closely it agreed with torch, and the config.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import from_dict, to_dict
@@ -22,6 +25,7 @@ from jpeg_dlm.export.onnx_builder import onnx_package
 from jpeg_dlm.export.onnx_networks import write_network
 from jpeg_dlm.export.onnx_runtime import open_onnx
 from jpeg_dlm.export.openvino_runtime import convert_onnx, open_openvino
+from jpeg_dlm.fetch.assets import cache_dir
 from jpeg_dlm.files import atomic_directory, dump_json, load_json, verify_manifest, write_atomic, write_manifest
 from jpeg_dlm.flow.latent_sampler import LatentNetworks, networks_of
 from jpeg_dlm.folders.model_folder import TOKENIZER_FILE, ModelParts, without_paths
@@ -59,14 +63,34 @@ def is_exported(path: Path) -> bool:
     return (path / EXPORT_FILE).is_file()
 
 
+def exports_folder() -> Path:
+    """Return the folder of exports that `generate` finds by itself."""
+    return cache_dir() / "exports"
+
+
+def cached_export(parts: ModelParts, kind: str) -> Path:
+    """Return the place of an export among those that `generate` finds."""
+    return exports_folder() / weights_key(exportable(parts, kind)) / kind
+
+
+def weights_key(networks: LatentNetworks) -> str:
+    """Return a hash of everything that sampling computes with."""
+    found = hashlib.sha256(dump_json(to_dict(networks.config)["model"]).encode())
+    parts = {"dit": networks.dit, "decompressor": networks.decompressor, "up": networks.unembed_proj, "head": networks.lm_head}
+    parts |= {"predictor": networks.predictor} if networks.predictor is not None else {}
+    tensors = {f"{part}.{name}": value for part, module in parts.items() for name, value in module.state_dict().items()}
+    for name, value in sorted((tensors | {"mean": networks.latent_mean, "scale": networks.latent_scale}).items()):
+        found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        found.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()[:32]
+
+
 # ---------------------------------------------------------------- writing
 
 
 def write_exported(parts: ModelParts, kind: str, out: Path, tell: Callable[[str], None] = lambda text: None) -> Path:
     """The model as a folder of `kind`, one of FORMATS; nothing is written unless its networks agree with torch's."""
-    networks = networks_of(parts.writer)
-    if networks is None:
-        raise UsageError(f"Only jpeg-dlm has an {kind} form, not {parts.config.method}: use --format safetensors.")
+    networks = exportable(parts, kind)
     if out.exists():
         raise CheckpointError(f"'{out}' already exists: name another folder, nothing was overwritten.")
     onnx_package()  # its absence is told before the work begins
@@ -77,12 +101,20 @@ def write_exported(parts: ModelParts, kind: str, out: Path, tell: Callable[[str]
             tell(f"Exporting the {name} network ...")
             agreement[name] = agreement_of(name, networks, written_and_opened(name, networks, kind, temp))
         parts.copy_tokenizer(temp)
-        said = {"format": kind, "versions": _versions(kind), "agreement": agreement}
+        said = {"format": kind, "weights": weights_key(networks), "versions": _versions(kind), "agreement": agreement}
         config = without_paths(parts)
         config = replace(config, encoder=replace(config.encoder, name=""))  # nothing here reads one, of whatever kind
         write_atomic(temp / EXPORT_FILE, dump_json(said | {"config": to_dict(config)}))
         write_manifest(temp, {})
     return out
+
+
+def exportable(parts: ModelParts, kind: str) -> LatentNetworks:
+    """Return the networks of a model, of which only jpeg-dlm has those that can be exported."""
+    networks = networks_of(parts.writer)
+    if networks is None:
+        raise UsageError(f"Only jpeg-dlm has an {kind} form, not {parts.config.method}: use --format safetensors.")
+    return networks
 
 
 def written_and_opened(name: str, networks: LatentNetworks, kind: str, folder: Path) -> Opened:

@@ -6,7 +6,6 @@ means that the row is as wanted. Shapes: B batch, L tokens, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,25 +14,22 @@ from torch import Tensor
 
 Guide = Callable[[Tensor], Tensor]  # logits (B, L, V) to one loss per row (B)
 
-SURE = 0.9  # probability from which a given token needs no more guidance (assumed)
-
 
 def given_tokens(given_BL: Tensor, end_id: int | None = None) -> Guide:
-    """Return the guide to rows with these ids (-1 is free); the loss is the mean of -log p over those that are not sure.
+    """Return the guide to rows with these ids; the loss is the mean of -log p over given positions (-1 is free).
 
-    A sure position has a probability of more than `SURE` to be as wanted, so the loss is 0 when all of them decode. With
-    `end_id`, free positions before the last given one are wanted to hold another id than that.
+    With `end_id`, positions before the last given one also count, with -log of the probability of another id than that.
     """
     given_BL = given_BL.clone()
     kept_BL = given_BL >= 0
     before_BL = ~kept_BL & (kept_BL.flip(1).cumsum(1).flip(1) > 0)
+    count_B = kept_BL.sum(1).clamp_min(1)
 
     def loss(logits_BLV: Tensor) -> Tensor:
         nll_BL = F.cross_entropy(logits_BLV.transpose(1, 2), given_BL.clamp_min(0), reduction="none") * kept_BL
         if end_id is not None:
             nll_BL = nll_BL - log_other(logits_BLV.log_softmax(-1)[..., end_id]) * before_BL
-        unsure_BL = nll_BL > -math.log(SURE)
-        return (nll_BL * unsure_BL).sum(1) / unsure_BL.sum(1).clamp_min(1)
+        return nll_BL.sum(1) / count_B
 
     return loss
 

@@ -32,6 +32,17 @@ Ability = Literal["prompts", "templates", "guides", "edits", "long text"]
 Watch = Callable[[int, int, float, Callable[[], Tensor]], None]
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """The current prediction, which decodes when called, and the latents as they are in this step."""
+
+    decode: Callable[[], Tensor]
+    state_BND: Tensor
+
+    def __call__(self) -> Tensor:
+        return self.decode()
+
+
 class Writer(Protocol):
     """Interface of everything that writes texts: a method, or Algorithm 2 on networks of another kind."""
 
@@ -131,11 +142,12 @@ class LatentSampler:
 
         def on_step(k: int, t: float, z: Tensor, x: Tensor) -> None:
             if watch:
-                watch(k, steps, t, lambda: self.tokens(x, sampler.w))
+                watch(k, steps, t, Prediction(lambda: self.tokens(x, sampler.w), z))
 
-        tokens = self.tokens(self.latents(z, grid.tolist(), sampler, on_step, steer), sampler.w)
+        clean = self.latents(z, grid.tolist(), sampler, on_step, steer)
+        tokens = self.tokens(clean, sampler.w)
         if watch:
-            watch(steps, steps, 1.0, lambda: tokens)
+            watch(steps, steps, 1.0, Prediction(lambda: tokens, clean))
         return tokens
 
     @torch.no_grad()

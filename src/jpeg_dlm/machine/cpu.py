@@ -82,21 +82,26 @@ def fingerprint() -> str:
 
 def remembered(name: str, find: Callable[[], Any], valid: Callable[[Any], bool]) -> Any:
     """Return the result of `find`, cached on disk for this machine; if the cache fails, `find` runs again."""
-    path = cache_dir() / f"cpu-{fingerprint()}.json"
-    found = _findings(path)
+    path = _findings_file()
+    found = findings(path)
     if valid(found.get(name)):
         return found[name]
     value = find()
     with contextlib.suppress(OSError):
         make_directory(path.parent)
-        write_atomic(path, json.dumps({**_findings(path), name: value}, indent=1) + "\n")
+        write_atomic(path, json.dumps({**findings(path), name: value}, indent=1) + "\n")
     return value
 
 
-def _findings(path: Path) -> dict[str, Any]:
+def findings(path: Path | None = None) -> dict[str, Any]:
+    """Return everything that is cached for this machine, by name."""
     with contextlib.suppress(CheckpointError):  # absent or damaged
-        return load_json(path, FOUND_BYTES)
+        return load_json(path or _findings_file(), FOUND_BYTES)
     return {}
+
+
+def _findings_file() -> Path:
+    return cache_dir() / f"cpu-{fingerprint()}.json"
 
 
 # ---------------------------------------------------------------- safe instructions
@@ -162,7 +167,7 @@ def impose(limit: str, runtime: str) -> None:
 def recall_limit() -> None:
     """Set a limit that an earlier process found; once torch has computed in fp32, it would be too late."""
     if reports_amx() and not instruction_limit():
-        limit = _findings(cache_dir() / f"cpu-{fingerprint()}.json").get("limit of torch")
+        limit = findings().get("limit of torch")
         if limit in NARROWER:
             impose(limit, "torch")
 

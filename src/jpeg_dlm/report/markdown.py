@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from jpeg_dlm.report.page_blocks import (
     Block,
     Command,
+    Course,
     Details,
     Facts,
     Figure,
@@ -50,6 +51,8 @@ def _block(block: Block, pictures: Mapping[Figure, str]) -> str:
             return block.grid(_cell)
         case Facts(pairs):
             return Table("", ("what", "value"), pairs).grid(_cell)
+        case Course():
+            return _block(Samples(block.texts[-1]), pictures)
         case Samples(texts):
             return _fenced("\n".join(f"[{i}] {text}" for i, text in enumerate(texts)))
         case Command(text) | Verbatim(text):

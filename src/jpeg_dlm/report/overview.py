@@ -10,7 +10,7 @@ from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import from_dict, read_json_file
 from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.folders.checkpoint import STATE
-from jpeg_dlm.methods.registry import method_class, writes
+from jpeg_dlm.methods.registry import method_class, system_class, writes
 from jpeg_dlm.report.reading import Trouble, read_text
 from jpeg_dlm.report.runs import Run, duration, is_model, is_run, read_run, split_samples
 from jpeg_dlm.text.blocks import read_index
@@ -53,6 +53,7 @@ def _system(config: Config) -> dict[str, Any]:
         "method": config.method, "title": method_class(config.method).title, "preset": config.preset,
         "sizes": sizes | {"parameters": parameter_parts(build_weightless(config))["total"]},
         "sampler": config.sampler.label() if writes(config.method) else None,
+        "takes": sorted(system_class(config.method).supports) if writes(config.method) else [],
     }  # fmt: skip
 
 
@@ -111,6 +112,7 @@ def format_overview(found: dict[str, Any]) -> str:
             ("sizes", f"{sizes['token_len']:,} tokens{latents}, vocabulary {sizes['vocab_size']:,}"),
             ("parameters", f"{sizes['parameters']:,}"),
             *([("sampler", sampler)] if sampler else []),
+            *([("takes", ", ".join(found["takes"]))] if found["takes"] else []),
         ]
     rows += _run_rows(found) if found["kind"] == "run" else []
     lines = [f"{name:<11} {value}" for name, value in rows]

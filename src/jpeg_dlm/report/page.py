@@ -1,15 +1,14 @@
-"""A report as one HTML page that needs nothing else: no script, no font, no file beside it."""
+"""A report as one HTML page that needs nothing else: no font, no file beside it, and no script but that of the player."""
 
 from __future__ import annotations
 
 import base64
-import html
 from collections.abc import Sequence
-from pathlib import Path
 
 from jpeg_dlm.report.page_blocks import (
     Block,
     Command,
+    Course,
     Details,
     Facts,
     Figure,
@@ -19,11 +18,12 @@ from jpeg_dlm.report.page_blocks import (
     Samples,
     Section,
     Verbatim,
+    every_block,
 )
-from jpeg_dlm.results.table import Cell, Table, is_numeric, visible
+from jpeg_dlm.report.player import closing, element, head, player_script
+from jpeg_dlm.report.player import escape as _escape
+from jpeg_dlm.results.table import Cell, Table, is_numeric
 
-# Whatever a file smuggled in, the browser loads and runs nothing.
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 LONG_CELL = 28  # characters; longer ones may be broken into lines
 WIDE_PIXELS = 800  # a picture of more than one panel
 _TAGS = {"emphasis": "em", "code": "code"}
@@ -33,25 +33,19 @@ def render(report: Report) -> str:
     """The whole page."""
     title = _escape(report.title)
     sections = [_section(section, f"s{i}", 2) for i, section in enumerate(report.sections, 1)]
+    script = player_script() if any(isinstance(block, Course) for block in every_block(report.sections)) else None
     return "\n".join(
         [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">\n<meta name="referrer" content="no-referrer">',
-            f"<title>{title}</title>\n<style>\n{_style()}</style>\n</head>\n<body>",
+            head(report.title, script),
             '<a class="skip" href="#main">Skip to the content</a>',
             f'<header>\n<h1 dir="auto">{title}</h1>\n<p>{_escape(report.about)}</p>\n</header>',
             f'<nav aria-label="Contents">\n<h2>Contents</h2>\n{_contents(report.sections, "s")}</nav>',
             '<main id="main">',
             *sections,
-            "</main>\n</body>\n</html>\n",
+            "</main>",
+            closing(script),
         ]
     )
-
-
-def _style() -> str:
-    return Path(__file__).with_name("style.css").read_text("utf-8")
 
 
 def _contents(sections: Sequence[Section], prefix: str) -> str:
@@ -80,6 +74,9 @@ def _block(block: Block) -> str:
         case Facts(pairs):
             rows = "\n".join(f"<div><dt>{_escape(name)}</dt><dd>{_cell(value)}</dd></div>" for name, value in pairs)
             return f"<dl>\n{rows}\n</dl>"
+        case Course(steps, texts):
+            moments = [{"step": step, "steps": steps[-1], "texts": each} for step, each in zip(steps, texts, strict=True)]
+            return element(moments, "Texts at each step of training")
         case Samples(texts):
             items = "\n".join(f'<li dir="auto">{_escape(text)}</li>' for text in texts)
             return f'<ol class="samples" start="0">\n{items}\n</ol>'
@@ -133,7 +130,3 @@ def _figure(figure: Figure) -> str:
 def _cell(cell: Cell) -> str:
     tag = "" if isinstance(cell, str) else _TAGS[cell.style]
     return f"<{tag}>{_escape(str(cell))}</{tag}>" if tag else _escape(str(cell))
-
-
-def _escape(text: str) -> str:
-    return html.escape(visible(text))

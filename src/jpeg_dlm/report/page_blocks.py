@@ -42,6 +42,14 @@ class Samples:
 
 
 @dataclass(frozen=True)
+class Course:
+    """The same texts at several steps, oldest first: a player shows them, and where nothing can be played, the last ones."""
+
+    steps: tuple[int, ...]
+    texts: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
 class Command:
     """A command line."""
 
@@ -85,7 +93,7 @@ class Details:
 
 
 # The title of a `Table` says what it holds to those who do not see it; its notes are paragraphs of their own.
-Block = Paragraph | Note | Table | Facts | Samples | Command | Verbatim | Figure | Details
+Block = Paragraph | Note | Table | Facts | Samples | Course | Command | Verbatim | Figure | Details
 
 
 @dataclass(frozen=True)
@@ -104,19 +112,18 @@ class Report:
 
 def figures(report: Report) -> list[Figure]:
     """Every picture once, in order."""
-    found = (figure for section in report.sections for figure in _section_figures(section))
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(block for block in every_block(report.sections) if isinstance(block, Figure)))
 
 
-def _section_figures(section: Section) -> Iterator[Figure]:
-    yield from _block_figures(section.blocks)
-    for part in section.parts:
-        yield from _section_figures(part)
+def every_block(sections: Iterable[Section]) -> Iterator[Block]:
+    """Yield the blocks of sections and of their parts, with those that can be unfolded."""
+    for section in sections:
+        yield from _unfolded(section.blocks)
+        yield from every_block(section.parts)
 
 
-def _block_figures(blocks: Iterable[Block]) -> Iterator[Figure]:
+def _unfolded(blocks: Iterable[Block]) -> Iterator[Block]:
     for block in blocks:
-        if isinstance(block, Figure):
-            yield block
-        elif isinstance(block, Details):
-            yield from _block_figures(block.blocks)
+        yield block
+        if isinstance(block, Details):
+            yield from _unfolded(block.blocks)

@@ -15,7 +15,7 @@ from jpeg_dlm.methods.common.denoising import TIMES
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.report.commands import training_commands
-from jpeg_dlm.report.page_blocks import Block, Details, Facts, Note, Paragraph, Samples, Section, code
+from jpeg_dlm.report.page_blocks import Block, Course, Details, Facts, Note, Paragraph, Samples, Section, code
 from jpeg_dlm.report.reading import Trouble, facts, folded_options, options_table, read_figure, read_text, shown
 from jpeg_dlm.results.resumable import key_of
 from jpeg_dlm.results.table import Table
@@ -257,9 +257,15 @@ def _samples(folder: Path) -> list[Block]:
     files = sorted((folder / "samples").glob("step-*.txt"), reverse=True)
     if not files:
         return []
-    newest, *earlier = [(f"step {int(path.stem.removeprefix('step-')):,}", split_samples(read_text(path))) for path in files]
-    said = f"The first {len(newest[1])} texts of seed 0 at {newest[0]}: in order, not chosen."
-    return [Paragraph(said), Samples(newest[1]), *(Details(f"At {step}", (Samples(texts),)) for step, texts in earlier)]
+    found = {int(path.stem.removeprefix("step-")): split_samples(read_text(path)) for path in files}
+    (step, newest), *earlier = found.items()
+    said = f"The first {len(newest)} texts of seed 0 at step {step:,}: in order, not chosen."
+    if not earlier:
+        return [Paragraph(said), Samples(newest)]
+    played = f"{said} The slider goes back to earlier steps; words are colored by the step since which they have stayed."
+    course = Course(tuple(reversed(found)), tuple(reversed(found.values())))
+    folded = [Details(f"At step {step:,}", (Samples(texts),)) for step, texts in earlier]
+    return [Paragraph(played), course, *folded]
 
 
 def split_samples(text: str) -> tuple[str, ...]:

@@ -1,28 +1,39 @@
 """Samples many small requests from many threads in few batches; each request gets the same texts as alone.
 
-with BatchingService(model.writer) as service:
-    waiting = [service.submit(1, model.sampler_options(steps=8), seed=s) for s in range(40)]
+with BatchingService() as service:
+    waiting = [service.submit(model.writer, 1, model.sampler_options(steps=8), seed=s) for s in range(40)]
     tokens = [future.result() for future in waiting]
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from jpeg_dlm.errors import UsageError
-from jpeg_dlm.flow.latent_sampler import Writer
+from jpeg_dlm.errors import JpegDlmError, UsageError
+from jpeg_dlm.flow.latent_sampler import Prediction, Watch, Writer
 from jpeg_dlm.rng import RowNoise, RowStreams
 
 MAX_BATCH = 64  # rows, as in `generate`
 MAX_WAIT_S = 0.005  # short compared to the time of one text (measured: 8 steps of the bundled model take longer)
+REMEMBERED = 256  # samplers whose batches must have a single seed
+PACE_WEIGHT = 0.2  # of the newest batch in the average time of a row
+
+
+class QueueFullError(JpegDlmError):
+    """More rows wait than the service accepts."""
+
+
+class Abandoned(Exception):
+    """Every request of a batch was cancelled while it was sampled."""
 
 
 # ---------------------------------------------------------------- noise of several requests
@@ -62,16 +73,27 @@ class StackedNoise(RowNoise):
 # ---------------------------------------------------------------- the service
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """Rows that a caller waits for; `done` holds those already sampled."""
+    """Rows that a caller waits for, or one call; `done` holds the rows already sampled."""
 
+    writer: Writer | None
     rows: range
     sampler: Any
     seed: int
-    future: Future[Tensor]
     deadline: float
+    given_L: Tensor | None = None
+    watch: Watch | None = None
+    call: Callable[[], Any] | None = None
+    future: Future[Any] = field(default_factory=Future)
     done: list[Tensor] = field(default_factory=list)
+
+    def settle(self, result: Any = None, error: Exception | None = None) -> None:
+        """Deliver the result or the error, unless the caller cancelled the request."""
+        try:
+            self.future.set_exception(error) if error else self.future.set_result(result)
+        except InvalidStateError:
+            pass
 
 
 @dataclass(frozen=True)
@@ -83,38 +105,78 @@ class Piece:
 
 
 class BatchingService:
-    """Samples in one thread. Requests with equal options share a batch; the batch with the oldest request goes first.
+    """Works in one thread. Requests with the same writer and options share a batch; the one with the oldest request is first.
 
-    A batch starts when it is full, or `max_wait_s` after its oldest request arrived. A request that does not fit is split.
-    While the service is open, only its thread may use `method`.
+    A batch starts when it is full, or `max_wait_s` after its oldest request arrived. A request that does not fit is split,
+    unless it is watched. A future can be cancelled at any time: rows that have not started are dropped, and a batch for which
+    nobody waits any more stops after its current step. While the service is open, only its thread may use the writers.
     """
 
     def __init__(
-        self, method: Writer, max_batch: int = MAX_BATCH, max_wait_s: float = MAX_WAIT_S, device: torch.device | str = "cpu"
-    ) -> None:
+        self, max_batch: int = MAX_BATCH, max_wait_s: float = MAX_WAIT_S, max_queue: int | None = None,
+        observe: Callable[[int, float], None] = lambda rows, seconds: None,
+    ) -> None:  # fmt: skip
+        """`max_queue` bounds the rows that wait; `observe` is told the rows and seconds of every batch, in the thread."""
         if max_batch < 1 or max_wait_s < 0:
             raise UsageError("A service needs max_batch of at least 1 and max_wait_s of at least 0.")
-        self.method, self.max_batch, self.max_wait_s, self.device = method, max_batch, max_wait_s, device
+        self.max_batch, self.max_wait_s, self.max_queue, self.observe = max_batch, max_wait_s, max_queue, observe
         self._queue: list[Request] = []  # in the order of arrival
-        self._seed_apart: list[Any] = []  # samplers whose batches must have a single seed
+        self._seed_apart: dict[Any, None] = {}  # the newest samplers whose batches must have a single seed
+        self._row_s = 0.0  # average time of a row
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="jpeg-dlm-batching", daemon=True)
         self._thread.start()
 
-    def submit(self, n: int, sampler: Any, seed: int = 0, first: int = 0) -> Future[Tensor]:
-        """Request token ids (n, L) of samples `first` to `first + n - 1` of `seed`; `cancel()` works until they start."""
+    def submit(
+        self, writer: Writer, n: int, sampler: Any, seed: int = 0, first: int = 0, *,
+        given_L: Tensor | None = None, watch: Watch | None = None,
+    ) -> Future[Tensor]:  # fmt: skip
+        """Request token ids (n, L) of samples `first` to `first + n - 1` of `seed`.
+
+        `given_L` is kept in every one of them; `watch` is called in the thread of the service with the request's own rows.
+        """
         if n < 1:
             raise UsageError("The number of samples must be at least 1.")
+        if watch and n > self.max_batch:
+            raise UsageError(f"At most {self.max_batch} samples can be watched at once.")
         if getattr(sampler, "protocol", "default") == "released":
             raise UsageError("A service cannot use the released protocol, in which a text depends on its batch: use 'default'.")
-        future: Future[Tensor] = Future()
+        deadline = time.monotonic() + self.max_wait_s
+        return self._add(Request(writer, range(first, first + n), sampler, seed, deadline, given_L, watch))
+
+    def call(self, function: Callable[[], Any], rows: int = 1) -> Future[Any]:
+        """Request the result of a function that uses a writer's model; in the queue it counts as so many rows."""
+        return self._add(Request(None, range(rows), None, 0, time.monotonic(), call=function))
+
+    def _add(self, request: Request) -> Future[Any]:
         with self._changed:
             if self._closed:
                 raise UsageError("The service is closed: start another one.")
-            self._queue.append(Request(range(first, first + n), sampler, seed, future, time.monotonic() + self.max_wait_s))
+            if self.max_queue is not None and self._waiting() + len(request.rows) > self.max_queue:
+                raise QueueFullError(f"{self._waiting()} texts wait already: try again later.")
+            self._queue.append(request)
             self._changed.notify()
-        return future
+        return request.future
+
+    def _waiting(self) -> int:
+        return sum(len(request.rows) for request in self._queue if not request.future.cancelled())
+
+    @property
+    def waiting(self) -> int:
+        """The number of rows that wait for their batch."""
+        with self._changed:
+            return self._waiting()
+
+    @property
+    def expected_wait_s(self) -> float:
+        """The time that the rows in the queue will take, judged by the latest batches."""
+        return self.waiting * self._row_s
+
+    @property
+    def alive(self) -> bool:
+        """True while requests are accepted."""
+        return not self._closed and self._thread.is_alive()
 
     def close(self, cancel: bool = False) -> None:
         """Finish all requests, or with `cancel` those already started, and end the thread; safe to call again."""
@@ -122,7 +184,8 @@ class BatchingService:
             self._closed = True
             if cancel:
                 for request in self._queue:
-                    request.future.cancel()
+                    if not request.done:
+                        request.future.cancel()
             self._changed.notify()
         self._thread.join()
 
@@ -136,13 +199,17 @@ class BatchingService:
 
     def _work(self) -> None:
         while pieces := self._next_batch():
+            began, rows = time.monotonic(), sum(len(piece.rows) for piece in pieces)
             self._run(pieces)
+            seconds = time.monotonic() - began
+            if pieces[0].request.call is None:
+                self._row_s += (seconds / rows - self._row_s) * (PACE_WEIGHT if self._row_s else 1)
+                self.observe(rows, seconds)
 
     def _next_batch(self) -> list[Piece]:
         """Wait for the next batch and take it from the queue; empty once the service is closed and the queue is empty."""
         with self._changed:
             while True:
-                # A started request cannot be cancelled, so the requests dropped here have no rows to return.
                 self._queue = [request for request in self._queue if not request.future.cancelled()]
                 if not self._queue:
                     if self._closed:
@@ -152,24 +219,25 @@ class BatchingService:
                 companions = [request for request in self._queue if self._fits(request, self._queue[0])]
                 left = self._queue[0].deadline - time.monotonic()
                 if self._closed or left <= 0 or sum(len(request.rows) for request in companions) >= self.max_batch:
-                    if pieces := self._take(companions):
-                        return pieces
-                else:
-                    self._changed.wait(left)
+                    return self._take(companions)
+                self._changed.wait(left)
 
     def _fits(self, request: Request, oldest: Request) -> bool:
-        same = request.sampler == oldest.sampler
-        return same and (request.seed == oldest.seed or oldest.sampler not in self._seed_apart)
+        if request is oldest:
+            return True
+        if request.call or oldest.call or request.writer is not oldest.writer or request.sampler != oldest.sampler:
+            return False
+        # Watching costs evaluations of its own, and given tokens may choose another way to sample.
+        alike = [(one.watch is None, one.given_L is None) for one in (request, oldest)]
+        return alike[0] == alike[1] and (request.seed == oldest.seed or _kind(oldest) not in self._seed_apart)
 
     def _take(self, companions: Sequence[Request]) -> list[Piece]:
         """Take the first rows of these requests up to a full batch; remove requests without remaining rows."""
         pieces, room = [], self.max_batch
         for request in companions:
-            if not room:
+            if room <= 0 or (request.watch and len(request.rows) > room):
                 break
-            if not request.future.running() and not request.future.set_running_or_notify_cancel():
-                continue  # cancelled a moment ago
-            pieces.append(Piece(request, request.rows[:room]))
+            pieces.append(Piece(request, request.rows if request.call else request.rows[:room]))
             room -= len(pieces[-1].rows)
             request.rows = request.rows[len(pieces[-1].rows) :]
         self._queue = [request for request in self._queue if request.rows]
@@ -178,23 +246,51 @@ class BatchingService:
     # ------------------------------------------------------------ sampling it
 
     def _run(self, pieces: list[Piece]) -> None:
-        noise = StackedNoise.of([RowNoise(piece.request.seed, piece.rows, 0, self.device) for piece in pieces])
+        first = pieces[0].request
+        noise = StackedNoise.of([RowNoise(piece.request.seed, piece.rows, 0, _device(first)) for piece in pieces])
         try:
-            with torch.no_grad():
-                tokens = self.method.sample(pieces[0].request.sampler, noise).cpu()
-            found = tokens.split([len(piece.rows) for piece in pieces])
+            if first.call:
+                first.settle(first.call())
+                return
+            found = self._sample(pieces, noise)
+        except Abandoned:
+            self._forget(pieces)
+            return
         except Exception as error:
             if len(pieces) == 1:
-                self._fail(pieces[0].request, error)
+                first.settle(error=error)
+                self._forget(pieces)  # a request's texts are delivered together, so its remaining rows are dropped
             else:  # one request may have caused it: alone, each gets its own texts or its own error
                 self._run_apart(pieces, lambda piece: id(piece.request))
             return
         if noise.parted:
-            self._seed_apart.append(pieces[0].request.sampler)
+            self._seed_apart[_kind(first)] = None
+            while len(self._seed_apart) > REMEMBERED:
+                del self._seed_apart[next(iter(self._seed_apart))]
             self._run_apart(pieces, lambda piece: piece.request.seed)
             return
         for piece, rows in zip(pieces, found, strict=True):
-            self._deliver(piece.request, rows)
+            piece.request.done.append(rows)
+            if not piece.request.rows:
+                piece.request.settle(torch.cat(piece.request.done))
+
+    @torch.no_grad()
+    def _sample(self, pieces: Sequence[Piece], noise: StackedNoise) -> Sequence[Tensor]:
+        first, sizes = pieces[0].request, [len(piece.rows) for piece in pieces]
+        assert first.writer is not None
+        given = [p.request.given_L.expand(len(p.rows), -1) for p in pieces if p.request.given_L is not None]
+        given_BL = torch.cat(given).to(_device(first)) if given else None
+
+        def watch(step: int, steps: int, t: float, tokens: Callable[[], Tensor]) -> None:
+            if all(piece.request.future.cancelled() for piece in pieces):
+                raise Abandoned
+            shared, end = functools.cache(tokens), 0
+            for piece, size in zip(pieces, sizes, strict=True):
+                end += size
+                if piece.request.watch and not piece.request.future.cancelled():
+                    piece.request.watch(step, steps, t, _part(tokens, shared, slice(end - size, end)))
+
+        return first.writer.sample(first.sampler, noise, watch, given_BL).cpu().split(sizes)
 
     def _run_apart(self, pieces: Sequence[Piece], key: Callable[[Piece], int]) -> None:
         groups: dict[int, list[Piece]] = {}
@@ -203,13 +299,22 @@ class BatchingService:
         for group in groups.values():
             self._run(group)
 
-    def _deliver(self, request: Request, rows: Tensor) -> None:
-        request.done.append(rows)
-        if not request.rows:
-            request.future.set_result(torch.cat(request.done))
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        """Fail a request and drop its remaining rows, since its texts are delivered together."""
-        request.future.set_exception(error)
+    def _forget(self, pieces: Sequence[Piece]) -> None:
+        gone = [piece.request for piece in pieces]
         with self._changed:
-            self._queue = [other for other in self._queue if other is not request]
+            self._queue = [request for request in self._queue if request not in gone]
+
+
+def _kind(request: Request) -> tuple[int, Any]:
+    return id(request.writer), request.sampler
+
+
+def _device(request: Request) -> torch.device | str:
+    return "cpu" if request.writer is None else request.writer.device
+
+
+def _part(tokens: Callable[[], Tensor], shared: Callable[[], Tensor], rows: slice) -> Callable[[], Tensor]:
+    """Return what a sampler tells of some rows; `shared` decodes all rows once."""
+    if isinstance(tokens, Prediction):
+        return replace(tokens, decode=lambda: shared()[rows], state_BND=tokens.state_BND[rows])
+    return lambda: shared()[rows]

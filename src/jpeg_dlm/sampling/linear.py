@@ -95,16 +95,19 @@ class Int8Linear(nn.Module):
 
     def forward(self, x_MK: Tensor) -> Tensor:
         scale_M1 = row_scales(x_MK)
-        return torch.addcmul(self.bias_N, self.product(x_MK, scale_M1), scale_M1)
+        y_MN = self.product(x_MK, scale_M1)
+        return torch.addcmul(self.bias_N, y_MN, scale_M1, out=y_MN)
 
     def of_unit_rms(self, x_MK: Tensor, eps: float) -> Tensor:
         """Return linear(unit_rms(x)); normalizing a row does not change its quantized values, only its scale."""
         scale_M1 = row_scales(x_MK)
-        return torch.addcmul(self.bias_N, self.product(x_MK, scale_M1), scale_M1 * inverse_rms(x_MK, eps))
+        y_MN = self.product(x_MK, scale_M1)
+        return torch.addcmul(self.bias_N, y_MN, scale_M1.mul_(inverse_rms(x_MK, eps)), out=y_MN)
 
     def add_to(self, x_MN: Tensor, h_MK: Tensor) -> Tensor:
-        """Add linear(h) to the residual stream x in place."""
-        return x_MN.add_(self(h_MK))
+        """Add linear(h) to the residual stream x in place, in the pass that scales it back."""
+        scale_M1 = row_scales(h_MK)
+        return x_MN.addcmul_(self.product(h_MK, scale_M1), scale_M1).add_(self.bias_N)
 
     def product(self, x_MK: Tensor, scale_M1: Tensor) -> Tensor:
         """Return x W^T divided by each row's scale."""

@@ -1,0 +1,163 @@
+"""Choose the fastest form of a model on this machine: torch's engine in some type, or an exported form that is there.
+
+One evaluation is timed in each form, once per machine and model size, in a child process that a runtime may kill. The findings
+are kept beside those of `jpeg_dlm.machine.cpu`, under the same key of CPU, kernel and versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jpeg_dlm.config import Config, ModelConfig
+from jpeg_dlm.config_io import to_dict
+from jpeg_dlm.errors import CheckpointError, UsageError
+from jpeg_dlm.export.folder import EXPORT_BYTES, EXPORT_FILE, FORMATS, exports_folder, weights_key
+from jpeg_dlm.files import load_json
+from jpeg_dlm.flow.latent_sampler import networks_of
+from jpeg_dlm.folders.model_folder import ModelParts
+from jpeg_dlm.machine.cpu import Runtime, make_safe, remembered
+from jpeg_dlm.sampling.linear import Dtype, computes_in_bf16
+
+MEASURED = "seconds of an evaluation: "  # how the names of findings begin
+ROWS = 352  # positions of all timed texts together, about (assumed: 8 texts at LM1B sizes, where ratios have settled)
+CHILD_SECONDS = 120  # after which a child counts as killed (assumed: importing torch and opening a large file take seconds)
+# Smallest speedup over torch in fp32 that is worth another runtime, and worth other tokens (assumed).
+CLEARLY, WORTH_TOKENS = 1.05, 1.2
+
+
+@dataclass(frozen=True)
+class Form:
+    """A runtime and the type of its products; `folder` is that of an exported form."""
+
+    runtime: Runtime
+    dtype: Dtype
+    folder: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.runtime} {self.dtype}"
+
+
+PLAIN = Form("torch", "fp32")
+Seconds = dict[str, float | None]  # of an evaluation by the name of its form; None if that form does not run here
+Child = Callable[[Config, Sequence[Form]], list[float | None]]  # times forms in order, as far as it lives
+
+
+# ---------------------------------------------------------------- forms that are there
+
+
+def available_forms(parts: ModelParts, reduced: bool, device: str = "cpu") -> list[Form]:
+    """Return the forms that write the tokens of fp32, plain torch first; with `reduced` also those that nearly do."""
+    if device != "cpu":
+        return [PLAIN]
+    forms = [PLAIN]
+    if reduced:
+        with contextlib.suppress(UsageError):  # products of reduced types kill processes here
+            make_safe()
+            forms += [Form("torch", "bf16")] if computes_in_bf16(torch.device("cpu")) else []
+            forms.append(Form("torch", "int8"))
+    return forms + [form for form in exported_forms(parts) if reduced or form.dtype == "fp32"]
+
+
+def exported_forms(parts: ModelParts) -> list[Form]:
+    """Return the exported forms of these very weights, in the folder of its run or in the cache, that can run here."""
+    networks = networks_of(parts.writer)
+    places = [*parts.origin.glob(f"*/{EXPORT_FILE}"), *exports_folder().glob(f"*/*/{EXPORT_FILE}")]
+    if networks is None or not places:
+        return []
+    key, found = weights_key(networks), {}
+    for place in places:
+        with contextlib.suppress(CheckpointError):  # a damaged one is as good as none
+            said = load_json(place, EXPORT_BYTES)
+            runtime = FORMATS[said["format"]].runtime if said.get("format") in FORMATS else None
+            if runtime and said.get("weights") == key and importlib.util.find_spec(runtime):
+                form = Form(runtime, "int8" if said.get("dtype") == "int8" else "fp32", place.parent)
+                found.setdefault(form.name, form)
+    return list(found.values())
+
+
+# ---------------------------------------------------------------- their speed
+
+
+def ranked(config: Config, forms: Sequence[Form], child: Child | None = None) -> list[Form]:
+    """Return the forms that run on this machine, the one to take first; plain torch is always among them."""
+    if len(forms) == 1:
+        return list(forms)
+    seconds = speeds_of(config, forms, child)
+    known = {form: float(found) for form in forms if (found := seconds[form.name]) is not None}
+    known.setdefault(PLAIN, float("inf"))
+    return sorted(known, key=lambda form: known[form] * handicap(form))
+
+
+def handicap(form: Form) -> float:
+    if form.dtype != "fp32":
+        return WORTH_TOKENS
+    return 1.0 if form == PLAIN else CLEARLY
+
+
+def speeds_of(config: Config, forms: Sequence[Form], child: Child | None = None) -> Seconds:
+    """Return the seconds of an evaluation in each form, from the cache of this machine if they are there."""
+
+    def valid(found: Any) -> bool:
+        numbers = [found.get(form.name, "") for form in forms] if isinstance(found, dict) else [""]
+        return all(n is None or (isinstance(n, float) and n > 0) for n in numbers)
+
+    return remembered(MEASURED + shape_of(config), lambda: measure(config, forms, child or run_child), valid)
+
+
+def measure(config: Config, forms: Sequence[Form], child: Child) -> Seconds:
+    """Time the forms in one child; where it ends in the middle, that form is out and another child goes on behind it."""
+    found: Seconds = {}
+    while len(found) < len(forms):
+        left = forms[len(found) :]
+        answers = child(config, left)[: len(left)]
+        found |= {form.name: answer for form, answer in zip(left, answers, strict=False)}
+        if len(answers) < len(left):
+            found[left[len(answers)].name] = None
+    return found
+
+
+def run_child(config: Config, forms: Sequence[Form]) -> list[float | None]:
+    """Time forms in a new interpreter and return the answers that it gave before it ended."""
+    words = [sys.executable, "-m", f"{__package__}.fastest_trial"]
+    asked = {"config": to_dict(config), "threads": torch.get_num_threads(), "forms": [asdict(form) for form in forms]}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:  # in its own session, so that Ctrl-C does not look like a killed trial
+        said = subprocess.run(
+            words, env=env, input=json.dumps(asked, default=str).encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            start_new_session=True, timeout=CHILD_SECONDS, check=False,
+        ).stdout  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout or b""
+    except OSError:
+        return []
+    return [json.loads(line) for line in said.decode().splitlines()]
+
+
+def texts_at_once(m: ModelConfig) -> int:
+    """Return how many texts are timed together."""
+    return max(1, min(8, ROWS // positions(m)))
+
+
+def positions(m: ModelConfig) -> int:
+    return m.latent_len + m.time_tokens + m.sc_tokens + m.mode_tokens
+
+
+def shape_of(config: Config) -> str:
+    """Describe everything about a model that speed depends on."""
+    m: ModelConfig = config.model
+    return (
+        f"{m.depth} blocks of width {m.hidden} with {m.heads} heads and MLP ratio {m.mlp_ratio:g}, {texts_at_once(m)} x "
+        f"{positions(m)} positions from width {m.latent_dim}, {torch.get_num_threads()} threads"
+    )

@@ -1,0 +1,55 @@
+"""Infilling: templates, what is measured, and the command, on the smallest models."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from jpeg_dlm.cli.main import main
+from jpeg_dlm.evaluation.infill import is_text, templates
+from jpeg_dlm.text.rows import Layout
+
+pytest_plugins = ["stand_in", "tiny_evaluation"]  # fixtures
+
+EOS, PAD, BOS = 1, 0, 2
+
+
+def test_templates_hide_runs_of_text_and_nothing_else():
+    layout = Layout("padded", 40, EOS, PAD, True, BOS, 3)
+    rows = torch.tensor([layout.text_row(list(range(10, 10 + n))) for n in (30, 12)] * 50)
+    given = templates(rows, layout, seed=0)
+    text = is_text(rows, layout)
+    assert text.sum(1).tolist() == [31, 13] * 50  # with the line token
+    assert (given[~text] == -1).all() and (given[given >= 0] == rows[given >= 0]).all()
+    assert 0.4 < (given >= 0).sum() / text.sum() < 0.6
+    for row, real in zip(given.tolist(), text.tolist(), strict=True):
+        inside = "".join("x" if i >= 0 else "_" for i, t in zip(row, real, strict=True) if t)
+        assert max(map(len, inside.replace("x", " ").split())) <= 4 and max(map(len, inside.replace("_", " ").split())) <= 4
+    assert templates(rows[:7], layout, seed=0).equal(given[:7]) and not templates(rows, layout, seed=1).equal(given)
+
+
+@pytest.mark.parametrize("packing", ["continuous", "sentences"])
+def test_full_rows_are_text_throughout(packing):
+    layout = Layout(packing, 8, EOS, PAD)
+    assert is_text(torch.tensor([[5, EOS, 6, 7, 8, 9, 5, 6]]), layout).all()
+
+
+def test_the_command_fills_in_and_scores(micro_folders, corpus_file, byte_gpt2, tmp_path, capsys):
+    models = [str(micro_folders(name)) for name in ("jpeg-dlm", "mdlm")]
+    words = ["evaluate", *models, "--task", "infill", "--scorer", f"hf:{byte_gpt2}", "-n", "6", "--quiet"]
+    words += ["--data", str(corpus_file)]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    ours, masked = found["infill"]
+    assert ours["kept"] == masked["kept"] == 1.0 and 0 <= ours["decoded"] <= 1 and masked["decoded"] is None
+    assert ours["n"] == 6 and ours["given"] + ours["hidden"] == 6 * 12
+    for row in (ours, masked):
+        assert all(1 < score["low"] <= score["perplexity"] <= score["high"] for score in row["scores"].values())
+    said = capsys.readouterr().out
+    assert "100%" in said and "real text" in said and "holes filled from other texts" in said
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0  # continues with what is there
+    (tmp_path / "texts.txt").write_text("One text.\nAnother one.\n")
+    assert main(["evaluate", str(tmp_path / "texts.txt"), "--task", "infill", "--quiet"]) == 2
+    assert "--task infill needs models" in capsys.readouterr().err
