@@ -12,7 +12,7 @@ from conftest import MICRO, made_up_text
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config import DataConfig
 from jpeg_dlm.config_io import override
-from jpeg_dlm.evaluation.continuation import block_cases, conditional
+from jpeg_dlm.evaluation.continuation import block_cases, completed, conditional
 from jpeg_dlm.folders.model_folder import ModelParts, write_model
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.presets import preset
@@ -86,13 +86,21 @@ def test_from_the_command_line(byte_gpt2, context_folder, documents, tmp_path, m
     assert main(words) == 0 and capsys.readouterr().out == shown  # from the parts of before
 
 
-def test_models_without_context_and_sample_files_are_refused(
-    byte_gpt2, micro_folder, corpus_file, tmp_path, monkeypatch, capsys
-):
+def test_models_of_one_row_complete_its_second_half(byte_gpt2, micro_folder, micro, corpus_file, tmp_path, monkeypatch):
     monkeypatch.setenv("JPEG_DLM_CACHE", str(tmp_path / "cache"))
-    words = ["evaluate", "--task", "continue", "--scorer", f"hf:{byte_gpt2}", "--quiet", "--device", "cpu"]
-    assert main([*words, str(micro_folder), "--data", str(corpus_file)]) == 2
-    assert "--model.context-blocks" in capsys.readouterr().err
+    words = ["evaluate", str(micro_folder), "--task", "continue", "-n", "5", "--scorer", f"hf:{byte_gpt2}", "--quiet"]
+    assert main([*words, "--device", "cpu", "--data", str(corpus_file), "--out", str(tmp_path / "out")]) == 0
+    [row] = json.loads((tmp_path / "out" / "results.json").read_text())["continue"]
+    text = corpus_file.read_text()
+    for sample in row["samples"]:
+        assert sample["prompt"] in text and sample["real"].strip() in text and sample["written"]
+    prompts = [[30, 40, 50], [60, 70]]
+    for prompt, ids in zip(prompts, completed(micro, prompts, seed=1), strict=True):
+        assert len(ids) == 12 - len(prompt)
+
+
+def test_sample_files_are_refused(byte_gpt2, tmp_path, capsys):
     (tmp_path / "texts.txt").write_text("a text\n")
-    assert main([*words, str(tmp_path / "texts.txt")]) == 2
-    assert "needs models" in capsys.readouterr().err
+    words = ["evaluate", str(tmp_path / "texts.txt"), "--task", "continue", "--scorer", f"hf:{byte_gpt2}", "--quiet"]
+    assert main(words) == 2
+    assert "--task continue needs models" in capsys.readouterr().err

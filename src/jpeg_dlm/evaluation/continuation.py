@@ -1,5 +1,7 @@
 """Continuation of held-out text: prompts from real documents, continued by a model, scored by a language model.
 
+A model with a context goes on by one block after the blocks that it sees; another one completes the second half of a row.
+
 The perplexity of a continuation given its prompt stands beside that of the same continuation after another prompt, which
 tells how much it has to do with its own, and beside both figures of the real continuation.
 """
@@ -11,16 +13,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from jpeg_dlm import __version__
+from jpeg_dlm.api import Model
 from jpeg_dlm.continuing import LongTexts, context_blocks
 from jpeg_dlm.errors import DataError
 from jpeg_dlm.evaluation.figures import mauve_or_reason
+from jpeg_dlm.evaluation.infill import is_text
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.machine.console import Console
+from jpeg_dlm.methods.base import FREE, require
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.table import Table
 from jpeg_dlm.scorers.scoring import Scorer
 from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.text.rows import Layout
 from jpeg_dlm.text.text_metrics import TextScore, perplexity, perplexity_interval, repetition_rate
 from jpeg_dlm.wording import counted
 
@@ -52,6 +60,30 @@ def block_cases(blocks: Blocks, count: int, n: int) -> list[Case]:
     return found[:n]
 
 
+def row_cases(blocks: Blocks, layout: Layout, n: int) -> list[Case]:
+    """Return the first n held-out rows cut in the middle, for models that see one row; shorter texts are left out."""
+    found: list[Case] = []
+    half = layout.payload // 2
+    for start in range(0, len(blocks), 256):
+        rows = blocks.rows(range(start, min(start + 256, len(blocks))))
+        for row, text in zip(rows, is_text(rows, layout), strict=True):
+            ids = row[text].tolist()
+            if half and len(ids) >= half + SHORTEST:
+                found.append(Case(ids[:half], ids[half:]))
+        if len(found) >= n:
+            break
+    return found[:n]
+
+
+def completed(model: Model, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+    """Return the ids of rows that begin with these prompts, after them."""
+    layout = model.layout
+    given = torch.tensor([layout.beginning(prompt, FREE) for prompt in prompts])
+    rows = model.sample(len(prompts), given=given, **options)
+    texts = is_text(rows, layout)
+    return [row[text].tolist()[len(prompt) :] for row, text, prompt in zip(rows, texts, prompts, strict=True)]
+
+
 def conditional(scorer: Scorer, prompts: Sequence[str], wholes: Sequence[str]) -> list[TextScore]:
     """Score the texts after their prompts: the score of the whole without that of the ids which it shares with its prompt."""
     limit, pairs = scorer.context, []
@@ -70,14 +102,15 @@ def continuation(
     source: ModelSource, scorer: Scorer, n: int, seed: int, sampler: Mapping[str, Any], parts: Parts, console: Console,
     mauve: str = "auto", scale: float = 1.0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Continue n held-out prompts by one block and measure the result."""
-    model = source.model
+    """Continue n held-out prompts and measure the result."""
+    model, count = source.model, context_blocks(source.model)
+    require("prompts", model.writer)
     if source.heldout is None or len(source.heldout) == 0:
         raise DataError(f"There is no held-out text for '{source.name}': name its text or prepared folder with --data.")
-    LongTexts.of(model)  # refuses a model that cannot
-    cases = block_cases(source.heldout, context_blocks(model), n)
+    cases = block_cases(source.heldout, count, n) if count else row_cases(source.heldout, model.layout, n)
     if len(cases) < 2:
-        raise DataError(f"No held-out document of '{source.name}' is longer than a block: give longer texts with --data.")
+        raise DataError(f"The held-out texts of '{source.name}' are too short to be continued: give longer ones with --data.")
+    prompts = [case.prompt for case in cases]
     about = {
         "name": source.name, "title": model.method.title, "heldout": source.heldout.fingerprint, "n": len(cases),
         "scale": scale, "seed": seed,
@@ -85,9 +118,11 @@ def continuation(
 
     def write() -> dict[str, Any]:
         console.say(f"{source.name}: continuing {counted(len(cases), 'prompt')} with seed {seed} ...")
-        long = LongTexts(model, [case.prompt for case in cases], model.config.data.token_len, scale)
-        rows = long.tokens(len(cases), seed=seed, batch=source.batch, **sampler)
-        return {"written": [row[len(case.prompt) :] for row, case in zip(rows, cases, strict=True)]}
+        options = {"seed": seed, "batch": source.batch, **sampler}
+        if not count:
+            return {"written": completed(model, prompts, **options)}
+        rows = LongTexts(model, prompts, model.config.data.token_len, scale).tokens(len(cases), **options)
+        return {"written": [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]}
 
     depends = about | {"kind": "continuation", "version": __version__} | source.identity(seed, dict(sampler))
     written = parts.get_or_make(f"continuation-{source.name}-seed{seed}", depends, write)["written"]
@@ -144,7 +179,7 @@ def continuation_table(rows: Sequence[Mapping[str, Any]], scorer: str) -> Table:
         cells.append([name, *_cells(score["written"], score["written_elsewhere"]), said, f"{row['repetition']['written']:.3f}"])
         if i + 1 == len(rows) or rows[i + 1]["scores"]["real"] != score["real"]:
             cells.append(["real text", *_cells(score["real"], score["real_elsewhere"]), "", f"{row['repetition']['real']:.3f}"])
-    return Table.of(f"Continuation of held-out text by one block, scored by {scorer}.", COLUMNS, cells)
+    return Table.of(f"Continuation of held-out text, scored by {scorer}.", COLUMNS, cells)
 
 
 def _cells(own: Mapping[str, float], elsewhere: Mapping[str, float]) -> list[str]:
