@@ -239,7 +239,7 @@ def test_texts_are_encoded_as_the_rows_of_training_were(frame, micro_folders):
     layout = Layout("padded", L, tok.eos_id, tok.pad_id, frame, tok.bos_id, tok.boundary_id)
     for text in ("The farmer", "The captain steers ships", "books " * (10 if frame else 12)):
         ids = tok.encode(text)
-        if len(ids) <= model._payload:
+        if len(ids) <= model.layout.payload:
             assert model._rows([text])[0].tolist() == step(layout, [], [ids])[0][:1]
 
 

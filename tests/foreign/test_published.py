@@ -172,6 +172,36 @@ def flm_file(path, state):
     torch.save({"state_dict": zero, "ema": {"shadow_params": average}, "hyper_parameters": hyper("flm")}, path)
 
 
+def fmlm_file(algo):
+    def write(path, state):
+        """As the authors save a flow map: among the network's parameters are those that weighted its loss."""
+        more = {"mlp.0.weight": torch.ones(3, 2), "mlp.0.bias": torch.ones(3)}
+        whole = {}
+        for name, t in state.items():
+            if name.startswith("backbone.blocks.0.norm1"):
+                whole |= {f"backbone.learnable_loss_weighting.{key}": value for key, value in more.items()}
+                whole["backbone.rotary_emb.inv_freq"] = torch.ones(4)
+            whole[name] = t
+        average = [t.clone() for name, t in whole.items() if "inv_freq" not in name and name.startswith("backbone.")]
+        zero = {name.replace("backbone.", "backbone._orig_mod."): torch.zeros_like(t) for name, t in whole.items()}
+        torch.save({"state_dict": zero, "ema": {"shadow_params": average}, "hyper_parameters": hyper(algo)}, path)
+
+    return write
+
+
+@pytest.mark.parametrize("algo", ["flm_distill", "flm_distill_double", "flm_semigroup_distill", "fmlm_twostage"])
+def test_a_flow_map_comes_without_the_weights_of_its_loss(algo, tmp_path, capsys):
+    map_ = small("flm", **{"objective.flow_map": True})
+    state = {key: t.detach().clone() for key, t in map_.export_state().items()}
+    fmlm_file(algo)(tmp_path / "owt_fmlm.ckpt", state)
+    assert run(tmp_path / "owt_fmlm.ckpt", tmp_path / "model") == 0, capsys.readouterr().err
+    parts = read_model(tmp_path / "model")
+    assert parts.config.method == "flm" and parts.config.objective.flow_map
+    z, tau, end = torch.randn(2, L, V), torch.tensor([0.1, 0.4]), torch.tensor([0.5, 1.0])
+    with torch.no_grad():
+        assert torch.equal(parts.method.denoise(z, tau, end), map_.denoise(z, tau, end))
+
+
 def elf_file(path, state):
     raw = {name: torch.zeros_like(t) for name, t in state.items()}
     torch.save({"params": raw, "ema_params1": state, "opt_state": {}, "step": 3, "epoch": 0}, path)

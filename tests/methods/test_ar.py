@@ -373,7 +373,7 @@ def test_presets():
             assert sum(p.numel() for p in Ar(config).parameters()) == parameters
         assert config.train.batch * config.train.accumulation * config.train.devices == 512 and config.train.lr == 3e-4
     assert (lm1b.model.mask_id, lm1b.model.start_id) == (103, 101)  # framed rows begin with [CLS]
-    assert (owt.model.mask_id, owt.model.start_id) == (-1, -1)
+    assert (owt.model.mask_id, owt.model.start_id) == (-1, 50_256)  # and with <|endoftext|>
     assert configs["tiny"].data == preset("tiny").data and configs["tiny"].train.steps == preset("tiny").train.steps
 
 

@@ -272,8 +272,6 @@ def test_watching_a_sample():
     assert seen[0][2] == 0 and seen[-1][2] == 1 and torch.equal(seen[-1][3], final)
     assert all(rows.shape == (2, L) for *_, rows in seen)
     assert method.config.sampler.evaluations(L) == 5 and method.config.sampler.label() == "4 ODE steps"
-    with pytest.raises(UsageError):
-        method.sample(method.config.sampler, noise(2), None, torch.full((2, L), -1))
 
 
 def test_reconstruction_counts_real_tokens(monkeypatch):
@@ -333,14 +331,17 @@ def test_presets(name):
     base = preset(name)
     config = validate(for_method(base, "elf"))
     assert config.method == "elf" and config.data == base.data and config.encoder == base.encoder and config.rate is None
-    assert config.sampler.steps == base.sampler.steps and config.sampler.solver == "ode"
+    assert config.sampler.solver == "ode"
     if name in ("lm1b", "owt1024", "owt128"):
         t = config.train
         assert (t.optimizer, t.lr, t.weight_decay, t.ema, t.clip) == ("muon", 2e-3, 0.0, 0.9999, 1.0)
         assert t.batch * t.accumulation * t.devices == 512
         assert config.sampler.w == 3 and config.encoder.std == 0.2
+        assert (config.sampler.steps, config.sampler.grid) == (base.sampler.steps, "random")
         assert (config.objective.noise_scale, config.objective.decode_noise_scale) == (2, 5)
     else:
+        assert config.sampler.steps == max(32, base.sampler.steps) and config.sampler.grid == "uniform"
+        assert config.objective.decode_noise_scale == pytest.approx(5 * (base.encoder.feature_dim / 512) ** 0.5)
         assert config.train.steps == base.train.steps and config.train.batch == base.train.batch
 
 

@@ -487,6 +487,11 @@ def test_only_late_rows_enter_the_noisy_token_loss():
     total = sum(nll[b, i] for b in range(B) for i in range(8) if t[b] >= 0.2 and mask[b, i])
     got = method.noisy_token_loss(zhat, t, batch(mask_BL=mask))["ce_noisy"]
     assert got.item() == pytest.approx(total.item() / int(mask.sum()), rel=1e-5)  # the count of `ce`
+    own = build(objective__ce_time_min=0.2, objective__ce_time_mean="late")
+    own.load_state_dict(method.state_dict())
+    found = own.noisy_token_loss(zhat, t, batch(mask_BL=mask))["ce_noisy"]
+    assert found.item() == pytest.approx(total.item() / (3 + 5), rel=1e-5)  # the real tokens of the two late rows
+    assert own.noisy_token_loss(zhat, torch.zeros(B), batch(mask_BL=mask))["ce_noisy"] == 0
 
 
 def test_velocity_loss():

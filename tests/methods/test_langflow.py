@@ -22,6 +22,7 @@ from jpeg_dlm.methods.langflow import (
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.training.optim import build_optimizer, schedule_factor, set_learning_rates
 
 B, L, V, H = 4, 6, 20, 16
 TINY = {
@@ -152,6 +153,7 @@ def test_narrow_models_start_at_less_noise_and_the_released_size_at_the_released
     assert tiny().objective.gumbel_loc < 4
     released = for_method(preset("owt1024"), "langflow").objective
     assert (released.gumbel_loc, released.gumbel_scale, released.gumbel_entropy) == (4.723, 0.852, 7.02)
+    assert (released.proposal_weight, released.proposal_rate) == (1.0, 1.0)
 
 
 # ---------------------------------------------------------------- the denoiser
@@ -266,7 +268,8 @@ def test_every_parameter_gets_a_gradient(sc_prob, step):
     assert [n for n, p in method.named_parameters() if p.grad is None] == []
     assert all(p.grad != 0 for p in method.proposal.parameters())
     groups = method.parameter_groups()
-    assert [g.name for g in groups] == ["flow"] and groups[0].parameters.keys() == dict(method.named_parameters()).keys()
+    assert [(g.name, g.factor) for g in groups] == [("flow", 1.0), ("proposal", method.config.objective.proposal_rate)]
+    assert {n for g in groups for n in g.parameters} == dict(method.named_parameters()).keys()
 
 
 def test_network_and_proposal_do_not_move_each_other():
@@ -305,6 +308,63 @@ def test_training_on_one_word_learns_it():
         history.append(terms["ce"].item())
     assert history[0] == pytest.approx(math.log(V), abs=1e-4) and sum(history[-10:]) < 0.2 * sum(history[:10])
     assert (method.eval().sample(method.config.sampler, noise()) == 3).all()
+
+
+# ---------------------------------------------------------------- context
+
+COUNTED, STARTS = 32, 64  # ids, rows per step
+
+
+def counted_rows(seed, rows=STARTS):
+    """Rows that count upward from any id, modulo the number of ids: a neighbor tells all, a token by itself nothing."""
+    starts = torch.randint(0, COUNTED, (rows, 1), generator=torch.Generator().manual_seed(seed))
+    return (starts + torch.arange(8)) % COUNTED
+
+
+def trained_on_counting(steps=250, **options):
+    """Train with the optimizer, rates and clipping of a run."""
+    sizes = {"data__vocab_size": COUNTED, "data__token_len": 8, "model__hidden": 32, "train__steps": steps, "train__lr": 4e-3}
+    method = build(perturbed=0, **(sizes | options))
+    train = method.config.train
+    optimizer = build_optimizer(method.parameter_groups(), train)
+    for step in range(steps):
+        set_learning_rates(optimizer, schedule_factor(step, train))
+        terms = method.losses(Batch(counted_rows(step)), RowNoise(0, range(STARTS), step, total=STARTS))
+        optimizer.zero_grad()
+        method.total_loss(terms).backward()
+        torch.nn.utils.clip_grad_norm_(method.parameters(), train.clip)
+        optimizer.step()
+        method.after_step(step, steps)
+    return method.eval()
+
+
+@torch.no_grad()
+def beyond_the_token(method, q):
+    """Return the loss at the q-quantile of the proposal minus that of Bayes' rule for each token by itself, in nats."""
+    rows = counted_rows(10_000, 512)
+    E, gamma = method.backbone.embeddings(), method.proposal.quantile(torch.tensor(q)).float().expand(len(rows))
+    alpha, sigma = alpha_sigma(gamma[0])
+    z = alpha * E[rows] + sigma * torch.randn(*rows.shape, E.shape[1], generator=torch.Generator().manual_seed(5))
+    found = method.logits(method.states(z, gamma, torch.zeros_like(z)), E)
+    alone = -(torch.cdist(z, alpha * E[None]) ** 2) / (2 * sigma**2)  # all ids are equally frequent
+    losses = [F.cross_entropy(x.flatten(0, 1), rows.flatten()).item() for x in (found, alone)]
+    return losses[0] - losses[1]
+
+
+def test_a_short_training_learns_context():
+    method = trained_on_counting()
+    gaps = [beyond_the_token(method, q) for q in (0.3, 0.5, 0.7)]
+    assert max(gaps) < -0.3, gaps
+
+
+def test_a_proposal_with_its_own_rate_follows_the_loss_sooner():
+    """From a start that is far off, in a few steps; its gradient does not take the network's share of the clipped norm."""
+
+    def misfit(**options):
+        method = trained_on_counting(steps=60, objective__gumbel_loc=5.0, **options).train()
+        return method.losses(Batch(counted_rows(10_000)), RowNoise(0, range(STARTS), 60, total=STARTS))["proposal"].item()
+
+    assert misfit() < 0.5 * misfit(objective__proposal_rate=1.0, objective__proposal_weight=1.0)
 
 
 # ---------------------------------------------------------------- sampling

@@ -99,10 +99,10 @@ def test_a_signal_under_load_finishes_what_was_accepted(micro_folders, number):
     with process(folder, "--batch", "2", "--time-limit", "900") as server, ThreadPoolExecutor(12) as threads:
         asked = [threads.submit(ask, seed) for seed in range(12)]
         assert begun.wait(PATIENCE)
-        eventually(lambda: server.ask("/readyz").json["waiting"] > 0)
+        eventually(lambda: server.ask("/readyz").json["waiting"] >= 36)  # texts of nine requests
         assert server.stop(number) == 0
         found = [future.result(PATIENCE) for future in asked]
-    assert sum(map(len, found)) >= 12  # each had one in the queue or running
+    assert sum(map(len, found)) >= 9  # those in the queue were answered
     assert all(texts == expected[seed % 4] for seed, answers in enumerate(found) for texts in answers)
     assert len(server.lines) == 1, server.lines
 

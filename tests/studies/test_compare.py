@@ -1,10 +1,14 @@
 """The table of all systems: equal budgets, one failure, continuing after a stop, and the files written."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
+import torch
 from conftest import MICRO
 
+from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config_io import override
 from jpeg_dlm.errors import UsageError
@@ -17,19 +21,20 @@ from jpeg_dlm.presets import preset
 from jpeg_dlm.results.table import markdown
 from jpeg_dlm.scorers.scoring import build_scorer
 from jpeg_dlm.studies import workshop as workshop_module
-from jpeg_dlm.studies.budget import parse_budget
-from jpeg_dlm.studies.compare import Comparison, compare, method_names
-from jpeg_dlm.studies.compare_report import compare_table, draw_comparison
+from jpeg_dlm.studies.budget import parse_budget, parse_tokens
+from jpeg_dlm.studies.compare import Comparison, compare, method_names, points_of
+from jpeg_dlm.studies.compare_pictures import draw_comparison, draw_curves
+from jpeg_dlm.studies.compare_report import at_time, compare_table, compare_tables
 from jpeg_dlm.studies.study import read_base
 from jpeg_dlm.studies.workshop import StudyStopped, Workshop
-from jpeg_dlm.training.run import Outcome
+from jpeg_dlm.training.run import Outcome, train_run
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
 
 
 def asked(corpus_file, methods, budget="6steps"):
     base = override(preset("smoke"), MICRO | {"data.source": str(corpus_file)})
-    return Comparison(base, method_names(methods), parse_budget(budget), {}, batch=2, repeats=1)
+    return Comparison(base, method_names(methods), (parse_budget(budget),), {}, batch=2, repeats=1)
 
 
 def run(asked, folder, byte_gpt2):
@@ -43,14 +48,19 @@ def test_two_systems(corpus_file, byte_gpt2, tmp_path, monkeypatch):
     assert (ar["title"], jpeg["title"]) == ("AR", "JPEG-DLM")
     config = for_method(asked(corpus_file, "ar").base, "ar")
     assert ar["parameters"] == sum(p.numel() for p in build_method(config).parameters()) and jpeg["parameters"] > 5_000
-    assert ar["tokens_seen"] == jpeg["tokens_seen"] == 6 * 8 * 12 and min(ar["training_seconds"], jpeg["training_seconds"]) > 0
+    [ar_point], [jpeg_point] = ar["points"], jpeg["points"]
+    assert ar_point["tokens_seen"] == jpeg_point["tokens_seen"] == 6 * 8 * 12
+    assert min(ar_point["training_seconds"], jpeg_point["training_seconds"]) > 0
+    assert jpeg["evaluations"] == 4 and 0 <= ar_point["measures"]["words"]["mean"] <= 1
     assert ar["entry"]["figures"]["real"] == jpeg["entry"]["figures"]["real"]  # held against the very same text
     assert [row["name"] for row in result["speed"]["rows"]] == ["AR", "AR, KV cache", "JPEG-DLM"]
-    assert result["speed"]["rows"][0]["ratio"] == 1 and result["budget"]["text"] == "6steps"
+    assert result["speed"]["rows"][0]["ratio"] == 1 and result["budgets"][0]["text"] == "6steps"
     text = markdown([compare_table(result)])
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     names = [line.split(" | ")[0].removeprefix("| ").split(" (degenerate")[0] for line in lines[2:]]
-    assert names == ["AR", "AR, KV cache", "JPEG-DLM", "*real text*", "*shuffled text*"]
+    assert names == ["AR", "AR, KV cache", "JPEG-DLM", "*tokens by frequency*", "*words shuffled*", "*real text*"]
+    assert result["anchors"]["real"]["words"]["mean"] > 0.9 and result["anchors"]["real"]["copied"]["sd"] is None
+    assert len(result["anchors"]["unigram"]["gen_ppl"]["values"]) == 2 and draw_curves(result, tmp_path / "x.png") is None
     assert "151.36" in text and "96.76" in text and "± " in text
     assert draw_comparison(result, tmp_path / "compare.png").stat().st_size > 10_000
     json.dumps(result)
@@ -59,6 +69,77 @@ def test_two_systems(corpus_file, byte_gpt2, tmp_path, monkeypatch):
     monkeypatch.setattr(workshop_module, "train_run", lambda *a, **k: pytest.fail("trained twice"))
     again = run(asked(corpus_file, "jpeg-dlm,ar"), tmp_path, byte_gpt2)
     assert again == result
+
+
+def test_curves_of_several_seeds_are_trained_once_and_scored_on_the_way(corpus_file, byte_gpt2, tmp_path, monkeypatch):
+    trained = []
+    monkeypatch.setattr(
+        workshop_module, "train_run", lambda c, run, *a, **k: trained.append((c, k["stop_at"])) or train_run(c, run, *a, **k)
+    )
+    base = override(preset("smoke"), MICRO | {"data.source": str(corpus_file), "encoder.kind": "random"})
+    budgets = parse_tokens("192,384")  # 2 and 4 steps of 8 rows of 12 tokens
+    curves = Comparison(base, ("ar", "cosmos"), budgets, {}, batch=2, repeats=1, train_seeds=2)
+    result = run(curves, tmp_path, byte_gpt2)
+    ar, cosmos = result["rows"]
+    assert [(c.method, c.train.seed, c.train.steps, stop) for c, stop in trained] == [
+        ("ar", 42, 4, 2), ("ar", 42, 4, None), ("cosmos", 42, 1, None), ("cosmos", 42, 2, None),
+        ("ar", 43, 4, 2), ("ar", 43, 4, None), ("cosmos", 43, 1, None), ("cosmos", 43, 2, None),
+    ]  # fmt: skip
+    assert {c.train.schedule for c, _ in trained} == {"constant"}
+    for row in (ar, cosmos):
+        assert [point["tokens_seen"] for point in row["points"]] == [192, 384]
+        assert [len(point["measures"]["gen_ppl"]["values"]) for point in row["points"]] == [2, 2]
+        first, last = row["points"]
+        assert 0 < first["training_seconds"] and [r["seed"] for r in last["runs"]] == [42, 43]
+    # The model on the way is that of a training that ends there: the same rows, rates and noise.
+    shop = Workshop(tmp_path / "short", Ranks(), Console(quiet=True))
+    config = replace(trained[0][0], train=replace(trained[0][0].train, steps=2))
+    [alone] = shop.models(config, [2])
+    [on_the_way] = tmp_path.glob(f"runs/{ar['points'][0]['runs'][0]['run']}/models/step-00000002")
+    same = zip(load(alone).method.parameters(), load(on_the_way).method.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in same)
+
+    trained.clear()
+    again = run(curves, tmp_path, byte_gpt2)
+    assert again == result and not trained
+    main_table, curve, equal_time, recipes = compare_tables(result)
+    assert curve.column(0)[:4] == ["AR", "AR", "COSMOS", "COSMOS"] and curve.column(1)[:2] == ["0.00 M", "0.00 M"]
+    assert "2 trainings, each the mean over 2 x 4 texts" in main_table.title and "AR" in equal_time.column(0)
+    assert "lr 0.0003 -> 0.002" in recipes.rows[0][recipes.columns.index("optimization")]
+    assert draw_curves(result, tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_systems_with_phases_are_trained_for_each_budget(corpus_file, tmp_path):
+    shop = Workshop(tmp_path, Ranks(), Console(quiet=True))
+    curves = replace(asked(corpus_file, "mdlm,duo,langflow"), budgets=parse_tokens("192,384"))
+    steps = {name: [(p.config.train.steps, p.step) for p in points_of(curves, shop, name)] for name in curves.methods}
+    assert steps == {"mdlm": [(4, 2), (4, 4)], "duo": [(2, 2), (4, 4)], "langflow": [(2, 2), (4, 4)]}
+
+
+def test_a_model_on_the_way_that_is_gone_is_not_replaced_by_a_later_one(corpus_file, tmp_path):
+    shop = Workshop(tmp_path, Ranks(), Console(quiet=True))
+    config = shop.budgeted(shop.conditions(for_method(asked(corpus_file, "ar").base, "ar")), parse_budget("4steps"))
+    first, _ = shop.models(config, [2, 4])
+    shutil.rmtree(first)
+    with pytest.raises(UsageError, match="lacks the model of step 2"):
+        shop.models(config, [2, 4])
+
+
+def test_equal_time_lies_between_the_budgets():
+    def point(tokens, seconds, gen_ppl):
+        measures = {"gen_ppl": {"mean": gen_ppl, "sd": None}}
+        return {"tokens_seen": tokens, "training_seconds": seconds, "measures": measures}
+
+    points = [point(1e6, 10.0, 100.0), point(4e6, 40.0, 50.0), point(16e6, 160.0, 40.0)]
+    assert at_time(points, 20.0) == pytest.approx({"gen_ppl": 75.0, "tokens": 2e6})
+    assert at_time(points, 160.0)["gen_ppl"] == pytest.approx(40.0) and at_time(points, 5.0) is None
+
+
+def test_tokens_must_increase():
+    assert [budget.amount for budget in parse_tokens("1M, 2.5M,16M")] == [1e6, 2.5e6, 16e6]
+    for text in ("2M,1M", "1M,1M", "1M,,2M", "1min"):
+        with pytest.raises(UsageError):
+            parse_tokens(text)
 
 
 def test_a_failing_system_does_not_cost_the_others(corpus_file, byte_gpt2, tmp_path, monkeypatch):

@@ -18,10 +18,10 @@ from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.results.table import markdown
 from jpeg_dlm.scorers.scoring import build_scorer
-from jpeg_dlm.studies import trained
+from jpeg_dlm.studies import compare, trained
 from jpeg_dlm.studies import workshop as workshop_module
 from jpeg_dlm.studies.budget import parse_budget
-from jpeg_dlm.studies.compare import Comparison, _trained
+from jpeg_dlm.studies.compare import Comparison
 from jpeg_dlm.studies.study import TrainingStudy, Variant, Variants
 from jpeg_dlm.studies.trained import ask, summary
 from jpeg_dlm.studies.variant_pictures import draw_rows
@@ -122,10 +122,12 @@ def test_several_trainings_share_encoder_and_steps_and_give_the_deviation(pair, 
     assert found["sd"] == pytest.approx(abs(means[0] - means[1]) / 2**0.5)
     assert "deviation over 2 trainings, each the mean over 2 x 2 texts" in markdown(outcome.tables)
 
-    # The comparison of all systems in the same folder finds the first of them.
-    known: dict = {}
-    _trained(Comparison(asked.base, ("jpeg-dlm",), asked.budget, asked.shared), shop(tmp_path), "jpeg-dlm", known)
-    assert known["run"] == row["runs"][0]["run"] and len(trainings) == 5
+    # The comparison of all systems in the same folder finds them.
+    workshop = shop(tmp_path)
+    rows = compare.plan(Comparison(asked.base, ("jpeg-dlm",), (asked.budget,), asked.shared, train_seeds=2), workshop)
+    compare.train(rows, workshop)
+    found = [path.parent.parent.name for path in rows["jpeg-dlm"].models.values()]
+    assert found == [run["run"] for run in row["runs"]] and len(trainings) == 5
 
 
 def test_a_failing_variant_does_not_cost_the_others(pair, corpus_file, byte_gpt2, tmp_path, trainings, monkeypatch):

@@ -227,6 +227,21 @@ def test_captions_come_once_each_and_in_order(tmp_path, monkeypatch):
     assert ASSETS["captions"].archive_sha256 in corpus.fingerprint and "CC BY-SA" in ASSETS["captions"].license
 
 
+def test_tatoeba_is_the_english_of_both_files_each_once(tmp_path, monkeypatch):
+    by = "CC-BY 2.0 (France) Attribution: tatoeba.org #1 (CK) & #2 (x)"
+    with zipfile.ZipFile(tmp_path / "fra-eng.zip", "w") as bundle:
+        bundle.writestr("_about.txt", "about")
+        bundle.writestr("fra.txt", f"Go.\tVa !\t{by}\nGo.\tMarche.\t{by}\nTom  is\u00a0here.\tTom est ici.\t{by}\n")
+    write(tmp_path / "spa.txt", f"Go.\tVe.\t{by}\nI'm late.\tLlego tarde.\t{by}\n")
+    monkeypatch.setattr(corpora, "fetch", lambda name: tmp_path)
+    corpus = open_corpus("tatoeba")
+    assert list(corpus.stream(0)) == ["Go.", "Tom is here.", "I'm late."] and list(corpus.stream(2)) == ["I'm late."]
+    assert ASSETS["tatoeba"].archive_sha256 in corpus.fingerprint and "CC BY 2.0 FR" in ASSETS["tatoeba"].license
+    (tmp_path / "fra-eng.zip").write_bytes(b"no archive")
+    with pytest.raises(DataError, match="fetch them again"):
+        list(corpus.stream(0))
+
+
 def test_records_keep_their_paragraphs(tmp_path):
     source = write(tmp_path / "a.jsonl", json.dumps({"text": "One\nline.\n\nTwo."}))
     assert list(documents(source, detokenize="lm1b")) == ["One line.\nTwo."]

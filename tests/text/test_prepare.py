@@ -11,6 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
 
 from jpeg_dlm.config import DataConfig
 from jpeg_dlm.config_io import from_dict
@@ -21,6 +23,7 @@ from jpeg_dlm.text import split as split_module
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.prepare import prepare
 from jpeg_dlm.text.split import choose_split, draw
+from jpeg_dlm.text.tokenizer import TextTokenizer
 
 WORDS = "people union power law peace war trade land river state nation great small old new our their".split()
 
@@ -179,6 +182,24 @@ def test_framed_lines(tmp_path):
     prepare(data, tmp_path / "out")
     rows = Blocks(tmp_path / "out").rows(range(20))
     assert (rows[:, 0] == 4).all() and (rows[:, -1] == 1).all() and (rows == 5).any()
+
+
+def test_frames_of_a_tokenizer_with_an_end_token_only(tmp_path):
+    """The packing of MDLM and Duo with GPT-2's tokenizer: documents, each with an end token, cut anywhere between two more."""
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>"])
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in ("ab\ncd", "efg", "h" * 40, "xy")))
+    data = config(tmp_path, source=str(tmp_path / "b.jsonl"), frame=True, vocab_size=257, token_len=6, holdout=0.3)
+    prepare(data, tmp_path / "out", None, TextTokenizer(backend))
+    end = 256
+    for name in ("train", "heldout"):
+        blocks = Blocks(tmp_path / "out", name)
+        rows = blocks.rows(range(len(blocks)))
+        assert (rows[:, 0] == end).all() and (rows[:, -1] == end).all()
+        stream = "".join("|" if i == end else blocks.tokenizer().decode([i]) for i in rows[:, 1:-1].flatten().tolist())
+        documents = {"heldout": "abcd|efg|xy|", "train": "h" * 40 + "|"}[name]  # decoding a space alone gives nothing
+        assert documents.startswith(stream) and len(documents) - len(stream) < 4
 
 
 def test_padded_rows_have_a_mask(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from jpeg_dlm.cli.options import GROUPS, document_options, parse_overrides
 from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.cli.values import scorer, whole
+from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
 from jpeg_dlm.presets import PRESETS
 
@@ -18,9 +19,18 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--methods", default="all", metavar="NAMES", help="all, or names separated by commas")
     parser.add_argument("--data", help="text file, folder, .jsonl, prepared folder, named corpus or hf:NAME")
     parser.add_argument("--budget", help="training budget of each system: 2000steps, 5Mtokens or 10min (default: the preset's)")
+    parser.add_argument(
+        "--tokens",
+        metavar="N,N,...",
+        help="instead of --budget: score each training after several budgets, such as 1M,2M,4M tokens",
+    )
+    parser.add_argument(
+        "--train-seeds", type=whole(1), default=1, help="trainings per system; if several, deviations are over them"
+    )
+    parser.add_argument("--train-only", action="store_true", help="train without scoring, to share the work of a command")
     parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="as for evaluate")
     parser.add_argument("-n", type=whole(1), default=256, help="texts per seed")
-    parser.add_argument("--seeds", type=whole(1), default=3, help="number of seeds")
+    parser.add_argument("--seeds", type=whole(1), default=3, help="number of sampling seeds")
     parser.add_argument("--scorer", type=scorer, default="smollm2", metavar="NAME", help="as for evaluate")
     parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="auto: if available")
     parser.add_argument("--batch", type=whole(1), default=16, help="batch size when speed is measured")
@@ -41,24 +51,34 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from jpeg_dlm.machine.dist import read_ranks
     from jpeg_dlm.results.table import write_result
     from jpeg_dlm.scorers.scoring import build_scorer
-    from jpeg_dlm.studies.budget import parse_budget
-    from jpeg_dlm.studies.compare import Comparison, compare, method_names
-    from jpeg_dlm.studies.compare_report import compare_table, draw_comparison
+    from jpeg_dlm.studies import compare
+    from jpeg_dlm.studies.budget import parse_budget, parse_tokens
+    from jpeg_dlm.studies.compare_pictures import draw_comparison, draw_curves
+    from jpeg_dlm.studies.compare_report import compare_tables
     from jpeg_dlm.studies.study import read_base
     from jpeg_dlm.studies.workshop import Workshop
 
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.tokens and args.budget:
+        raise UsageError("Give --tokens or --budget, not both.")
     base, shared = read_base(args.preset, args.data, parse_overrides(rest))
-    budget = parse_budget(args.budget) if args.budget else None
-    asked = Comparison(base, method_names(args.methods), budget, shared, args.batch, args.repeats)
+    budgets = parse_tokens(args.tokens) if args.tokens else (parse_budget(args.budget),) if args.budget else ()
+    asked = compare.Comparison(
+        base, compare.method_names(args.methods), budgets, shared, args.batch, args.repeats, args.train_seeds
+    )
     request = EvaluationRequest(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
     workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet))
-    result = compare(asked, workshop, lambda: build_scorer(args.scorer, console=workshop.console), request)
+    rows = compare.plan(asked, workshop)
+    compare.train(rows, workshop, wait=not args.train_only)
+    if args.train_only:
+        return 0
+    result = compare.evaluate(asked, rows, workshop, lambda: build_scorer(args.scorer, console=workshop.console), request)
     result["command"] = args.command
-    tables = [compare_table(result, base.preset if base.preset == "owt1024" else "lm1b")]
+    tables = compare_tables(result, base.preset if base.preset == "owt1024" else "lm1b")
     show(tables)
     write_result(args.out / "compare", result, tables)
     draw_comparison(result, args.out / "compare.png")
-    workshop.console.say(f"Wrote {args.out / 'compare.json'}, compare.md and compare.png.")
+    draw_curves(result, args.out / "compare-curves.png")
+    workshop.console.say(f"Wrote {args.out / 'compare.json'}, compare.md and the pictures compare*.png.")
     return 1 if any("error" in row for row in result["rows"]) else 0

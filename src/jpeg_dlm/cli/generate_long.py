@@ -55,7 +55,8 @@ def write_long(args: argparse.Namespace, model: Model, options: dict[str, Any]) 
 def stream(long: LongTexts, n: int, options: dict[str, Any]) -> int:
     """Print texts one after the other, each block when it is written; return the number of new tokens."""
     count, ids, shown = 0, list(long.prompts[0]), ""
-    for piece in long.pieces(n, **(options | {"batch": 1})):  # a text is the same in any batch
+    options |= {"batch": 1}  # a text is the same in any batch
+    for piece in long.pieces(n, **options):
         count += len(piece.ids)
         ids += piece.ids
         text = long.model.tokenizer.decode(ids)

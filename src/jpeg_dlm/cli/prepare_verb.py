@@ -15,7 +15,7 @@ from jpeg_dlm.wording import counted
 def add_arguments(parser: Parser) -> None:
     add_config_arguments(parser, groups=("data",))
     parser.add_argument(
-        "source", help="text file, folder, .jsonl, a named corpus (captions, stories, sotu, wikipedia, lm1b, ...) or hf:NAME"
+        "source", help="text file, folder, .jsonl, a named corpus (captions, tatoeba, stories, sotu, wikipedia, ...) or hf:NAME"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the blocks")
     parser.add_argument("--quiet", action="store_true", help="no progress")

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from jpeg_dlm import __version__
@@ -151,12 +151,15 @@ def measured(
             scores[name] = conditional(scorer, [decode(ids) for ids in before], wholes)
     texts = {"written": [decode(ids) for ids in written], "real": [decode(ids) for ids in real]}
     budget = max(1, min(scorer.context, source.model.config.data.token_len))
-    counts = [sum(bool(text.strip()) for text in texts[name]) for name in ("written", "real")]
-    written_features, real_features = (partial(scorer.features, texts[name], budget) for name in ("written", "real"))
+    counts = {name: sum(bool(text.strip()) for text in said) for name, said in texts.items()}
+
+    def features() -> tuple[np.ndarray, np.ndarray]:
+        return scorer.features(texts["written"], budget).numpy(), scorer.features(texts["real"], budget).numpy()
+
     return {
         "scores": {name: _summary(found) for name, found in scores.items()},
         "repetition": {name: repetition_rate([s.token_ids for s in scores[name]]) for name in ("written", "real")},
-        "mauve": mauve_or_reason(mauve, *counts, lambda: (written_features().numpy(), real_features().numpy())),
+        "mauve": mauve_or_reason(mauve, counts["written"], counts["real"], features),
         "samples": [
             {"prompt": decode(case.prompt), "written": texts["written"][i], "real": texts["real"][i]}
             for i, case in enumerate(cases[:SHOWN])

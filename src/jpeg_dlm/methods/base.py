@@ -42,10 +42,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that share a learning rate; `name` is the key the config gives a rate to."""
+    """Parameters that share a learning rate; `name` is the key the config gives a rate to, which `factor` multiplies."""
 
     name: str
     parameters: dict[str, nn.Parameter]
+    factor: float = 1.0
 
 
 FROZEN = "encoder."  # the frozen encoder is stored once beside a model, never among its tensors
@@ -53,7 +54,8 @@ FROZEN = "encoder."  # the frozen encoder is stored once beside a model, never a
 FREE = -1  # in `given`: a position the sampler fills
 
 FILLS_IN: frozenset[Ability] = frozenset({"prompts", "templates"})  # `sample` keeps given tokens
-GUIDED: frozenset[Ability] = FILLS_IN | {"guides", "edits"}  # `sample` takes a `Control`
+GUIDED: frozenset[Ability] = frozenset({"prompts", "templates", "guides", "edits"})  # `sample` also takes a `Control`
+GUIDED_LONG: frozenset[Ability] = frozenset({*GUIDED, "long text"})  # and blocks may have a context
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class LatentView:
 class Publication:
     """Facts about the authors' own checkpoints of a system: how to recognize and read them."""
 
-    algo: tuple[str, ...] = ()  # its names in config.algo.name of Lightning's hyperparameters (Duo, FLM)
+    algo: tuple[str, ...] = ()  # patterns of its names in config.algo.name of Lightning's hyperparameters (Duo, FLM)
     parameterization: str = ""  # its name in config.parameterization there (MDLM)
     hub: str = ""  # its name in model_type, architectures or auto_map of a config on the Hugging Face hub
     keys: frozenset[str] = frozenset()  # keys that its config alone has
@@ -123,6 +125,7 @@ class Trainable(nn.Module, ABC):
     groups: ClassVar[dict[str, type]] = GROUPS
     uses_encoder: ClassVar[bool] = False
     uses_context: ClassVar[bool] = False  # whether `model.context_blocks` rows before each row are given in a batch
+    has_phases: ClassVar[bool] = False  # whether training ends in another way than it begins, after a share of its steps
     loss_weights: dict[str, float]  # the trainer minimizes the weighted sum; other terms are only reported
 
     # ------------------------------------------------------------ from options to a first step

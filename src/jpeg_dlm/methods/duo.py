@@ -134,6 +134,7 @@ class Duo(Method):
     supports = FILLS_IN
     publication = Publication(("duo", "duo_base"), hub="duo", tensors=DIFFUSION_TENSORS)
     groups = {"model": DuoModel, "objective": DuoObjective, "sampler": DuoSampler}
+    has_phases = True  # the curriculum
 
     def __init__(self, config: Config) -> None:
         super().__init__()

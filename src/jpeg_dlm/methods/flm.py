@@ -111,7 +111,8 @@ class Flm(Method):
     """The whole system."""
 
     title = "FLM"
-    publication = Publication(("flm",), tensors=DIFFUSION_TENSORS)
+    # Flow maps are "flm_distill" and "flm_distill_double" in released files and "fmlm_..." in later code (FLM).
+    publication = Publication(("flm", "flm_*distill*", "fmlm*"), tensors=DIFFUSION_TENSORS)
     supports = FILLS_IN
     groups = {"model": NetworkConfig, "objective": FlmObjective, "sampler": FlmSampler}
 

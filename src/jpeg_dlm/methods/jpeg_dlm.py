@@ -25,6 +25,7 @@ from jpeg_dlm.machine.collectives import all_mean
 from jpeg_dlm.methods.base import (
     FROZEN,
     GUIDED,
+    GUIDED_LONG,
     Batch,
     Latents,
     LatentView,
@@ -77,7 +78,7 @@ class JpegDlm(Method):
     publication = Publication(untold=(), preset="lm1b")
     uses_encoder = True
     uses_context = True
-    supports = GUIDED | {"long text"}
+    supports = GUIDED_LONG
     latent_mean: Tensor
     latent_scale: Tensor
     latent_updates: Tensor
@@ -87,7 +88,7 @@ class JpegDlm(Method):
         m: JpegDlmModel = config.model
         o: JpegDlmObjective = config.objective
         self.config = config
-        self.supports = type(self).supports if m.context_blocks else GUIDED
+        self.supports = GUIDED_LONG if m.context_blocks else GUIDED
         self.encoder = encoder
         codec_sizes = (
             config.data.token_len, m.latent_len, config.encoder.feature_dim, m.latent_dim, m.bottleneck_dim,
@@ -253,8 +254,11 @@ class JpegDlm(Method):
             return {}
         late = t >= self.config.objective.ce_time_min
         hhat = self.decompressor(self.unstandardize(zhat_1))
-        # Normalized by all rows, not just the late ones, so that the loss does not jump with their number.
-        return {"ce_noisy": self.token_loss(hhat, batch, late)}
+        loss = self.token_loss(hhat, batch, late)  # a mean over all rows, in which the others are zeros
+        if self.config.objective.ce_time_mean == "late":
+            share = (token_shares(batch.tokens_BL, batch.mask_BL) * late[:, None]).sum()
+            loss = loss / all_mean(share).clamp_min(torch.finfo(share.dtype).tiny)
+        return {"ce_noisy": loss}
 
     def regularizers(self, z: Tensor, noise: RowNoise) -> dict[str, Tensor]:
         """Return the SIGReg, variance and covariance terms of the context compressor's vectors (appendix)."""

@@ -71,7 +71,7 @@ class Sedd(Absorbing):
         data, mask_id = paper_data(base, "gpt2")
         objective = SeddObjective(ce_chunk=base.objective.ce_chunk)
         if base.preset in PAPER_TOKENIZERS:
-            data = replace(data, frame=False, packing="continuous")
+            data = replace(data, frame=False)
         else:
             objective = replace(objective, stratified=True, reduction="token_mean")
         return replace(

@@ -20,6 +20,7 @@ LENGTHS_ALT = "Shares of texts by length in tokens, generated beside real."
 SWEEP_ALT = (
     "Gen-PPL, entropy and MAUVE where measured, against network evaluations per text; a line for each system and solver."
 )
+CURVES_ALT = "Gen-PPL, entropy, MAUVE and words that exist, where measured, against training tokens; a line for each system."
 COMPARE_ALT = "Gen-PPL, entropy and MAUVE where measured, against texts per second; a point with its deviation for each system."
 
 
@@ -53,7 +54,8 @@ def evaluation_section(folder: Path) -> Section:
 def comparison_section(folder: Path) -> Section:
     trouble = Trouble()
     result = _result(folder / "compare.json", trouble)
-    pictures = _pictures([folder / "compare.png"], COMPARE_ALT, "Quality against speed.", trouble)
+    pictures = _pictures([folder / "compare-curves.png"], CURVES_ALT, "Quality against training.", trouble)
+    pictures += _pictures([folder / "compare.png"], COMPARE_ALT, "Quality against speed.", trouble)
     return _section(f"Comparison {folder.resolve().name}", folder / "compare.md", result, pictures, trouble)
 
 

@@ -26,6 +26,7 @@ MAX_BATCH = 64  # rows, as in `generate`
 MAX_WAIT_S = 0.005  # short compared to the time of one text (measured: 8 steps of the bundled model take longer)
 REMEMBERED = 256  # samplers whose batches must have a single seed
 PACE_WEIGHT = 0.2  # of the newest batch in the average time of a row
+WAIT_SHARE = 0.2  # of the time of the batch before: so long its clients may take to come back with their next requests
 
 
 class QueueFullError(JpegDlmError):
@@ -81,7 +82,7 @@ class Request:
     rows: range
     sampler: Any
     seed: int
-    deadline: float
+    arrived: float
     given_L: Tensor | None = None
     watch: Watch | None = None
     call: Callable[[], Any] | None = None
@@ -107,9 +108,10 @@ class Piece:
 class BatchingService:
     """Works in one thread. Requests with the same writer and options share a batch; the one with the oldest request is first.
 
-    A batch starts when it is full, or `max_wait_s` after its oldest request arrived. A request that does not fit is split,
-    unless it is watched. A future can be cancelled at any time: rows that have not started are dropped, and a batch for which
-    nobody waits any more stops after its current step. While the service is open, only its thread may use the writers.
+    A batch starts when it is full, when it has as many rows as the batch before, or when its oldest request has waited for
+    `max_wait_s` (after a long batch, for a share of its time). A request that does not fit is split, unless it is watched. A
+    future can be cancelled at any time: rows that have not started are dropped, and a batch for which nobody waits any more
+    stops after its current step. While the service is open, only its thread may use the writers.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class BatchingService:
         self._queue: list[Request] = []  # in the order of arrival
         self._seed_apart: dict[Any, None] = {}  # the newest samplers whose batches must have a single seed
         self._row_s = 0.0  # average time of a row
+        self._before = (max_batch, 0.0)  # rows and seconds of the batch before
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="jpeg-dlm-batching", daemon=True)
@@ -142,8 +145,7 @@ class BatchingService:
             raise UsageError(f"At most {self.max_batch} samples can be watched at once.")
         if getattr(sampler, "protocol", "default") == "released":
             raise UsageError("A service cannot use the released protocol, in which a text depends on its batch: use 'default'.")
-        deadline = time.monotonic() + self.max_wait_s
-        return self._add(Request(writer, range(first, first + n), sampler, seed, deadline, given_L, watch))
+        return self._add(Request(writer, range(first, first + n), sampler, seed, time.monotonic(), given_L, watch))
 
     def call(self, function: Callable[[], Any], rows: int = 1) -> Future[Any]:
         """Request the result of a function that uses a writer's model; in the queue it counts as so many rows."""
@@ -203,6 +205,7 @@ class BatchingService:
             self._run(pieces)
             seconds = time.monotonic() - began
             if pieces[0].request.call is None:
+                self._before = (rows, seconds)
                 self._row_s += (seconds / rows - self._row_s) * (PACE_WEIGHT if self._row_s else 1)
                 self.observe(rows, seconds)
 
@@ -217,8 +220,10 @@ class BatchingService:
                     self._changed.wait()
                     continue
                 companions = [request for request in self._queue if self._fits(request, self._queue[0])]
-                left = self._queue[0].deadline - time.monotonic()
-                if self._closed or left <= 0 or sum(len(request.rows) for request in companions) >= self.max_batch:
+                rows, seconds = self._before
+                left = self._queue[0].arrived + max(self.max_wait_s, WAIT_SHARE * seconds) - time.monotonic()
+                enough = self._queue[0].call or sum(len(request.rows) for request in companions) >= min(rows, self.max_batch)
+                if self._closed or enough or left <= 0:
                     return self._take(companions)
                 self._changed.wait(left)
 

@@ -42,26 +42,31 @@ def template_row(tokenizer: TextTokenizer, layout: Layout, template: str) -> Ten
         raise UsageError("The template is empty: write a text with [MASK] or [MASK:n] where tokens are to be filled in.")
     if not _HOLE.search(template):
         raise UsageError("The template has no hole: write [MASK] or [MASK:n] where tokens are to be filled in.")
-    ids = template_ids(tokenizer, template, layout.payload)
-    if len(ids) > layout.payload:
-        raise UsageError(f"The template has {len(ids)} tokens, and a text of this model has {layout.payload}: shorten it.")
+    holes = sum(map(_size, _HOLE.finditer(template)))
+    ids = template_ids(tokenizer, template) if holes <= layout.payload else []
+    size = max(holes, len(ids))
+    if size > layout.payload:
+        raise UsageError(f"The template has {size} tokens or more, and a text of this model has {layout.payload}: shorten it.")
     return torch.tensor(layout.beginning(ids, FREE))
 
 
-def template_ids(tokenizer: TextTokenizer, template: str, most: int) -> list[int]:
-    """Return the ids of the text around the holes, with FREE in the holes, each of at most `most` tokens."""
+def template_ids(tokenizer: TextTokenizer, template: str) -> list[int]:
+    """Return the ids of the text around the holes, with FREE in the holes."""
     ids: list[int] = []
     end = 0
     for hole in _HOLE.finditer(template):
         ids += _piece(tokenizer, template[end : hole.start()], first=end == 0)
-        size = int(hole[1] or 1)
+        size = _size(hole)
         if size < 1:
             raise UsageError(f"The hole '{hole[0]}' holds no token: write a number of at least 1.")
-        if size > most:
-            raise UsageError(f"The template has at least {size} tokens, and a text of this model has {most}: shorten it.")
         ids += [FREE] * size
         end = hole.end()
     return ids + _piece(tokenizer, template[end:], first=False)
+
+
+def _size(hole: re.Match[str]) -> int:
+    """Return the number of tokens in a hole; of a number with more than 9 digits, only these count."""
+    return int((hole[1] or "1").lstrip("0")[:9] or 0)
 
 
 def _piece(tokenizer: TextTokenizer, text: str, first: bool) -> list[int]:

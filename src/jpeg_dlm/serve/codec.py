@@ -15,6 +15,7 @@ from jpeg_dlm.serve.requests import MOST_INPUTS, Edit, Embedding, Interpolation,
 from jpeg_dlm.text.tokenizer import TextTokenizer
 
 UNFINISHED = "\ufffd"  # a character of which a byte-level token holds only a part
+WINDOW = 16  # tokens that are decoded together
 
 
 def embed(served: Served, request: Embedding) -> dict[str, Any]:
@@ -59,14 +60,16 @@ def _reconstructed(model: Model, text: str) -> dict[str, Any]:
 
 def pieces(tokenizer: TextTokenizer, ids: Sequence[int]) -> list[str]:
     """Return the part of the text that each token adds; a character made of several tokens is added by the last of them."""
-    found, shown = [], ""
+    found, start, shown = [], 0, ""
     for end in range(1, len(ids) + 1):
-        now = tokenizer.decode(ids[:end])
-        if now.endswith(UNFINISHED) and end < len(ids):
+        now = tokenizer.decode(ids[start:end])
+        if now.endswith(UNFINISHED) and end < len(ids) and end - start < 2 * WINDOW:
             found.append("")
             continue
         found.append(now[len(os.path.commonprefix([shown, now])) :])
-        shown = now
+        if end - start >= WINDOW:  # go on after the last token: decoding all again takes time that grows with the square
+            start = end - 1
+        shown = tokenizer.decode(ids[start:end]) if start == end - 1 else now
     return found
 
 

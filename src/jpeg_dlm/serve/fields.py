@@ -13,6 +13,9 @@ from jpeg_dlm.serve.errors import ApiError
 
 T = TypeVar("T")
 
+LONGEST_TEXT = 20_000  # characters
+TEXT = f"a string of at most {LONGEST_TEXT} characters"
+
 # Fields of the OpenAI conventions that say nothing at these values, and have no meaning here at others.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,), "frequency_penalty": (0,), "logit_bias": ({},), "logprobs": (0, False), "presence_penalty": (0,),
@@ -43,7 +46,7 @@ class Rule:
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         noun = {
-            "text": "a string", "texts": "a string or a list of strings", "whole": "a whole number", "number": "a number",
+            "text": TEXT, "texts": f"{TEXT} or a list of these", "whole": "a whole number", "number": "a number",
             "flag": "true or false", "object": "an object",
         }[self.kind]  # fmt: skip
         if self.kind == "texts" and self.most < math.inf:
@@ -62,11 +65,13 @@ class Rule:
         return found | ({"enum": list(self.choices)} if self.choices else {}) | {"description": self.help}
 
     def _text(self, value: Any) -> str | None:
-        return value if isinstance(value, str) else None
+        if not isinstance(value, str) or len(value) > LONGEST_TEXT:
+            return None
+        return None if any("\ud800" <= c <= "\udfff" for c in value) else value  # halves of characters
 
     def _texts(self, value: Any) -> tuple[str, ...] | None:
         found = [value] if isinstance(value, str) else value
-        if not isinstance(found, list) or not all(isinstance(one, str) for one in found) or not 1 <= len(found) <= self.most:
+        if not isinstance(found, list) or not 1 <= len(found) <= self.most or any(self._text(one) is None for one in found):
             return None
         return tuple(found)
 

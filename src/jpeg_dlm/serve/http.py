@@ -26,12 +26,17 @@ class Answer(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+        return line(content)
+
+
+def line(content: Any) -> bytes:
+    """Return JSON in one line."""
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def event(content: Any) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + (content.encode() if isinstance(content, str) else Answer(content).body) + b"\n\n"  # type: ignore[operator]
+    """Return one server-sent event; a string is sent as it is."""
+    return b"data: " + (content.encode() if isinstance(content, str) else line(content)) + b"\n\n"
 
 
 async def read_body(request: Request, limit_s: float) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from jpeg_dlm.serve.fields import NEUTRAL, meaningless
 from jpeg_dlm.serve.requests import SAMPLER_FIELDS, Writing
 
 BUNDLED = "bundled"
+_HOLE = re.compile(r"\[MASK:(\d+)\]")
 REMEMBERED = 256  # sets of sampler options, which take longer to check than to look up
 
 
@@ -99,6 +101,9 @@ class Served:
                     422, f"{self.title} writes whole texts: leave `{name}` out, or use a model that supports prompts.", name,
                     "unsupported_parameter",
                 )  # fmt: skip
+        for size in _HOLE.findall(template or ""):  # before a list of so many tokens is made
+            if len(size) > 6 or int(size) > self.model.config.data.token_len:
+                raise ApiError(422, "A hole of the template is longer than a text of this model: make it smaller.", "template")
         return self.model.given(prompt or None, template)
 
     def need(self, ability: bool, what: str) -> None:

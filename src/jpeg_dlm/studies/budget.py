@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -50,6 +51,14 @@ def parse_budget(text: str) -> Budget:
     if number * factor <= 0:
         raise UsageError("A budget must be positive.")
     return Budget(kind, number * factor, text)
+
+
+def parse_tokens(text: str) -> tuple[Budget, ...]:
+    """Parse increasing numbers of tokens, such as '1M,2M,4M'."""
+    budgets = tuple(parse_budget(f"{part.strip()}tokens") for part in text.split(","))
+    if any(a.amount >= b.amount for a, b in pairwise(budgets)):
+        raise UsageError(f"Numbers of tokens must increase, as in 1M,2M,4M, not '{text}'.")
+    return budgets
 
 
 def spend(config: Config, budget: Budget | None, seconds_per_step: Callable[[Config], float]) -> Config:

@@ -1,12 +1,18 @@
 """Table 1: every system on the same text with an equal budget, scored by the same protocol and timed in turns.
 
+With several budgets, a system is trained once per seed and scored at each of them on the way. Such a training keeps its
+learning rate after the warm-up, because a rate that falls to the end of a longer training would make every earlier point
+worse than a training of that length; the averaged weights, which are scored, do what the falling rate would. A system
+whose training has stages or phases that take a share of it is trained anew for each budget: COSMOS, Duo and LangFlow.
+
 If a method fails, its row holds the error and the others go on. Finished work is reused, so repeating the command continues
 after a stop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +28,10 @@ from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.evaluation.throughput import Subject, measure
 from jpeg_dlm.methods.registry import for_method, method_class, names
+from jpeg_dlm.results.spread import spread
 from jpeg_dlm.scorers.scoring import Scorer
 from jpeg_dlm.studies.budget import Budget, all_steps
+from jpeg_dlm.studies.scored import MEASURES, Scores
 from jpeg_dlm.studies.workshop import Workshop, parameter_count, training_seconds
 
 CACHED = ", KV cache"  # after the title of a system that is timed with its cache too
@@ -35,10 +43,27 @@ class Comparison:
 
     base: Config  # of JPEG-DLM; every method derives its own config from it
     methods: tuple[str, ...]
-    budget: Budget | None = None
+    budgets: tuple[Budget, ...] = ()  # increasing; none is the preset's steps
     overrides: Mapping[str, Any] = field(default_factory=dict)  # options applied to every method
     batch: int = 16  # for timing
     repeats: int = 5
+    train_seeds: int = 1
+
+
+@dataclass(frozen=True)
+class Point:
+    """A model to score: the training that it is of, and the step of it."""
+
+    config: Config
+    step: int
+    budget: str
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the model has seen, in all stages."""
+        train = self.config.train
+        steps = all_steps(self.config) - train.steps + self.step
+        return steps * train.batch * train.accumulation * self.config.data.token_len
 
 
 def method_names(text: str) -> tuple[str, ...]:
@@ -51,44 +76,136 @@ def method_names(text: str) -> tuple[str, ...]:
     return tuple(name for name in systems if name in chosen)
 
 
+# ---------------------------------------------------------------- plan and train
+
+
+@dataclass
+class Row:
+    """A system in progress: points by training seed, the models of them, and its record in the result."""
+
+    points: dict[int, list[Point]]
+    models: dict[tuple[int, int], Path]  # by seed and number of the point
+    record: dict[str, Any]
+
+
+def plan(asked: Comparison, workshop: Workshop) -> dict[str, Row]:
+    """Return the trainings of every system, on prepared text and with the steps that the budgets allow."""
+    rows = {name: Row({}, {}, {"method": name, "title": method_class(name).title}) for name in asked.methods}
+    for name, row in rows.items():
+        with workshop.recorded(row.record, row.record["title"]):
+            points = points_of(asked, workshop, name)
+            first = points[0].config.train.seed
+            # Set the seed last: text, encoder and steps are the same for all seeds.
+            row.points = {seed: [_seeded(p, seed) for p in points] for seed in range(first, first + asked.train_seeds)}
+            row.record["config"] = to_dict(points[-1].config)
+    return rows
+
+
+def points_of(asked: Comparison, workshop: Workshop, name: str) -> list[Point]:
+    """Return the points of one system."""
+    config = for_method(asked.base, name)
+    if len(asked.budgets) > 1:
+        config = replace(config, train=replace(config.train, schedule="constant"))
+    config = workshop.conditions(validate(override(config, asked.overrides)))
+    budgets: Sequence[Budget | None] = asked.budgets or (None,)
+    spent = [workshop.budgeted(config, budget) for budget in budgets]
+    anew = method_class(name).has_phases or method_class(name).first_stage(config) is not None
+    trained = spent if anew else [spent[-1]] * len(spent)
+    texts = [budget.text if budget else "the preset's steps" for budget in budgets]
+    return [Point(of, end.train.steps, text) for of, end, text in zip(trained, spent, texts, strict=True)]
+
+
+def _seeded(point: Point, seed: int) -> Point:
+    return replace(point, config=replace(point.config, train=replace(point.config.train, seed=seed)))
+
+
+def train(rows: Mapping[str, Row], workshop: Workshop, wait: bool = True) -> None:
+    """Train all systems; without `wait`, skip what other processes are training."""
+
+    def one(row: Row, seed: int, config: Config) -> None:
+        with workshop.recorded(row.record, row.record["title"]):
+            own = [i for i, point in enumerate(row.points[seed]) if point.config == config]
+            models = workshop.models(config, [row.points[seed][i].step for i in own])
+            row.models |= {(seed, i): path for i, path in zip(own, models, strict=True)}
+
+    seeds = sorted({seed for row in rows.values() for seed in row.points})
+    pairs = [(row, seed) for seed in seeds for row in rows.values() if seed in row.points]
+    each = [(row, seed, config) for row, seed in pairs for config in dict.fromkeys(p.config for p in row.points[seed])]
+    workshop.take_turns([partial(one, *task) for task in each], wait)
+
+
+# ---------------------------------------------------------------- score
+
+
 def compare(asked: Comparison, workshop: Workshop, scorer: Callable[[], Scorer], request: EvaluationRequest) -> dict[str, Any]:
     """Train, sample, score and time all methods; return the content of `compare.json`."""
-    rows = {name: {"method": name, "title": method_class(name).title} for name in asked.methods}
-    models: dict[str, Model] = {}
+    rows = plan(asked, workshop)
+    train(rows, workshop)
+    return evaluate(asked, rows, workshop, scorer, request)
 
-    def train(name: str) -> None:
-        with workshop.recorded(rows[name], rows[name]["title"]):
-            models[name] = _trained(asked, workshop, name, rows[name])
 
-    workshop.take_turns([partial(train, name) for name in rows])
-    if not models:  # most likely for one reason: raise it before a scorer is downloaded
-        raise UsageError(f"No system could be trained: {next(iter(rows.values()))['error']}")
-    evaluation = Evaluation(scorer(), request, workshop.parts, workshop.console)
-    models = {name: models[name] for name in rows if name in models}  # another process may have changed the order
-    for name, model in models.items():
-        with workshop.recorded(rows[name], model.method.title):
-            heldout = workshop.blocks(Path(rows[name]["data"]), "heldout")
-            [rows[name]["entry"]] = evaluation.run([ModelSource(model, model.method.title, 64, heldout)])["entries"]
-    return evaluation.conditions | {
-        "version": __version__, "preset": asked.base.preset, "budget": asdict(asked.budget) if asked.budget else None,
-        "rows": list(rows.values()), "speed": _timed(asked, workshop, models),
+def evaluate(
+    asked: Comparison, rows: Mapping[str, Row], workshop: Workshop, scorer: Callable[[], Scorer], request: EvaluationRequest
+) -> dict[str, Any]:
+    """Score every model, time the last ones, and assemble the result."""
+    if not any(row.models for row in rows.values()):  # most likely for one reason: raise it before a scorer is downloaded
+        raise UsageError(f"No system could be trained: {next(iter(rows.values())).record['error']}")
+    last: dict[str, Model] = {}
+    with workshop.alone("compare"):  # other processes with the same command then reuse the results
+        scores = Scores(Evaluation(scorer(), request, workshop.parts, workshop.console))
+        for name, row in rows.items():
+            with workshop.recorded(row.record, row.record["title"]):
+                _score(row, workshop, scores, last, name)
+        speed = _timed(asked, workshop, last)
+    budgets = [asdict(budget) for budget in asked.budgets]
+    return scores.evaluation.conditions | {
+        "version": __version__, "preset": asked.base.preset, "budgets": budgets, "train_seeds": asked.train_seeds,
+        "rows": [row.record for row in rows.values()], "anchors": scores.anchors, "speed": speed,
     }  # fmt: skip
 
 
-def _trained(asked: Comparison, workshop: Workshop, name: str, row: dict[str, Any]) -> Model:
-    """Train a method, add facts about the training to `row`, and return the model."""
-    config = validate(override(for_method(asked.base, name), asked.overrides))
-    config = workshop.budgeted(workshop.conditions(config), asked.budget)
-    run = workshop.train(config)
-    model = load(run, str(workshop.ranks.device))
-    train = config.train
-    steps = all_steps(config)
-    row |= {
-        "run": run.name, "data": config.data.source, "parameters": parameter_count(model), "steps": steps,
-        "tokens_seen": steps * train.batch * train.accumulation * workshop.ranks.world * config.data.token_len,
-        "training_seconds": training_seconds(run),
-    }  # fmt: skip
-    return model
+def _score(row: Row, workshop: Workshop, scores: Scores, last: dict[str, Model], name: str) -> None:
+    """Add to a record the scores of its points, from the first to the last."""
+    if not row.models:
+        return
+    found: dict[int, list[dict[str, Any]]] = {}
+    for (seed, i), path in sorted(row.models.items(), key=lambda item: item[0][::-1]):
+        point = row.points[seed][i]
+        model = load(path, str(workshop.ranks.device))
+        heldout = workshop.blocks(Path(point.config.data.source), "heldout")
+        title = f"{model.method.title}-{point.budget}-{seed}" if len(row.models) > 1 else model.method.title
+        entry = scores.entry(ModelSource(model, title, 64, heldout), heldout)
+        run = workshop.run_of(point.config)
+        found.setdefault(i, []).append({
+            "seed": seed, "run": run.name, "model": path.name, "entry": entry,
+            "training_seconds": training_seconds(run, point.step),
+        })  # fmt: skip
+        last.setdefault(name, model)
+        if i == max(j for _, j in row.models) and seed == min(s for s, j in row.models if j == i):
+            last[name] = model
+            row.record |= {"entry": entry, "parameters": parameter_count(model), "evaluations": entry["evaluations"]}
+    first = next(iter(row.points.values()))
+    row.record["points"] = [
+        {"budget": first[i].budget, "tokens_seen": first[i].tokens * workshop.ranks.world} | summary(runs)
+        for i, runs in sorted(found.items())
+    ]
+
+
+def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Summarize the trainings at a point: deviations are over training seeds if there are several, else over sampling seeds."""
+    entries = [run["entry"] for run in runs]
+    measures = {name: entries[0]["measures"][name] for name in MEASURES if name in entries[0]["measures"]}
+    if len(runs) > 1:
+        kept = [name for name in measures if all(name in entry["measures"] for entry in entries)]
+        measures = {name: spread([entry["measures"][name]["mean"] for entry in entries]) for name in kept}
+    codec = [entry["reconstruction"] for entry in entries if entry["reconstruction"] is not None]
+    return {
+        "measures": measures,
+        "reconstruction": spread(codec) if codec else None,
+        "training_seconds": statistics.fmean(run["training_seconds"] for run in runs),
+        "degenerate": sorted({sentence for entry in entries for sentence in entry["degenerate"]}),
+        "runs": [{name: value for name, value in run.items() if name != "entry"} for run in runs],
+    }
 
 
 def _timed(asked: Comparison, workshop: Workshop, models: Mapping[str, Model]) -> dict[str, Any]:

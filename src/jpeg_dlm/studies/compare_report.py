@@ -1,22 +1,37 @@
-"""The comparison as a table beside the paper's, and as a picture of quality against speed."""
+"""The comparison as tables: all systems beside the paper's figures, their curves, equal time, and how recipes differ."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
-from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
-
+from jpeg_dlm.config_io import from_dict
 from jpeg_dlm.evaluation.paper import paper_tables
-from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.results.spread import plus_minus
-from jpeg_dlm.results.table import Cell, Table, emphasis
+from jpeg_dlm.results.table import Cell, Table
 from jpeg_dlm.studies.compare import CACHED
+from jpeg_dlm.studies.recipes import recipe_table
+from jpeg_dlm.studies.scored import HEADINGS, MEASURES, anchor_rows, cells
 
-OURS = ("system", "parameters", "tokens seen", "training", "Gen-PPL", "entropy (nats)", "MAUVE", "speed")
-MARKERS = "os^DvPX*<>"  # beside the colors, which are fewer than the systems
+BEFORE, AFTER = ("parameters", "tokens seen", "training"), ("tokens reconstructed", "evaluations", "speed")
+OURS = ("system", *BEFORE, *HEADINGS, *AFTER)
 PAPER = ("Gen-PPL", "entropy", "MAUVE", "speed")
+
+
+def compare_tables(result: Mapping[str, Any], paper_set: str = "lm1b") -> list[Table]:
+    """Return all tables of a comparison; curves and equal time only if there are several budgets."""
+    configs = {row["method"]: from_dict(row["config"]) for row in result["rows"] if "config" in row}
+    tables = [compare_table(result, paper_set)]
+    if len(result["budgets"]) > 1:
+        tables += [curve_table(result), time_table(result)]
+    return tables + ([recipe_table(configs, paper_set)] if configs else [])
+
+
+def scored_rows(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the rows of systems that were scored."""
+    return [row for row in result["rows"] if row.get("points")]
 
 
 def compare_table(result: Mapping[str, Any], paper_set: str = "lm1b") -> Table:
@@ -29,78 +44,107 @@ def compare_table(result: Mapping[str, Any], paper_set: str = "lm1b") -> Table:
         rows.append(_own(row, speeds) + _papers(beside))
         if (cached := title + CACHED) in speeds:
             papers = f"{beside['speed_kv_cache']:g}" if beside else ""
-            rows.append([cached, *[""] * 6, f"{speeds[cached]:.2f}", "", "", "", papers])
-    entry = next((row["entry"] for row in result["rows"] if "entry" in row), None)
-    for name in ("real", "shuffled") if entry else ():
-        figures = entry["figures"][name] if entry else {}
-        rows.append([emphasis(f"{name} text"), "", "", "", f"{figures['gen_ppl']:.1f}", f"{figures['entropy']:.3f}", *[""] * 6])
+            rows.append([cached, *[""] * (len(OURS) - 2), f"{speeds[cached]:.2f}", "", "", "", papers])
+    rows += anchor_rows(result["anchors"], len(BEFORE), len(AFTER) + len(PAPER))
     heading = [*OURS, *(f"paper, {paper_set}: {name}" for name in PAPER)]
-    return Table.of(_conditions(result), heading, rows, _failures(result["rows"]))
+    return Table.of(_conditions(result), heading, rows, _notes(result["rows"]))
 
 
 def _conditions(result: Mapping[str, Any]) -> str:
-    budget = result["budget"]["text"] if result["budget"] else "the preset's steps"
-    entry = next((row["entry"] for row in result["rows"] if "entry" in row), None)
-    runs = f", {len(entry['runs'])} x {entry['runs'][0]['figures']['texts']} texts" if entry else ""
+    budget = result["budgets"][-1]["text"] if result["budgets"] else "the preset's steps"
     names = [row["name"] for row in result["speed"]["rows"]]
     unit = names[0] + (" without KV cache" if names[0] + CACHED in names else "")
     speed = f" Speed at batch {result['speed']['batch']}, fp32, relative to {unit}."
     return (
-        f"Preset {result['preset']}, equal budget of {budget} per system; Gen-PPL and MAUVE by {result['scorer']}{runs}; "
-        f"± is the deviation over seeds.{speed} The paper's columns are of gpt2-large, 1,024 texts and models of 105 to 179 M."
+        f"Preset {result['preset']}, equal budget of {budget} per system; Gen-PPL and MAUVE by {result['scorer']}; "
+        f"{_spread(result)} Words that exist and copied texts are by the training text; floors have the lengths of real "
+        f"texts.{speed} The paper's columns are of gpt2-large, 1,024 texts and models of 105 to 179 M."
     )
 
 
+def _spread(result: Mapping[str, Any]) -> str:
+    entry = next((row["entry"] for row in result["rows"] if "entry" in row), None)
+    texts = f"{len(entry['runs'])} x {entry['runs'][0]['figures']['texts']} texts" if entry else "no text"
+    trained = result["train_seeds"]
+    if trained > 1:
+        return f"± is the deviation over {trained} trainings, each the mean over {texts}."
+    return f"± is the deviation over the sampling seeds of one training, {texts}."
+
+
 def _own(row: Mapping[str, Any], speeds: Mapping[str, float]) -> list[str]:
-    if "entry" not in row:
-        return [row["title"], "failed", *[""] * 6]
-    m = row["entry"]["measures"]
+    if not row.get("points"):
+        return [row["title"], "failed", *[""] * (len(OURS) - 2)]
+    point = row["points"][-1]
     return [
-        row["title"] + (" (degenerate?)" if row["entry"]["degenerate"] else ""),
+        row["title"] + (" (degenerate?)" if point["degenerate"] else ""),
         f"{row['parameters'] / 1e6:.2f} M",
-        f"{row['tokens_seen'] / 1e6:.2f} M",
-        f"{row['training_seconds'] / 60:.1f} min",
-        plus_minus(m["gen_ppl"], 1),
-        plus_minus(m["entropy"], 3),
-        plus_minus(m.get("mauve"), 3),
+        *_training(point),
+        *cells(point["measures"]),
+        plus_minus(point["reconstruction"], 3),
+        str(row["evaluations"]),
         f"{speeds[row['title']]:.2f}" if row["title"] in speeds else "",
     ]
+
+
+def _training(point: Mapping[str, Any]) -> list[str]:
+    return [f"{point['tokens_seen'] / 1e6:.2f} M", f"{point['training_seconds'] / 60:.1f} min"]
 
 
 def _papers(row: Mapping[str, Any] | None) -> list[str]:
     return [f"{row[key]:g}" if row else "" for key in ("gen_ppl", "entropy", "mauve", "speed")]
 
 
-def _failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{row['title']} failed: {row['error']}" for row in rows if "error" in row]
 
 
-def draw_comparison(result: Mapping[str, Any], path: Path) -> Path | None:
-    """Gen-PPL and entropy against throughput; the dashed line is real text. None if nothing can be drawn."""
-    speeds = {row["name"]: row["texts_per_second"] for row in result["speed"]["rows"]}
-    shown = [row for row in result["rows"] if "entry" in row and row["title"] in speeds]
-    if not shown:
-        return None
-    names = {"gen_ppl": f"Gen-PPL ({result['scorer']})", "entropy": "entropy (nats)", "mauve": "MAUVE"}
-    names = {key: text for key, text in names.items() if all(key in row["entry"]["measures"] for row in shown)}
-    figure, panels = new_figure(len(names), "quality against speed, equal training budget")
-    for axes, (key, text) in zip(panels, names.items(), strict=True):
-        for i, row in enumerate(shown):
-            measure = row["entry"]["measures"][key]
-            axes.errorbar(
-                speeds[row["title"]], measure["mean"], measure["sd"] or 0.0, fmt=MARKERS[i % len(MARKERS)], ms=7, capsize=3,
-                color=LINE_COLORS[i % len(LINE_COLORS)], label=row["title"],
-            )  # fmt: skip
-        real = shown[0]["entry"]["figures"]["real"]
-        if key in real:
-            axes.axhline(real[key], color=INK, ls="--", lw=1.0, label="real text")
-        dress(axes, text, text, "texts per second")
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.margins(x=0.25, y=0.15)
-        if key == "gen_ppl":
-            axes.set_yscale("log")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
-    return save_png(figure, path)
+# ---------------------------------------------------------------- along the way
+
+
+def curve_table(result: Mapping[str, Any]) -> Table:
+    """Return a row for each system and budget."""
+    rows: list[Sequence[Cell]] = [
+        [row["title"], *_training(point), *cells(point["measures"]), plus_minus(point["reconstruction"], 3)]
+        for row in scored_rows(result)
+        for point in row["points"]
+    ]
+    rows += anchor_rows(result["anchors"], 2, 1)
+    head = (
+        f"The same systems after each budget: one training per system and seed at a constant learning rate, scored on the way "
+        f"with averaged weights (systems with stages or phases: one training per budget). {_spread(result)}"
+    )
+    return Table.of(head, ("system", *BEFORE[1:], *HEADINGS, AFTER[0]), rows)
+
+
+def at_time(points: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float] | None:
+    """Return tokens and measures after so much training, linear in log time between two points; None outside of them."""
+    for a, b in pairwise(points):
+        low, high = a["training_seconds"], b["training_seconds"]
+        if low <= seconds <= high and low < high:
+            share = math.log(seconds / low) / math.log(high / low)
+            both = [name for name in MEASURES if name in a["measures"] and name in b["measures"]]
+            values = {name: (a["measures"][name]["mean"], b["measures"][name]["mean"]) for name in both}
+            found = {name: x + share * (y - x) for name, (x, y) in values.items()}
+            return found | {"tokens": math.exp(math.log(a["tokens_seen"]) * (1 - share) + math.log(b["tokens_seen"]) * share)}
+    return None
+
+
+def time_table(result: Mapping[str, Any]) -> Table:
+    """Return the systems after equal training time: the longest that all of them reached."""
+    scored = scored_rows(result)
+    seconds = min(row["points"][-1]["training_seconds"] for row in scored)
+    rows: list[Sequence[Cell]] = []
+    for row in scored:
+        found = at_time(row["points"], seconds)
+        if found is None:
+            first = row["points"][0]["training_seconds"] / 60
+            rows.append([row["title"], f"the first budget took {first:.1f} min", *[""] * len(HEADINGS)])
+            continue
+        values = {name: {"mean": found[name], "sd": None} for name in MEASURES if name in found}
+        rows.append([row["title"], f"{found['tokens'] / 1e6:.2f} M", *cells(values)])
+    rows += anchor_rows(result["anchors"], 1, 0)
+    head = (
+        f"Equal time: after {seconds / 60:.1f} minutes of optimizer steps on this machine, between two budgets linear in the "
+        "logarithm of time."
+    )
+    return Table.of(head, ("system", "tokens seen", *HEADINGS), rows)

@@ -1,43 +1,57 @@
-"""Options that help JPEG-DLM on a small budget (beyond the paper): a preset with each of them switched off or changed."""
+"""Differences between the recipe of each system in a comparison and its published one, read from the configs themselves."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from jpeg_dlm.config import Config
-from jpeg_dlm.config_io import override
-from jpeg_dlm.studies.study import Variant, Variants
+from jpeg_dlm.config_io import flatten, to_dict
+from jpeg_dlm.methods.registry import for_method, method_class
+from jpeg_dlm.presets import preset
+from jpeg_dlm.results.table import Table
 
-PAPER_TIMES = {"objective.time_mean": -1.5, "objective.time_std": 0.8, "objective.time_uniform": 0.0}  # (paper)
-PAPER_SIGREG = 0.1  # (paper)
+GROUPS = {"model.": "sizes and network", "objective.": "objective", "train.": "optimization", "sampler.": "sampling"}
+# Options that say where and how long a run trains and what it reports, not what it learns.
+NOT_RECIPE = frozenset(
+    f"train.{name}"
+    for name in (
+        "steps", "epochs", "devices", "accumulation", "precision", "compile", "checkpoint_layers", "sharding", "timeout_s",
+        "seed", "nonfinite", "log", "log_every", "eval_every", "diagnose", "save_every", "keep", "encoder_steps", "encoder_lr",
+        "spike_alarm", "collapse_alarm",
+    )
+) | {"objective.ce_chunk"}  # fmt: skip
 
 
-def recipes(base: Config) -> Variants:
-    """Return the preset, then the preset with one option changed in each row, and last with all options as in the paper."""
-    m, t = base.model, base.train
-    back: dict[str, dict[str, Any]] = {
-        "no skip in the denoise head": {"model.denoise_skip": False},
-        "no residual in the decode head": {"model.decode_residual": False},
-        "position tables at D^-0.5": {"model.position_scale": 0.0},
-        "one noise draw per row": {"objective.flow_draws": 1},
-        "the paper's times": PAPER_TIMES,
-        "SIGReg at the paper's weight throughout": {"objective.sigreg_weight": PAPER_SIGREG, "objective.sigreg_late": 0.0},
-        "codec at a third of the rate": {"train.codec_lr": t.lr / 3},
-    }
-    forth: dict[str, dict[str, Any]] = {
-        "SIGReg at its first weight throughout": {"objective.sigreg_late": 0.0},
-        "no uniform times": {"objective.time_uniform": 0.0},
-        "four noise draws per row": {"objective.flow_draws": 4},
-        "flow loss weighted by the linear residual": {"objective.flow_weighting": "residual"},
-        "latents twice as wide": {"model.latent_dim": 2 * m.latent_dim},
-        "twice as many latents": {"model.latent_len": min(2 * m.latent_len, base.data.token_len)},
-        "Muon": {"train.optimizer": "muon"},
-        "rows twice as many per step": {"train.batch": 2 * t.batch},
-    }
-    together = {option: value for change in back.values() for option, value in change.items()}
-    found: list[Variant] = []
-    for label, change in {"the preset": {}, **back, **forth, "all of the first seven": together}.items():
-        config = override(base, change)
-        if all(config != other.config for other in found):  # a preset may have some of them already
-            found.append(Variant(label, config))
-    return Variants(found)
+def published(method: str, paper_set: str = "lm1b") -> Config:
+    """Return the config of a system in the paper's comparison: its authors' recipe at the published size."""
+    return for_method(preset(paper_set), method)
+
+
+def differences(config: Config, paper_set: str = "lm1b") -> dict[str, tuple[Any, Any]]:
+    """Return the options of a recipe that differ from the published one, as (published, here); `train.batch` is in rows."""
+    before, now = (_options(c) for c in (published(config.method, paper_set), config))
+    return {name: (before.get(name), value) for name, value in now.items() if value != before.get(name)}
+
+
+def _options(config: Config) -> dict[str, Any]:
+    values = {name: value for name, value in flatten(to_dict(config)).items() if name.startswith(tuple(GROUPS))}
+    t = config.train
+    values["train.batch"] = t.batch * t.accumulation * t.devices  # rows of a step
+    return {name: value for name, value in values.items() if name not in NOT_RECIPE}
+
+
+def recipe_table(configs: Mapping[str, Config], paper_set: str = "lm1b") -> Table:
+    """Return a row per system with every option that differs from its published recipe."""
+    rows = []
+    for method, config in configs.items():
+        found = differences(config, paper_set)
+        parts = [
+            [(name.removeprefix(group), *pair) for name, pair in found.items() if name.startswith(group)] for group in GROUPS
+        ]
+        rows.append([method_class(method).title, *(", ".join(f"{n} {a} -> {b}" for n, a, b in part) for part in parts)])
+    head = (
+        f"Options that differ from the published recipe of each system ({paper_set}; text, tokenizer and length of training "
+        "aside), as published -> here. Nothing else was changed for this size."
+    )
+    return Table.of(head, ("system", *GROUPS.values()), rows)

@@ -23,12 +23,12 @@ from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.results.spread import spread
 from jpeg_dlm.scorers.scoring import Scorer
 from jpeg_dlm.studies.budget import Budget, all_steps
+from jpeg_dlm.studies.scored import MEASURES, Scores
 from jpeg_dlm.studies.study import StudyOutcome, Variant, read_base
 from jpeg_dlm.studies.variant_report import study_table
 from jpeg_dlm.studies.variants import TRAINING
 from jpeg_dlm.studies.workshop import Workshop, parameter_count, training_seconds
 
-MEASURES = ("gen_ppl", "entropy", "mauve")
 SHOWN = 4  # texts per run kept in the result
 
 
@@ -118,30 +118,29 @@ def evaluate(
     if not any(row.runs for row in rows):  # most likely for one reason: raise it before a scorer is downloaded
         raise UsageError(f"No variant could be trained: {rows[0].record['error']}")
     with workshop.alone(f"study-{question.study}"):  # other machines with the same command then reuse the results
-        evaluation = Evaluation(scorer(), request, workshop.parts, workshop.console)
+        scores = Scores(Evaluation(scorer(), request, workshop.parts, workshop.console))
         beside: dict[str, Any] = {}
         for row in rows:
             with workshop.recorded(row.record, row.title):
                 trained = [config for config in row.configs if config.train.seed in row.runs]
-                found = [_scored(row, config, workshop, evaluation, batch, beside) for config in trained]
+                found = [_scored(row, config, workshop, scores, batch, beside) for config in trained]
                 row.record |= summary(found) if found else {}
     result = {
         "study": question.study, "title": study.title, "version": __version__, "preset": question.base.preset,
-        "budget": asdict(question.budget) if question.budget else None, "scorer": evaluation.scorer.name,
+        "budget": asdict(question.budget) if question.budget else None, "scorer": scores.evaluation.scorer.name,
         "protocol": asdict(request.protocol), "texts": request.n or request.protocol.n, "seeds": len(request.seeds),
-        "train_seeds": question.train_seeds, "left_out": planned.left_out, "rows": [row.record for row in rows], **beside,
+        "train_seeds": question.train_seeds, "left_out": planned.left_out, "rows": [row.record for row in rows],
+        "anchors": scores.anchors, **beside,
     }  # fmt: skip
     return StudyOutcome(result, [study_table(result)], partial(study.draw, result))
 
 
-def _scored(
-    row: Row, config: Config, workshop: Workshop, evaluation: Evaluation, batch: int, beside: dict[str, Any]
-) -> dict[str, Any]:
+def _scored(row: Row, config: Config, workshop: Workshop, scores: Scores, batch: int, beside: dict[str, Any]) -> dict[str, Any]:
     """Score one trained run; add the figures of real and shuffled text to `beside`."""
     run = row.runs[config.train.seed]
     model = load(run, str(workshop.ranks.device))
     heldout = workshop.blocks(Path(config.data.source), "heldout")
-    [entry] = evaluation.run([ModelSource(model, run.name, batch, heldout)])["entries"]
+    entry = scores.entry(ModelSource(model, run.name, batch, heldout), heldout)
     beside |= {name: entry["figures"][name] for name in ("real", "shuffled")}
     return {
         "run": run.name, "seed": config.train.seed, "steps": all_steps(config),

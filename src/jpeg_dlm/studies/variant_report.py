@@ -1,4 +1,4 @@
-"""A study of variants as a table: ours with deviations, real text, and the paper's figures in columns of their own."""
+"""A study of variants as a table: ours with deviations, floors and ceiling, and the paper's figures in columns of their own."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpeg_dlm.results.spread import plus_minus
-from jpeg_dlm.results.table import Cell, Table, emphasis
+from jpeg_dlm.results.table import Cell, Table
+from jpeg_dlm.studies.scored import HEADINGS, anchor_rows, cells
 
-OURS = ("variant", "parameters", "training", "Gen-PPL", "entropy (nats)", "MAUVE", "tokens reconstructed")
+OURS = ("variant", "parameters", "training", *HEADINGS, "tokens reconstructed")
 PAPER = ("paper: Gen-PPL", "paper: entropy", "paper: MAUVE")
 
 
 def study_table(result: Mapping[str, Any]) -> Table:
     """The conditions, the rows, and a sentence for whatever is missing or suspicious."""
     rows: list[Sequence[Cell]] = [_own(row) + _papers(row["paper"]) for row in result["rows"]]
-    for name in ("real", "shuffled"):
-        if name in result:
-            figures = [f"{result[name]['gen_ppl']:.1f}", f"{result[name]['entropy']:.3f}"]
-            rows.append([emphasis(f"{name} text"), "", "", *figures, *[""] * 5])
+    rows += anchor_rows(result["anchors"], 2, 1 + len(PAPER))
     notes = list(result["left_out"])
     for row in result["rows"]:
         if "error" in row:
@@ -43,15 +41,13 @@ def _conditions(result: Mapping[str, Any]) -> str:
 
 def _own(row: Mapping[str, Any]) -> list[str]:
     if "measures" not in row:
-        return [row["label"], "failed", *[""] * 5]
+        return [row["label"], "failed", *[""] * (len(OURS) - 2)]
     m, kept = row["measures"], row["reconstruction"]
     return [
         row["label"] + (" (degenerate?)" if row["degenerate"] else ""),
         f"{row['parameters'] / 1e6:.2f} M",
         f"{row['training_seconds'] / 60:.1f} min",
-        plus_minus(m["gen_ppl"], 1),
-        plus_minus(m["entropy"], 3),
-        plus_minus(m.get("mauve"), 3),
+        *cells(m),
         plus_minus(kept, 3),
     ]
 

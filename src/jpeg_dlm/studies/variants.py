@@ -13,7 +13,7 @@ from typing import Any
 from jpeg_dlm.config import Config
 from jpeg_dlm.evaluation.paper import paper_tables
 from jpeg_dlm.methods.registry import for_method, method_class
-from jpeg_dlm.studies.recipes import recipes
+from jpeg_dlm.studies.small_budgets import recipes
 from jpeg_dlm.studies.study import TrainingStudy, Variant, Variants
 from jpeg_dlm.studies.variant_pictures import draw_joint, draw_rates, draw_rows, draw_widths
 
@@ -36,12 +36,17 @@ def _paper_base() -> dict[str, Any]:
 
 
 def ablations(base: Config) -> Variants:
-    """Table 2: separate networks, no JEP, no feature loss, other corruption, token loss at more times."""
+    """Table 2: separate networks, no JEP, no feature loss, other corruption, token loss at more times.
+
+    The paper does not say over what the token loss at t in [0.5, 1] is a mean. Here it is the mean over the rows at these
+    times: they are 3% of all with the paper's times, and as a mean over all rows their loss would hardly count.
+    """
     found = []
     for row in paper_tables()["ablation"]["rows"]:
         o = base.objective
+        late = CE_TIME_MIN[row["ce_times"]] < 1
         objective = replace(
-            o, sigma=row["sigma"], ce_time_min=CE_TIME_MIN[row["ce_times"]],
+            o, sigma=row["sigma"], ce_time_min=CE_TIME_MIN[row["ce_times"]], ce_time_mean="late" if late else o.ce_time_mean,
             jep_weight=o.jep_weight if row["jep"] else 0.0, feat_weight=o.feat_weight if row["feat"] else 0.0,
         )  # fmt: skip
         model = replace(base.model, shared="sep. nets" not in row["variant"])
@@ -161,7 +166,7 @@ def encoder_layers(base: Config) -> Variants:
 TRAINING: dict[str, TrainingStudy] = {
     "ablations": TrainingStudy(
         "what each part of the objective is worth", ablations, draw_rows,
-        ("model.shared", "objective.sigma", "objective.ce_time_min"),
+        ("model.shared", "objective.sigma", "objective.ce_time_min", "objective.ce_time_mean"),
     ),
     "regularizers": TrainingStudy("regularizers of the latents", regularizers, draw_rows),
     "rates": TrainingStudy("quality against the compression rate", rates, draw_rates, ("model.latent_len",)),

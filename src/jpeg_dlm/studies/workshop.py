@@ -2,7 +2,7 @@
 
 WORKSHOP/data-*/     text, prepared once for each set of options
 WORKSHOP/encoder-*/  the text encoder, pretrained once and shared by all methods that use one
-WORKSHOP/runs/*/     a run per configuration, named by its method and a hash of all its options
+WORKSHOP/runs/*/     a run per configuration, named by its method and a hash of all its options; models/ has those along the way
 WORKSHOP/parts/      finished measurements
 WORKSHOP/locks/      locks of work in progress
 
@@ -27,9 +27,10 @@ from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import changed, read_json_file, to_dict
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.encoders.small import CONFIG_FILE
-from jpeg_dlm.errors import JpegDlmError
+from jpeg_dlm.errors import JpegDlmError, UsageError
 from jpeg_dlm.files import write_atomic
-from jpeg_dlm.folders.checkpoint import latest_checkpoint
+from jpeg_dlm.folders.checkpoint import latest_checkpoint, newest_step
+from jpeg_dlm.folders.model_folder import read_model, write_model
 from jpeg_dlm.machine.console import Console
 from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.registry import method_class
@@ -42,6 +43,7 @@ from jpeg_dlm.training.lock import Locked, run_lock
 from jpeg_dlm.training.metrics import read_metrics
 from jpeg_dlm.training.run import encoder_config, fit_to_data, train_run
 
+SIGNALS = ("SIGTERM", "SIGINT")
 POLL_S = 1.0  # between attempts to take a lock (assumed: short compared to any training)
 
 
@@ -184,6 +186,29 @@ class Workshop:
         self.train_in(run, config)
         return run
 
+    def models(self, config: Config, steps: Sequence[int]) -> list[Path]:
+        """Train a config and return the model at each of these increasing steps, the last of which ends the training.
+
+        Training stops at each step, so that the model of it is written before the next begins.
+        """
+        run = self.run_of(config)
+        found = [run / "models" / f"step-{step:08d}" for step in steps]
+        with run_lock(self.folder / "locks" / run.name):
+            for step, path in zip(steps, found, strict=True):
+                if path.is_dir():
+                    continue
+                last = step == config.train.steps
+                if not (last and self._finished(run, config)):
+                    outcome = train_run(config, run, self.ranks, self.console, resume=True, stop_at=None if last else step)
+                    if outcome.stopped_by in SIGNALS:
+                        raise StudyStopped(outcome.stopped_by)
+                if newest_step(run) != step:
+                    raise UsageError(
+                        f"'{run}' lacks the model of step {step} and is past it: delete the folder to train again."
+                    )
+                write_model(read_model(run, self.console.warn), path)
+        return found
+
     def train_in(self, run: Path, config: Config) -> None:
         """Train a config in a folder, unless that is done; raise `Locked` if another process is training it."""
         with run_lock(self.folder / "locks" / run.name):  # `train_run` takes its own lock only after the check below
@@ -204,8 +229,8 @@ class Workshop:
 # ---------------------------------------------------------------- facts about a trained run
 
 
-def training_seconds(run: Path) -> float:
-    """Return the time that a run and its earlier stages spent in optimizer steps, from their logs."""
+def training_seconds(run: Path, step: int | None = None) -> float:
+    """Return the time that a run, or its first steps, and its earlier stages spent in optimizer steps, from their logs."""
     total = 0.0
     for log in [run / "metrics.jsonl", *run.glob("*-training/metrics.jsonl")]:
         if not log.is_file() or log.parent.name == "encoder-training":
@@ -213,7 +238,7 @@ def training_seconds(run: Path) -> float:
         train = read_json_file(run / "config.json")["train"]
         before = 0
         for values in read_metrics(log):
-            if "rows_per_s" in values:
+            if "rows_per_s" in values and (step is None or log.parent != run or values["step"] <= step):
                 rows = (values["step"] - before) * train["batch"] * train["accumulation"]
                 total, before = total + rows / values["rows_per_s"], values["step"]
     return total

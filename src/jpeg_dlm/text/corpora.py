@@ -12,6 +12,7 @@ no "text" is a row of token ids instead. Each source is split into documents as 
 | `sotu`, `sotu-modern` | one per speech; the latter those since 1945 |
 | `wikipedia` | one per article of enwik8, prose only |
 | `captions` | one per sentence: short ones of SNLI, each once |
+| `tatoeba` | one per sentence: the English of Tatoeba's pairs with French and Spanish, each once |
 | `stories`, `stories:N` | one per story that stories15M writes: 20,000, or N |
 | `lm1b`, `openwebtext`, `hf:NAME[:SPLIT]` | one per record, streamed by the package `datasets` |
 """
@@ -35,6 +36,7 @@ from jpeg_dlm.errors import DataError, MissingPackageError, UsageError, reason_o
 from jpeg_dlm.fetch.assets import ASSETS, fetch
 from jpeg_dlm.text.captions import captions
 from jpeg_dlm.text.stories import PART, VERSION, stories_of, written
+from jpeg_dlm.text.tatoeba import english, pair_lines
 from jpeg_dlm.text.tokenizer import collapse
 from jpeg_dlm.text.wikipedia import wikipedia_articles
 
@@ -55,8 +57,9 @@ ARCHIVES = {
     b"\x28\xb5\x2f\xfd": "packed with zstd", b"%PDF-": "a PDF document",
 }  # fmt: skip
 WIKIPEDIA_BYTES = 51_000_000  # measured: size of enwik8 after cleaning
-CAPTIONS_BYTES = 4_470_000  # measured: size of the sentences that are kept
+CAPTIONS_BYTES, TATOEBA_BYTES = 4_470_000, 6_240_000  # measured: size of the sentences that are kept
 SPEECHES = {"sotu": "", "sotu-modern": "1945"}  # first year of each corpus
+CARRIED = {"wikipedia": "enwik8", "captions": "captions", "tatoeba": "tatoeba"} | dict.fromkeys(SPEECHES, "sotu")  # assets
 HUB_SETS = {"lm1b": "dvruette/lm1b:train", "openwebtext": "Skylion007/openwebtext:train"}
 
 
@@ -83,8 +86,8 @@ def bring(source: str, out: Path, console: Console) -> None:
     count = stories_of(source)
     if count:
         written(count, console)
-    elif name := {"wikipedia": "enwik8", "captions": "captions"}.get(source, "sotu" if source in SPEECHES else ""):
-        fetch(name, console=console)
+    elif source in CARRIED:
+        fetch(CARRIED[source], console=console)
 
 
 def open_corpus(source: str, detokenize: str = "none") -> Corpus:
@@ -125,6 +128,9 @@ def _find(source: str) -> Corpus:
             CAPTIONS_BYTES,
             _pinned("captions"),
         )
+    if source == "tatoeba":
+        folder = fetch("tatoeba")
+        return Corpus(lambda skip: _skipping(english(pair_lines(folder)), skip), TATOEBA_BYTES, _pinned("tatoeba"))
     if source in SPEECHES:
         files = [p for p in _files(fetch("sotu")) if p.name >= SPEECHES[source]]  # names begin with the year
         return Corpus(lambda skip: _skipping(_documents(files), skip), _size(files), _pinned("sotu"))
@@ -139,7 +145,7 @@ def _find(source: str) -> Corpus:
     raise DataError(f"No text at '{source}': no such file or folder; the named corpora are {', '.join(NAMED)} and hf:NAME.")
 
 
-NAMED = (*SPEECHES, "wikipedia", "captions", "stories", *HUB_SETS)
+NAMED = (*CARRIED, "stories", *HUB_SETS)
 
 
 def _pinned(name: str) -> str:

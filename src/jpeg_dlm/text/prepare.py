@@ -181,7 +181,8 @@ class _Run:
         if self.given:
             return [[self._row(row)] for row in rows]
         by_sentence = self.data.packing == "sentences"
-        units = [_units(document, by_sentence, self.data.frame) for document in texts]
+        by_line = self.data.frame and self.tokenizer.boundary_id is not None
+        units = [_units(document, by_sentence, by_line) for document in texts]
         flat = iter(self.tokenizer.encode_batch(list(itertools.chain.from_iterable(units)), following=by_sentence))
         return [list(itertools.islice(flat, len(u))) for u in units]
 
@@ -354,6 +355,6 @@ def _units(document: str, by_sentence: bool, by_line: bool) -> list[str]:
 def _layout(data: DataConfig, tokenizer: TextTokenizer) -> Layout:
     if data.packing == "padded" and tokenizer.pad_id == tokenizer.eos_id:
         raise UsageError("data.packing 'padded' needs a tokenizer with a pad token: choose another tokenizer or packing.")
-    if data.frame and (tokenizer.bos_id is None or tokenizer.boundary_id is None):
-        raise UsageError("data.frame needs a tokenizer with begin and line tokens, such as 'bpe' or 't5'.")
+    if data.frame and tokenizer.bos_id is None:
+        raise UsageError("data.frame needs a tokenizer with a begin token, such as 'bpe', 't5' or 'gpt2'.")
     return layout_of(data, tokenizer)

@@ -71,6 +71,7 @@ def layout_of(data: DataConfig, tokenizer: TextTokenizer) -> Layout:
     if data.frame and tokenizer.bos_id is None:
         raise DataError("This model needs a tokenizer with a begin token: use the one it was trained with.")
     bos = -1 if tokenizer.bos_id is None else tokenizer.bos_id
+    # Without a line token, documents are whole and their end token separates them (MDLM, Duo: GPT-2).
     boundary = tokenizer.eos_id if tokenizer.boundary_id is None else tokenizer.boundary_id
     return Layout(data.packing, data.token_len, tokenizer.eos_id, tokenizer.pad_id, data.frame, bos, boundary, data.whole)
 

@@ -37,11 +37,12 @@ T5_HUB_NAME = "t5-small"  # released
 OLDER_FILES = ("spiece.model", "tokenizer.model", "vocab.json", "vocab.txt")  # formats older than tokenizer.json
 
 # Names of each role, in order of preference. T5 has no begin, line or mask token: the released code uses its first two
-# sentinels for begin and line, and we use the third for the mask. BERT's [CLS] also separates lines (MDLM, Duo).
+# sentinels for begin and line, and we use the third for the mask. BERT's [CLS] also separates lines (MDLM, Duo). GPT-2's
+# end token is its begin token too.
 _PAD = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
 _EOS = ("</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>", "[SEP]", "<|im_end|>")
 _UNK = ("<unk>", "[UNK]")
-_BOS = ("<s>", "<bos>", "<|begin_of_text|>", "[CLS]", "<extra_id_0>")
+_BOS = ("<s>", "<bos>", "<|begin_of_text|>", "[CLS]", "<extra_id_0>", "<|endoftext|>")
 _BOUNDARY = ("<line>", "<extra_id_1>", "[CLS]")
 _MASK = ("<mask>", "[MASK]", "<extra_id_2>")
 

@@ -31,7 +31,7 @@ def build_optimizer(groups: list[ParameterGroup], train: TrainConfig) -> Optimiz
     muon = train.optimizer == "muon"
     param_groups = []
     for group in groups:
-        rate = learning_rate(group.name, train)
+        rate = learning_rate(group.name, train) * group.factor
         kinds: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
         for name, p in group.parameters.items():
             # Sharded and whole parameters cannot share a fused update.

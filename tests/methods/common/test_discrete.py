@@ -117,6 +117,7 @@ def test_tokenizers_and_budget_of_the_paper():
     assert (data.tokenizer, data.vocab_size, mask_id, data.token_len) == ("bert-base-uncased", 30_522, 103, 128)
     data, mask_id = paper_data(preset("owt1024"))
     assert (data.tokenizer, data.vocab_size, mask_id, data.token_len) == ("gpt2", 50_257, -1, 1024)
+    assert all((d.packing, d.frame) == ("continuous", True) for d in (data, paper_data(preset("lm1b"))[0]))
     assert paper_data(preset("lm1b"), "gpt2")[0].vocab_size == 50_257
     for name in ("lm1b", "owt1024"):
         train = ddit_training(preset(name))

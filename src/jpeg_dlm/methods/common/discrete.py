@@ -102,12 +102,16 @@ def ddit_model(base: Config) -> dict[str, Any]:
 
 
 def paper_data(base: Config, tokenizer: str | None = None) -> tuple[DataConfig, int]:
-    """Return a preset's data with the tokenizer of the paper's comparison (or the named one), and its mask id."""
+    """Return a preset's data with the tokenizer of the paper's comparison (or the named one), and its mask id.
+
+    Documents are joined by end tokens, cut anywhere, and each row is framed by a begin and an end token (MDLM, Duo). Their code
+    drops what is left of every thousand documents; here it begins the next row.
+    """
     if base.preset not in PAPER_TOKENIZERS:
         return base.data, -1
     rows = {row[0]: row for row in PAPER_TOKENIZERS.values()}
     name, vocab_size, mask_id = rows[tokenizer] if tokenizer else PAPER_TOKENIZERS[base.preset]
-    return replace(base.data, tokenizer=name, vocab_size=vocab_size), mask_id
+    return replace(base.data, tokenizer=name, vocab_size=vocab_size, packing="continuous", frame=True), mask_id
 
 
 def ddit_training(base: Config, steps: int = 1_000_000) -> TrainConfig:
