@@ -255,7 +255,7 @@ def test_every_preset_is_valid_and_says_what_to_expect(name):
 
 
 def test_an_unknown_preset_lists_the_known():
-    with pytest.raises(UsageError, match="lm1b, owt1024, owt128, captions, tiny, smoke"):
+    with pytest.raises(UsageError, match="lm1b, owt1024, owt128, captions, stories, tiny, smoke"):
         preset("lm2b")
 
 

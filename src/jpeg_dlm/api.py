@@ -8,6 +8,7 @@ model.generate(4, steps=32, seed=0)
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cached_property
@@ -22,6 +23,7 @@ from torch import Tensor
 from jpeg_dlm.arguments import as_texts, check_given, check_latents, check_tokens, real_number, shown, whole_number
 from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import override
+from jpeg_dlm.continuing import LongTexts, context_blocks
 from jpeg_dlm.encoders import FrozenEncoder
 from jpeg_dlm.errors import CheckpointError, DataError, JpegDlmError, UsageError
 from jpeg_dlm.export.fastest import Form, available_forms, ranked
@@ -166,13 +168,23 @@ class Model:
         return validate(override(config, {f"sampler.{name}": value for name, value in options.items()})).sampler
 
     def generate(
-        self, n: int = 1, *, seed: int = 0, prompt: str | None = None, template: str | None = None, **options: Any
-    ) -> Texts:
+        self, n: int = 1, *, seed: int = 0, prompt: str | None = None, template: str | None = None,
+        length: int | None = None, context_scale: float = 1.0, **options: Any,
+    ) -> Texts:  # fmt: skip
         """n texts; the same seed gives the same texts in any batch size. Options are those of `sample`.
 
         Every text begins with `prompt`, or with `template`, in which [MASK] and [MASK:n] are places of 1 and n tokens to
-        fill. `contains` gives a guide to texts with some words.
+        fill. `contains` gives a guide to texts with some words. A model that was trained with a context writes `length` tokens
+        after the prompt, block after block, or fewer if the document ends; `context_scale` is the guidance over the context.
         """
+        if template is None and (length is not None or context_scale != 1 or (prompt is not None and context_blocks(self))):
+            wishes = {name: options.pop(name) for name in ("guide", "strength") if name in options}
+            long = LongTexts.of(self, prompt, length, context_scale, **wishes)
+            if long.notice:
+                warnings.warn(long.notice, stacklevel=2)
+            return long.texts(n, seed=seed, **options)
+        if length is not None or context_scale != 1:
+            raise UsageError("A template is of one block: leave out the length and the context scale.")
         if prompt is not None or template is not None:
             options["given"] = self.given(prompt, template)
         return self.to_text(self.sample(n, seed=seed, **options), options.get("given"))

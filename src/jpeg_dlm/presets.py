@@ -153,6 +153,21 @@ def captions() -> Config:
     )
 
 
+def stories() -> Config:
+    """Children's stories of any length: 8 latents for a block of 32 tokens (r = 0.25), after the two blocks before it.
+
+    Latents per token are those of `captions`, and so are the options of training.
+    """
+    base = captions()
+    return replace(
+        base,
+        preset="stories",
+        data=replace(base.data, source="stories", token_len=32, whole=False),
+        model=replace(base.model, latent_len=8, context_blocks=2),
+        train=replace(base.train, warmup=200, steps=20_000),
+    )
+
+
 def smoke() -> Config:
     """A model that trains in about two minutes on two cores, for tests and a first look."""
     base = tiny()
@@ -190,7 +205,7 @@ def smoke() -> Config:
     )
 
 
-PRESETS: dict[str, Callable[[], Config]] = {f.__name__: f for f in (lm1b, owt1024, owt128, captions, tiny, smoke)}
+PRESETS: dict[str, Callable[[], Config]] = {f.__name__: f for f in (lm1b, owt1024, owt128, captions, stories, tiny, smoke)}
 
 
 def preset(name: str) -> Config:

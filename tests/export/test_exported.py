@@ -129,6 +129,8 @@ SIZES = [
     {"model.shared": True, "model.decode_residual": False, "model.position_scale": 0.7, "model.codec_mlp_ratio": 1.5},
     {"model.heads": 4, "model.codec_heads": 1, "model.depth": 3, "model.codec_layers": 2, "model.mlp_ratio": 2.5},
     {"model.time_tokens": 1, "model.sc_tokens": 3, "model.mode_tokens": 2, "model.freq_dim": 6, "model.latent_len": 12},
+    {"model.context_blocks": 2, "data.packing": "padded"},
+    {"model.context_blocks": 1, "data.packing": "padded", "model.shared": False},
 ]
 
 

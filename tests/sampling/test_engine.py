@@ -15,6 +15,7 @@ from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.grids import make_grid
 from jpeg_dlm.methods.base import FREE
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.nn.dit import Context
 from jpeg_dlm.presets import preset
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.sampling.engine import Engine, accelerated
@@ -68,6 +69,7 @@ def test_latents_and_tokens_are_those_of_the_method(solver, grid):
         {"model__position_scale": 1.0},
         {"model__depth": 1, "model__codec_layers": 1},
         {"model__time_tokens": 1, "model__sc_tokens": 2, "model__mode_tokens": 3, "model__heads": 4},
+        {"model__context_blocks": 2, "data__packing": "padded"},
     ],
     ids=lambda changes: ",".join(changes),
 )
@@ -76,6 +78,23 @@ def test_every_variant_of_the_network_agrees(changes, batch):
     method = made(**changes)
     sampler, noise = method.config.sampler, RowNoise(3, range(batch))
     assert_same_tokens(accelerated(method).sample(sampler, noise), method.sample(sampler, noise))
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+@pytest.mark.parametrize("shared", [True, False])
+def test_blocks_after_a_context_are_those_of_the_method(scale, shared):
+    method = made(model__context_blocks=2, data__packing="padded", model__shared=shared, model__denoise_skip=True)
+    noise, sampler = RowNoise(1, range(4)), method.config.sampler
+    present = torch.tensor([[0, 0], [0, 1], [1, 1], [1, 1]]).bool().repeat_interleave(3, 1)
+    context = Context(noise.normal("context", 6, 16), present)
+    z, times = noise.normal("sample", 3, 16), make_grid("quantile", 4, -1.5, 0.8, torch.Generator())
+    writers = [writer.after(context, scale) for writer in (method.latent_sampler, accelerated(method))]
+    expected, found = (writer.latents(z, times.tolist(), sampler) for writer in writers)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    alone = method.latent_sampler.latents(z, times.tolist(), sampler)
+    near = (expected - alone).abs().amax((1, 2)) < 1e-5
+    assert near.tolist() == [True, False, False, False]  # where nothing is present, nothing is seen
+    assert_same_tokens(writers[1].sample(sampler, noise), writers[0].sample(sampler, noise))
 
 
 def test_logits_in_chunks_give_the_same_tokens(monkeypatch):

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from jpeg_dlm.config_io import override
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.nn.dit import Context
 from jpeg_dlm.presets import preset
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.sampling.engine import Engine
 from jpeg_dlm.sampling.folded import fold
 
 T, W = 0.3, 2.0
+CONTEXT = {"model.context_blocks": 2, "data.packing": "padded"}
 SWITCHES = {"model.decode_residual": True, "model.denoise_skip": True, "model.position_scale": 0.7}
 NEVER_RUN = ("dit.decode_head.", "dit.mode_tokens", "predictor.denoise_head.")  # of separate networks
 
@@ -62,7 +64,9 @@ def by_torch(method: JpegDlm, z: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """(x, logits) of the trained networks."""
     w = torch.full((len(z),), W)
     zhat = method.decode_latents(z, w)
-    return method.dit(z, torch.full_like(w, T), s, w), method.project(method.decompressor(method.unstandardize(zhat)))
+    return method.dit(z, torch.full_like(w, T), s, w, context=context_of(method)), method.project(
+        method.decompressor(method.unstandardize(zhat))
+    )
 
 
 @torch.no_grad()
@@ -71,10 +75,25 @@ def by_folded(method: JpegDlm, z: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     engine = Engine(method)
     d = engine.decoder
     logits = d.lm_head(F.gelu(d.up(d.down(d.states(engine.decode_latents(z, W))))))
-    return engine.denoiser([T], W)(z, T, s), logits.unflatten(0, (len(z), -1))
+    return engine.denoiser([T], W, context_of(method))(z, T, s), logits.unflatten(0, (len(z), -1))
 
 
-@pytest.mark.parametrize("changes", [{}, SWITCHES, SWITCHES | {"model.shared": False}], ids=["paper", "switches", "separate"])
+VARIANTS = {
+    "paper": {}, "switches": SWITCHES, "separate": SWITCHES | {"model.shared": False}, "context": CONTEXT,
+    "separate-context": CONTEXT | {"model.shared": False},
+}  # fmt: skip
+
+
+def context_of(method: JpegDlm) -> Context | None:
+    """Some latents of blocks before, and some that are missing."""
+    if not method.config.model.context_blocks:
+        return None
+    return Context(
+        RowNoise(0, range(3)).normal("context", 6, 16), torch.arange(6).expand(3, -1) >= torch.tensor([[0], [3], [6]])
+    )
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_every_trained_tensor_changes_the_folded_networks_as_it_changes_the_trained_ones(changes):
     method = made(changes)
     z, s = (RowNoise(0, range(3)).normal(name, 3, 16) for name in "zs")

@@ -41,7 +41,10 @@ def losses_by_step(run: Path) -> dict[int, float]:
 BF16 = pytest.param(["--train.precision", "bf16"], marks=pytest.mark.slow)  # emulated on many CPUs
 
 
-@pytest.mark.parametrize("extra", [[], ["--train.accumulation", "2"], ["--data.cache-features", "true"], BF16])
+CONTEXT = ["--model.context-blocks", "2", "--data.packing", "padded", "--data.cache-features", "true"]
+
+
+@pytest.mark.parametrize("extra", [[], ["--train.accumulation", "2"], ["--data.cache-features", "true"], CONTEXT, BF16])
 def test_stopping_and_resuming_changes_no_bit(corpus_file: Path, tmp_path: Path, extra: list[str], monkeypatch):
     """In one process: the second half starts from the checkpoint that the first half left."""
     flags = [*micro_flags(), *extra]

@@ -25,6 +25,7 @@ CASES = {
     "an encoder trained first": {"encoder__kind": "small"},
     "no token loss": {"encoder__kind": "random", "objective__ce_weight": 0},  # the projection gets no gradient
     "no flow loss": {"encoder__kind": "random", "objective__flow_weight": 0, "objective__sigreg_weight": 0},
+    "context": {"encoder__kind": "random", "model__context_blocks": 2, "data__packing": "padded"},
 }
 
 

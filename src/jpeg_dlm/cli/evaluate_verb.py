@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jpeg_dlm.cli.options import document_options, parse_overrides
 from jpeg_dlm.cli.parser import Parser
-from jpeg_dlm.cli.values import EVERY_SOLVER, SOLVERS_SAID, scorer, several, some_of, whole
+from jpeg_dlm.cli.values import EVERY_SOLVER, SOLVERS_SAID, from_zero, scorer, several, some_of, whole
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
 
@@ -30,8 +31,12 @@ def add_arguments(parser: Parser) -> None:
         help="model folders, runs, checkpoints, or .txt and .jsonl files of texts (default: the bundled model)",
     )  # fmt: skip
     parser.add_argument(
-        "--task", choices=("write", "infill"), default="write",
-        help="infill: fill in templates made of held-out text instead of writing freely",
+        "--task", choices=("write", "continue", "infill"), default="write",
+        help="instead of writing freely, continue held-out prompts or fill in templates made of held-out text",
+    )  # fmt: skip
+    parser.add_argument(
+        "--context-scale", type=from_zero, default=1.0, metavar="S",
+        help="with --task continue: guidance over the prompt, of a model with context",
     )  # fmt: skip
     parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="evaluation protocol")
     parser.add_argument("-n", type=whole(2), help="texts per seed (default: 256, in the paper's protocols 1024; all of a file)")
@@ -90,7 +95,7 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
         asked["sampler"], args.mauve,
     )  # fmt: skip
     evaluation: Evaluation | None = None
-    entries, likelihoods, infills = [], [], []
+    entries, likelihoods, tasks = [], [], []
     for source in _sources(args, request, console):
         if args.likelihood and source.model:
             likelihoods.append(_likelihood(source, args, parts, console))
@@ -98,12 +103,12 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
             if evaluation is None:  # only now, so that errors of a source come before the download of a scorer
                 scorer = build_scorer(asked["scorer"], str(read_ranks(args.device, {}).device), console=console)
                 evaluation = Evaluation(scorer, request, parts, console)
-            if args.task == "infill":
-                infills += _infills(source, evaluation)
-            else:
+            if args.task == "write":
                 entries += evaluation.entries(source)
+            else:
+                tasks += _tasks(args.task, source, evaluation, args.context_scale)
     result = evaluation.result(entries) if evaluation else {"version": __version__, "entries": []}
-    result |= ({"likelihood": likelihoods} if args.likelihood else {}) | ({"infill": infills} if infills else {})
+    result |= ({"likelihood": likelihoods} if args.likelihood else {}) | ({args.task: tasks} if tasks else {})
     result |= {"request": asked}
     tables = evaluation_tables(result)
     show(tables)
@@ -135,13 +140,15 @@ def _likelihood(source: Any, args: argparse.Namespace, parts: Parts, console: Co
     return about | parts.get_or_make(f"likelihood-{source.name}", depends, make)
 
 
-def _infills(source: Any, evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return the infilling of a model's held-out text for every seed."""
+def _tasks(task: str, source: Any, evaluation: Evaluation, scale: float) -> list[dict[str, Any]]:
+    """Return the continuation or the infilling of a model's held-out text for every sampler and seed."""
+    from jpeg_dlm.evaluation.continuation import continuation
     from jpeg_dlm.evaluation.infill import infill
 
     request, n = evaluation.request, evaluation.request.n or evaluation.protocol.n
+    do = infill if task == "infill" else partial(continuation, mauve=request.mauve, scale=scale)
     return [
-        infill(source, evaluation.scorer, n, seed, sampler, evaluation.parts, evaluation.console)
+        do(source, evaluation.scorer, n, seed, sampler, evaluation.parts, evaluation.console)
         for sampler in request.variants(source.model.config.sampler)
         for seed in request.seeds
     ]
@@ -159,6 +166,7 @@ def _asked(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
         "data": args.data, "reference": str(args.reference) if args.reference else None,
         **({"likelihood_draws": args.likelihood_draws} if args.likelihood else {}),
         **({"task": args.task} if args.task != "write" else {}),
+        **({"context_scale": args.context_scale} if args.task == "continue" else {}),
     }  # fmt: skip
 
 
@@ -189,8 +197,8 @@ def _sources(args: argparse.Namespace, request: EvaluationRequest, console: Cons
     models: list[Path | None] = [path for path in args.sources if not is_samples(path)]
     if files and not models and args.likelihood:
         raise UsageError("--likelihood needs a model, not only sample files: name a checkpoint.")
-    if files and args.task == "infill":
-        raise UsageError("--task infill needs models, not sample files: name checkpoints.")
+    if files and args.task != "write":
+        raise UsageError(f"--task {args.task} needs models, not sample files: name checkpoints.")
     found = file_sources(files, args.reference)
     for source in found:
         source.real(1)  # raises an error if there are no real texts to compare with

@@ -44,6 +44,15 @@ def add_arguments(parser: Parser) -> None:
         "--template", metavar="TEXT", help="text with holes to fill in: [MASK] is one token, [MASK:5] are five"
     )  # fmt: skip
     parser.add_argument(
+        "--length", type=whole(1), metavar="N",
+        help="of a model with context: write N tokens after the prompt, block after block, or fewer if the text ends",
+    )  # fmt: skip
+    parser.add_argument(
+        "--context-scale", type=from_zero, default=1.0, metavar="S",
+        help="of a model with context: guidance over it; above 1 holds texts closer to what came before (default: 1)",
+    )  # fmt: skip
+    parser.add_argument("--stream", action="store_true", help="of a model with context: print each text block by block")
+    parser.add_argument(
         "--contains", type=words, metavar="WORD,WORD", help="of jpeg-dlm, elf, cosmos: words that every text shall contain"
     )  # fmt: skip
     parser.add_argument(
@@ -89,10 +98,14 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             raise UsageError(f"'{path}' already exists: name another file, nothing was overwritten.")
 
     from jpeg_dlm.api import load
+    from jpeg_dlm.cli.generate_long import write_long
+    from jpeg_dlm.continuing import context_blocks
     from jpeg_dlm.export.fastest import PLAIN
     from jpeg_dlm.files import write_atomic
 
     model = load(args.checkpoint, args.device, args.dtype, args.compile)
+    if args.length or args.stream or args.context_scale != 1 or (args.prompt is not None and context_blocks(model)):
+        return write_long(args, model, options)
     if (args.prompt or args.template or args.contains) and model.can_accelerate and "guides" not in model.writer.supports:
         model.accelerate()  # exported networks have no gradients, which a guide needs
     given = model.given(args.prompt, args.template)

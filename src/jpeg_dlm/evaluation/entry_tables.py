@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jpeg_dlm.evaluation.continuation import continuation_table
 from jpeg_dlm.evaluation.infill import infill_table
 from jpeg_dlm.evaluation.paper import comparable_rows
 from jpeg_dlm.results.spread import plus_minus
@@ -19,6 +20,7 @@ COLUMNS = (
 def evaluation_tables(result: Mapping[str, Any]) -> list[Table]:
     """Return what was found of the texts, and of the likelihood of held-out text where it was asked."""
     tables = [texts_table(result)] if result["entries"] else []
+    tables += [continuation_table(result["continue"], result["scorer"])] if result.get("continue") else []
     tables += [infill_table(result["infill"], result["scorer"])] if result.get("infill") else []
     return tables + ([likelihood_table(result["likelihood"])] if result.get("likelihood") else [])
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from jpeg_dlm.config import Config, ModelConfig
+from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.errors import CheckpointError, UsageError
 from jpeg_dlm.export.folder import EXPORT_BYTES, EXPORT_FILE, FORMATS, exports_folder, weights_key
@@ -27,6 +27,7 @@ from jpeg_dlm.files import load_json
 from jpeg_dlm.flow.latent_sampler import networks_of
 from jpeg_dlm.folders.model_folder import ModelParts
 from jpeg_dlm.machine.cpu import Runtime, make_safe, remembered
+from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel
 from jpeg_dlm.sampling.linear import Dtype, computes_in_bf16
 
 MEASURED = "seconds of an evaluation: "  # how the names of findings begin
@@ -145,18 +146,18 @@ def run_child(config: Config, forms: Sequence[Form]) -> list[float | None]:
     return [json.loads(line) for line in said.decode().splitlines()]
 
 
-def texts_at_once(m: ModelConfig) -> int:
+def texts_at_once(m: JpegDlmModel) -> int:
     """Return how many texts are timed together."""
     return max(1, min(8, ROWS // positions(m)))
 
 
-def positions(m: ModelConfig) -> int:
+def positions(m: JpegDlmModel) -> int:
     return m.latent_len + m.time_tokens + m.sc_tokens + m.mode_tokens
 
 
 def shape_of(config: Config) -> str:
     """Describe everything about a model that speed depends on."""
-    m: ModelConfig = config.model
+    m: JpegDlmModel = config.model
     return (
         f"{m.depth} blocks of width {m.hidden} with {m.heads} heads and MLP ratio {m.mlp_ratio:g}, {texts_at_once(m)} x "
         f"{positions(m)} positions from width {m.latent_dim}, {torch.get_num_threads()} threads"

@@ -1,7 +1,7 @@
 """The two networks of Algorithm 2 as ONNX graphs, on the folded weights.
 
-What is left to the graphs: the scale of attention goes into the gain of q, and pairs of rotary channels become halves (q and
-k are permuted alike, so their products stay).
+A context is left out: exported networks write texts of one block. What is left to the graphs: the scale of attention goes
+into the gain of q, and pairs of rotary channels become halves (q and k are permuted alike, so their products stay).
 Shapes: B batch, N latents, D latent width, H hidden width, P prefix tokens, S = P + N, L tokens.
 """
 
@@ -68,7 +68,8 @@ def states(g: Graph, dit: FoldedDiT, z: str, s: str | None, time: str, w: str, m
     """Hidden states (B, N, H) of the latents."""
     x = g.linear(z, *dit.in_z)
     x = x if s is None else g.op("Add", x, g.linear(s, *dit.in_s))
-    x = g.op("Concat", time, scalar_tokens(g, dit.scale, w), mode, g.linear(x, *dit.widen), axis=1)
+    none = [g.for_each_row(dit.none, z)] if dit.none.shape[1] else []
+    x = g.op("Concat", time, scalar_tokens(g, dit.scale, w), mode, *none, g.linear(x, *dit.widen), axis=1)
     for b in dit.blocks:
         x = block(g, b, x, dit.cos, dit.sin)
     return g.op("Slice", x, g.constant([dit.prefix]), g.constant([len(dit.cos)]), g.constant([1]))

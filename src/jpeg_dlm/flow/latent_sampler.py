@@ -6,7 +6,8 @@ The two networks are callables, so the same algorithm runs on torch's networks, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from jpeg_dlm.flow.control import Control, Steering, keep_given, steering
 from jpeg_dlm.flow.grids import make_grid
 from jpeg_dlm.flow.sampler_config import SamplerConfig
 from jpeg_dlm.flow.solvers import SOLVERS, OnStep, Predict
-from jpeg_dlm.nn.dit import DiT
+from jpeg_dlm.nn.dit import Context, DiT
 from jpeg_dlm.nn.perceiver import Decompressor
 from jpeg_dlm.rng import RowNoise
 
@@ -89,7 +90,7 @@ class LatentSampler:
     title: str
     config: Config
     device: torch.device
-    denoiser: Callable[[Sequence[float], float], Denoise]  # f prepared for the times of a grid and for w
+    denoiser: Callable[..., Denoise]  # f prepared for the times of a grid and for w, and for a context if the model has one
     tokens: Callable[[Tensor, float], Tensor]  # latents and w to token ids: one decode evaluation at t = 1, greedy
     networks: LatentNetworks | None = None
     supports: frozenset[Ability] = frozenset()
@@ -163,6 +164,24 @@ class LatentSampler:
         if steer is None:
             return solve(self_conditioned(denoise), z, times, on_step)
         return steer.refined(solve(self_conditioned(steered(denoise, steer)), z, times, on_step))
+
+    def after(self, context: Context, scale: float = 1.0) -> LatentSampler:
+        """Return the sampler of blocks that follow a context, row by row.
+
+        A scale other than 1 is classifier-free guidance: x = x_without + scale (x_with - x_without), in two evaluations.
+        """
+        return replace(self, denoiser=partial(context_guided, self.denoiser, context=context, scale=scale))
+
+
+def context_guided(
+    denoiser: Callable[..., Denoise], times: Sequence[float], w: float, context: Context, scale: float
+) -> Denoise:  # fmt: skip
+    """Return f(z, t; s, w) after a context, guided by the prediction without it."""
+    following = denoiser(times, w, context=context)
+    if scale == 1:
+        return following
+    alone = denoiser(times, w)
+    return lambda z, t, s: torch.lerp(alone(z, t, s), following(z, t, s), scale)
 
 
 def networks_of(writer: Writer) -> LatentNetworks | None:

@@ -27,11 +27,17 @@ from jpeg_dlm.wording import either
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens, which of them are real (None: all), and the encoder's features where they were cached."""
+    """Rows of tokens, which of them are real (None: all), and the encoder's features where they were cached.
+
+    For models with a context, `before` holds the K rows before each one in its document, oldest first, row after row, and
+    `present_BK` which of them exist.
+    """
 
     tokens_BL: Tensor
     mask_BL: Tensor | None = None
     features_BLF: Tensor | None = None
+    before: Batch | None = None
+    present_BK: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ FREE = -1  # in `given`: a position the sampler fills
 
 FILLS_IN: frozenset[Ability] = frozenset({"prompts", "templates"})  # `sample` keeps given tokens
 GUIDED: frozenset[Ability] = frozenset({"prompts", "templates", "guides", "edits"})  # `sample` also takes a `Control`
+GUIDED_LONG: frozenset[Ability] = frozenset({*GUIDED, "long text"})  # and blocks may have a context
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,7 @@ class Trainable(nn.Module, ABC):
     title: str  # as the paper's tables name it
     groups: ClassVar[dict[str, type]] = GROUPS
     uses_encoder: ClassVar[bool] = False
+    uses_context: ClassVar[bool] = False  # whether `model.context_blocks` rows before each row are given in a batch
     has_phases: ClassVar[bool] = False  # whether training ends in another way than it begins, after a share of its steps
     loss_weights: dict[str, float]  # the trainer minimizes the weighted sum; other terms are only reported
 
@@ -226,7 +234,7 @@ class Trainable(nn.Module, ABC):
 class Method(Trainable):
     """A generative model of token rows: it also writes."""
 
-    supports: ClassVar[frozenset[Ability]] = frozenset()  # requests that `sample` fulfils
+    supports: frozenset[Ability] = frozenset()  # requests that `sample` fulfils
     exact_likelihood: ClassVar[bool] = False  # whether `likelihood` is the model's own, not a bound with random times
     publication: ClassVar[Publication | None] = None  # of the authors' checkpoints that `config_of` reads
 
@@ -279,15 +287,16 @@ def copy_tensors(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], origi
         own[name].copy_(tensor)
 
 
-def require(ability: Ability, writer: Writer) -> None:
-    """Refuse a request that a writer does not take, and name the methods that do."""
+def require(ability: Ability, writer: Writer, condition: str = "") -> None:
+    """Refuse a request that a writer does not take, and name the methods that do, and on which condition."""
     if ability in writer.supports:
         return
     if writer.latent_sampler is not None and writer.latent_sampler.logits is None:
         raise UsageError(f"{writer.title} has no gradient and takes no {ability}: use the model that it was exported from.")
     able = systems_that(lambda system: ability in system.supports)
-    instead = f"use {either(able)}" if able else "no method does"
-    raise UsageError(f"{writer.title} does not take {ability}: {instead}.")
+    instead = " ".join(["use", either(able), *filter(None, [condition])]) if able else "no method does"
+    who = f"This model of {writer.title}" if condition else writer.title
+    raise UsageError(f"{who} does not take {ability}: {instead}.")
 
 
 def masked_mean(x_BL: Tensor, mask_BL: Tensor | None) -> Tensor:

@@ -41,6 +41,7 @@ class DistillObjective(JpegDlmObjective):
         return [
             *super().checks(config),
             (bool(self.teacher), "a student needs a trained model to learn from: name it with --teacher"),
+            (not config.model.context_blocks, "a student writes without context: choose a teacher with model.context_blocks 0"),
             (self.sub_steps >= 1, "objective.sub_steps must be at least 1"),
             (not config.model.shared, "a student needs --model.shared false, as its decode branch is the teacher's"),
             (

@@ -71,11 +71,12 @@ class Finish(Student):
         few = Batch(batch.tokens_BL[:n], None if batch.mask_BL is None else batch.mask_BL[:n])
         z_c = self.standardize(self.compressor(self.corrupted(h, noise)[:n], few.mask_BL))
         z_1, z_t, t, w, chosen = self.noisy_embeddings(z_tgt, noise)
-        s = self.self_condition(z_t, t, w, chosen)
-        zhat_tgt, zhat_1 = self.both_branches(z_c, z_t, t, s, w)
+        context = self.context(batch, noise)
+        s = self.self_condition(z_t, t, w, chosen, context=context)
+        zhat_tgt, zhat_1 = self.both_branches(z_c, z_t, t, s, w, context)
         return {
             "jep": F.mse_loss(zhat_tgt, z_tgt[:n]),
-            "flow": self.flow_loss(zhat_1, self.flow_target(z_1, zhat_1, chosen, z_t, t, s, w), t),
+            "flow": self.flow_loss(zhat_1, self.flow_target(z_1, zhat_1, chosen, z_t, t, s, w, context), t),
             "ce": self.token_loss(self.decompressor(self.unstandardize(zhat_tgt)), few),
         }
 

@@ -25,6 +25,7 @@ from jpeg_dlm.machine.collectives import all_mean
 from jpeg_dlm.methods.base import (
     FROZEN,
     GUIDED,
+    GUIDED_LONG,
     Batch,
     Latents,
     LatentView,
@@ -39,7 +40,7 @@ from jpeg_dlm.methods.base import (
 )
 from jpeg_dlm.methods.common.regularizers import sigreg, unit_directions, variance_covariance
 from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel, JpegDlmObjective
-from jpeg_dlm.nn.dit import DiT, linear_estimate
+from jpeg_dlm.nn.dit import Context, DiT, linear_estimate
 from jpeg_dlm.nn.perceiver import Compressor, Decompressor
 from jpeg_dlm.nn.token_loss import linear_cross_entropy
 from jpeg_dlm.rng import RowNoise
@@ -47,11 +48,11 @@ from jpeg_dlm.rng import RowNoise
 VARIANCE_FLOOR = 1e-4  # assumed: keeps standardization from blowing up a dead channel
 
 
-def build_dit(config: Config) -> DiT:
+def build_dit(config: Config, context_blocks: int = 0) -> DiT:
     m: JpegDlmModel = config.model
     return DiT(
-        m.latent_len, m.latent_dim, m.bottleneck_dim, m.hidden, m.depth, m.heads, m.mlp_ratio,
-        m.freq_dim, m.time_tokens, m.sc_tokens, m.mode_tokens, m.dropout, m.denoise_skip,
+        m.latent_len, m.latent_dim, m.bottleneck_dim, m.hidden, m.depth, m.heads, m.mlp_ratio, m.freq_dim, m.time_tokens,
+        m.sc_tokens, m.mode_tokens, m.dropout, m.denoise_skip, context_blocks * m.latent_len,
     )  # fmt: skip
 
 
@@ -76,7 +77,8 @@ class JpegDlm(Method):
     title = "JPEG-DLM"
     publication = Publication(untold=(), preset="lm1b")
     uses_encoder = True
-    supports = GUIDED
+    uses_context = True
+    supports = GUIDED_LONG
     latent_mean: Tensor
     latent_scale: Tensor
     latent_updates: Tensor
@@ -86,6 +88,7 @@ class JpegDlm(Method):
         m: JpegDlmModel = config.model
         o: JpegDlmObjective = config.objective
         self.config = config
+        self.supports = GUIDED_LONG if m.context_blocks else GUIDED
         self.encoder = encoder
         codec_sizes = (
             config.data.token_len, m.latent_len, config.encoder.feature_dim, m.latent_dim, m.bottleneck_dim,
@@ -93,8 +96,8 @@ class JpegDlm(Method):
         )  # fmt: skip
         self.compressor = Compressor(*codec_sizes)
         self.target = copy.deepcopy(self.compressor).requires_grad_(False)
-        self.dit = build_dit(config)
-        self.predictor = None if m.shared else build_dit(config)  # the 'sep. nets' ablation
+        self.dit = build_dit(config, m.context_blocks)
+        self.predictor = None if m.shared else build_dit(config)  # the 'sep. nets' ablation; decoding has no context
         if self.predictor is not None:
             # The unused heads never run, and distributed training would wait for their gradients forever.
             self.dit.decode_head.requires_grad_(False)
@@ -123,10 +126,11 @@ class JpegDlm(Method):
 
         # denoise branch: noisy embeddings on the linear path (Equation 1), and their self-conditioning
         z_1, z_t, t, w, chosen = self.noisy_embeddings(z_tgt, noise)
-        s = self.self_condition(z_t, t, w, chosen)
+        context = self.context(batch, noise)
+        s = self.self_condition(z_t, t, w, chosen, context=context)
 
-        zhat_tgt, zhat_1 = self.both_branches(z_c, z_t, t, s, w)
-        z_flow = self.flow_target(z_1, zhat_1, chosen, z_t, t, s, w)
+        zhat_tgt, zhat_1 = self.both_branches(z_c, z_t, t, s, w, context)
+        z_flow = self.flow_target(z_1, zhat_1, chosen, z_t, t, s, w, context)
         hhat = self.decompressor(self.unstandardize(zhat_tgt))  # hhat <- D(zhat_tgt)
 
         return {
@@ -159,6 +163,16 @@ class JpegDlm(Method):
         w = guidance_scale(draws.uniform("scale"), o.w_min, o.w_max)
         return z_1, z_t, t, w, draws.uniform("self_condition") < o.sc_prob
 
+    def context(self, batch: Batch, noise: RowNoise) -> Context | None:
+        """Return the clean latents of the blocks before each row, for `flow_draws` copies; a share of rows has none."""
+        if batch.before is None or batch.present_BK is None:
+            return None
+        o, m = self.config.objective, self.config.model
+        z_BCD = self.encode(batch.before).view(len(batch.tokens_BL), -1, m.latent_dim)
+        present_BC = batch.present_BK.repeat_interleave(m.latent_len, dim=1).repeat(o.flow_draws, 1)
+        kept = noise.repeated(o.flow_draws).uniform("context_drop") >= o.context_drop
+        return Context(z_BCD.repeat(o.flow_draws, 1, 1), present_BC & kept[:, None])
+
     def times(self, noise: RowNoise) -> Tensor:
         """Draw t ~ pi: logit-normal (paper), optionally mixed with a share of uniform times."""
         o = self.config.objective
@@ -168,17 +182,19 @@ class JpegDlm(Method):
             t = mixed_times(t, chance, uniform, o.time_uniform)
         return t
 
-    def both_branches(self, z_c: Tensor, z_t: Tensor, t: Tensor, s: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    def both_branches(
+        self, z_c: Tensor, z_t: Tensor, t: Tensor, s: Tensor, w: Tensor, context: Context | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return (zhat_tgt, zhat_1) = (f(z_c, t=1) in decode mode, f(z_t, t; s, w)), in one pass if the network is shared.
 
         The decode branch uses the w of the first draw of each row.
         """
         rows = len(z_c)
         if self.predictor is not None:
-            return self.decode_latents(z_c, w[:rows]), self.dit(z_t, t, s, w)
+            return self.decode_latents(z_c, w[:rows]), self.dit(z_t, t, s, w, context=context)
         out = self.dit(
             torch.cat([z_c, z_t]), torch.cat([torch.ones_like(t[:rows]), t]), torch.cat([torch.zeros_like(z_c), s]),
-            torch.cat([w[:rows], w]), decode_rows=rows,
+            torch.cat([w[:rows], w]), decode_rows=rows, context=context,
         )  # fmt: skip
         return self.with_residual(out[:rows], z_c), out[rows:]
 
@@ -192,23 +208,27 @@ class JpegDlm(Method):
         return predicted + z if self.config.model.decode_residual else predicted
 
     @torch.no_grad()
-    def self_condition(self, z_t: Tensor, t: Tensor, w: Tensor, chosen: Tensor, s: Tensor | None = None) -> Tensor:
+    def self_condition(
+        self, z_t: Tensor, t: Tensor, w: Tensor, chosen: Tensor, s: Tensor | None = None, context: Context | None = None
+    ) -> Tensor:
         """Return f(z_t, t; s, w) without dropout (ELF) for the chosen rows, and zeros for the others."""
         out, rows = torch.zeros_like(z_t), chosen.nonzero().squeeze(1)
         if len(rows):
             training = self.dit.training
             self.dit.eval()
-            out[rows] = self.dit(z_t[rows], t[rows], None if s is None else s[rows], w[rows])
+            before = None if context is None else context.of(rows)
+            out[rows] = self.dit(z_t[rows], t[rows], None if s is None else s[rows], w[rows], context=before)
             self.dit.train(training)
         return out
 
     @torch.no_grad()
     def flow_target(
-        self, z_tgt: Tensor, zhat_1: Tensor, chosen: Tensor, z_t: Tensor, t: Tensor, s: Tensor, w: Tensor
+        self, z_tgt: Tensor, zhat_1: Tensor, chosen: Tensor, z_t: Tensor, t: Tensor, s: Tensor, w: Tensor,
+        context: Context | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the flow target: the guided target of two predictions for the chosen rows, z_tgt for the others (ELF)."""
         # The second prediction is f(z_t, t; s, w) without dropout; if dropout is 0, that is zhat_1.
-        second = self.self_condition(z_t, t, w, chosen, s) if self.config.model.dropout else zhat_1
+        second = self.self_condition(z_t, t, w, chosen, s, context) if self.config.model.dropout else zhat_1
         return torch.where(per_row(chosen, z_tgt), guided_target(z_tgt, second, s, w), z_tgt)
 
     def flow_loss(self, predicted: Tensor, target: Tensor, t: Tensor) -> Tensor:
@@ -315,9 +335,9 @@ class JpegDlm(Method):
             self.title, self.config, self.device, self.denoiser, self.tokens, self, self.supports, self.logits
         )  # fmt: skip
 
-    def denoiser(self, times: Sequence[float], w: float) -> Denoise:
-        """f(z, t; s, w) in denoise mode, at any times."""
-        return lambda z, t, s: self.dit(z, per_sample(t, z), s, per_sample(w, z))
+    def denoiser(self, times: Sequence[float], w: float, context: Context | None = None) -> Denoise:
+        """f(z, t; s, w) in denoise mode, at any times, after a context."""
+        return lambda z, t, s: self.dit(z, per_sample(t, z), s, per_sample(w, z), context=context)
 
     def tokens(self, z: Tensor, w: float) -> Tensor:
         """One decode evaluation at t = 1, then greedy tokens."""
@@ -418,6 +438,7 @@ class JpegDlm(Method):
             sc_tokens=shape("dit.sc_tokens", 3)[1],
             mode_tokens=shape("dit.mode_tokens", 3)[1],
             shared=not any(name.startswith("predictor.") for name in tensors),
+            context_blocks=shape("dit.no_context", 3)[1] // latent_len if "dit.no_context" in tensors else 0,
         )
         data = replace(base.data, token_len=token_len, vocab_size=shape("lm_head.weight")[0])
         return replace(base, data=data, model=model, encoder=replace(base.encoder, feature_dim=feature_dim))

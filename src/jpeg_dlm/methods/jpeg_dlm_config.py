@@ -35,6 +35,7 @@ class JpegDlmModel:
         False, "x = c_skip(t) z_t + c_out(t) head in the denoise branch, after EDM: helps small budgets, not in the paper"
     )
     position_scale: float = opt(0.0, "scale of codec position tables; 0 means D**-0.5 (released)")
+    context_blocks: int = opt(0, "preceding blocks of a document whose clean latents the DiT also sees (not in the paper: 0)")
 
     def checks(self, config: Config) -> Checks:
         d, m = config.data, self
@@ -57,6 +58,12 @@ class JpegDlmModel:
             (m.mlp_ratio > 0 and m.codec_mlp_ratio > 0, "model.mlp_ratio and model.codec_mlp_ratio must be positive"),
             (0 <= m.dropout < 1, "model.dropout must lie in [0, 1)"),
             (min(m.time_tokens, m.sc_tokens, m.mode_tokens) >= 1, "each kind of prefix token is needed at least once"),
+            (m.context_blocks >= 0, "model.context_blocks must not be negative"),
+            (
+                not m.context_blocks or (d.packing == "padded" and not d.whole and not d.frame),
+                "model.context_blocks needs documents of several rows: use --data.packing padded without data.whole and "
+                "data.frame",
+            ),
         ]
 
 
@@ -103,6 +110,7 @@ class JpegDlmObjective:
     target_ema_end: float = opt(0.999, "momentum of the target compressor at the last step (paper)")
     standardize_momentum: float = opt(0.99, "momentum of the latent statistics (paper)")
     standardize_steps: int = opt(0, "steps until the latent statistics freeze; 0 is min(10%, 2000) (assumed)")
+    context_drop: float = opt(0.15, "share of rows that are trained without their context, if model.context_blocks (assumed)")
     ce_chunk: int = opt(0, "token positions whose logits exist at once; 0 is as many as fit 32 MB (assumed)")
 
     def checks(self, config: Config) -> Checks:
@@ -121,6 +129,7 @@ class JpegDlmObjective:
                 "objective.sigreg_late must not be negative, and needs a positive objective.sigreg_weight to start from",
             ),
             (0 <= o.sc_prob <= 1, "objective.sc_prob must lie between 0 and 1"),
+            (0 <= o.context_drop <= 1, "objective.context_drop must lie between 0 and 1"),
             (0 < o.w_min <= o.w_max, "objective.w_min must be positive and at most objective.w_max"),
             (o.sigreg_slices >= 1 and o.sigreg_knots >= 3, "SIGReg needs at least 1 slice and 3 knots"),
         ]

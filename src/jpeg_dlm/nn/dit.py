@@ -1,12 +1,15 @@
-"""The latent DiT f: a transformer over [time, scale and mode tokens, N latents] with two heads (paper, after ELF).
+"""The latent DiT f: a transformer over [time, scale and mode tokens, context, N latents] with two heads (paper, after ELF).
 
-`sampling.folded` mirrors it for sampling: a change here belongs there too.
-Shapes: B batch, N latents, D latent width, H hidden width, P prefix tokens, S = P + N.
+The context, which the paper does not have, is the clean latents of the blocks before in the same document.
+`sampling.folded` mirrors the DiT for sampling: a change here belongs there too.
+Shapes: B batch, N latents, C latents of the context, D latent width, H hidden width, P prefix tokens with the context,
+S = P + N.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +19,18 @@ from jpeg_dlm.nn.lean import norm_linear, rms_norm, swiglu_linear
 from jpeg_dlm.nn.precision import fp32_island
 
 NORM_EPS = 1e-6  # (released)
+
+
+@dataclass(frozen=True)
+class Context:
+    """Clean standardized latents of the blocks before, oldest first, and a mask of those that exist."""
+
+    z_BCD: Tensor
+    present_BC: Tensor
+
+    def of(self, rows: Tensor) -> Context:
+        """Return the context of these rows."""
+        return Context(self.z_BCD[rows], self.present_BC[rows])
 
 
 def scalar_frequencies(dim: int, device: torch.device) -> Tensor:
@@ -30,10 +45,13 @@ def scalar_embedding(x_B: Tensor, dim: int) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-def rope_table(prefix: int, length: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (S, head_dim) for interleaved pairs; the prefix is not rotated, latents start at 0 (released)."""
+def rope_table(prefix: int, length: int, head_dim: int, before: int = 0) -> tuple[Tensor, Tensor]:
+    """Return cos and sin (S, head_dim) for interleaved pairs; the prefix is not rotated, latents start at 0 (released).
+
+    The `before` latents of a context have the positions up to -1, as in one long sequence.
+    """
     inv = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), inv).repeat_interleave(2, dim=-1)
+    angles = torch.outer(torch.arange(-before, length, dtype=torch.float32), inv).repeat_interleave(2, dim=-1)
     angles = torch.cat([torch.zeros(prefix, head_dim), angles])
     return angles.cos(), angles.sin()
 
@@ -137,10 +155,11 @@ class LatentTransformer(nn.Module):
 
     def __init__(
         self, latent_len: int, dim: int, bottleneck: int, hidden: int, depth: int, heads: int, ratio: float,
-        freq_dim: int, time_tokens: int, sc_tokens: int, mode_tokens: int, dropout: float,
+        freq_dim: int, time_tokens: int, sc_tokens: int, mode_tokens: int, dropout: float, context_len: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.prefix = time_tokens + sc_tokens + mode_tokens
+        self.context_len = context_len
+        self.prefix = time_tokens + sc_tokens + mode_tokens + context_len
         self.t_emb_tokens = nn.Parameter(torch.empty(1, time_tokens, hidden))
         self.sc_tokens = nn.Parameter(torch.empty(1, sc_tokens, hidden))
         self.mode_tokens = nn.Parameter(torch.empty(1, mode_tokens, hidden))
@@ -149,7 +168,10 @@ class LatentTransformer(nn.Module):
         self.t_embedder = ScalarEmbedder(freq_dim, hidden)
         self.sc_embedder = ScalarEmbedder(freq_dim, hidden)
         self.blocks = nn.ModuleList(DitBlock(hidden, heads, ratio, dropout) for _ in range(depth))
-        cos, sin = rope_table(self.prefix, latent_len, hidden // heads)
+        if context_len:
+            self.context_kind = nn.Parameter(torch.empty(1, 1, hidden))
+            self.no_context = nn.Parameter(torch.empty(1, context_len, hidden))
+        cos, sin = rope_table(self.prefix - context_len, latent_len, hidden // heads, context_len)
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
 
@@ -163,19 +185,23 @@ class LatentTransformer(nn.Module):
         for embedder in (self.t_embedder, self.sc_embedder):
             nn.init.normal_(embedder.mlp_0.weight, std=0.02)
             nn.init.normal_(embedder.mlp_2.weight, std=0.02)
-        for tokens in (self.t_emb_tokens, self.sc_tokens, self.mode_tokens):
+        context = (self.context_kind, self.no_context) if self.context_len else ()
+        for tokens in (self.t_emb_tokens, self.sc_tokens, self.mode_tokens, *context):
             nn.init.normal_(tokens, std=0.02)
         for module in self.modules():
             if isinstance(module, Head):
                 nn.init.zeros_(module.linear.weight)
 
-    def states(self, z_BND: Tensor, t_B: Tensor, s_BND: Tensor | None, w_B: Tensor, decode_B: Tensor) -> Tensor:
+    def states(
+        self, z_BND: Tensor, t_B: Tensor, s_BND: Tensor | None, w_B: Tensor, decode_B: Tensor, context: Context | None = None
+    ) -> Tensor:
         """Return fp32 hidden states (B, N, H) of the latents; rows with `decode_B` are in decode mode."""
         with fp32_island(z_BND):
             z_BND = z_BND.float()
             s_BND = torch.zeros_like(z_BND) if s_BND is None else s_BND.float()
             x_BNH = self.in_proj(self.self_cond_proj(torch.cat([z_BND, s_BND], dim=-1)))
-            x_BSH = torch.cat([self._prefix(t_B, w_B, decode_B), x_BNH], dim=1)
+            before = [self._context(len(z_BND), context)] if self.context_len else []
+            x_BSH = torch.cat([self._prefix(t_B, w_B, decode_B), *before, x_BNH], dim=1)
         for block in self.blocks:
             x_BSH = block(x_BSH, self.rope_cos, self.rope_sin)
         return x_BSH[:, self.prefix :].float()
@@ -186,6 +212,19 @@ class LatentTransformer(nn.Module):
         # In denoise mode the mode tokens are zero, but stay in the sequence and are attended to (released).
         return torch.cat([time, scale, self.mode_tokens * decode_B.to(time.dtype)[:, None, None]], dim=1)
 
+    def _context(self, rows: int, context: Context | None) -> Tensor:
+        """Return the positions (B, C, H) of the context; the first rows have none if it has fewer rows.
+
+        A latent that does not exist has a learned vector in its place, so that every row has the same cost.
+        """
+        none_BCH = self.no_context.expand(rows, -1, -1)
+        if context is None:
+            return none_BCH
+        z_BCD = context.z_BCD.detach().float()
+        x_BCH = self.in_proj(self.self_cond_proj(torch.cat([z_BCD, torch.zeros_like(z_BCD)], dim=-1))) + self.context_kind
+        without = rows - len(z_BCD)
+        return torch.cat([none_BCH[:without], torch.where(context.present_BC[..., None], x_BCH, none_BCH[without:])])
+
 
 class DiT(LatentTransformer):
     """f(z, t; s, w) in two modes: denoise (flow matching) and decode (joint-embedding prediction at t = 1)."""
@@ -193,20 +232,27 @@ class DiT(LatentTransformer):
     def __init__(
         self, latent_len: int, dim: int, bottleneck: int, hidden: int, depth: int, heads: int, ratio: float,
         freq_dim: int, time_tokens: int, sc_tokens: int, mode_tokens: int, dropout: float, denoise_skip: bool = False,
+        context_len: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(
             latent_len, dim, bottleneck, hidden, depth, heads, ratio,
-            freq_dim, time_tokens, sc_tokens, mode_tokens, dropout,
+            freq_dim, time_tokens, sc_tokens, mode_tokens, dropout, context_len,
         )  # fmt: skip
         self.denoise_skip = denoise_skip
         self.denoise_head = Head(hidden, dim)
         self.decode_head = Head(hidden, dim)
         self.initialize()
 
-    def forward(self, z_BND: Tensor, t_B: Tensor, s_BND: Tensor | None, w_B: Tensor, decode_rows: int = 0) -> Tensor:
-        """Predict the clean embedding; the first `decode_rows` rows are in decode mode, the rest in denoise mode."""
+    def forward(
+        self, z_BND: Tensor, t_B: Tensor, s_BND: Tensor | None, w_B: Tensor, decode_rows: int = 0,
+        context: Context | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Predict the clean embedding; the first `decode_rows` rows are in decode mode, the rest in denoise mode.
+
+        `context` is that of the rows in denoise mode: decoding is about a single block.
+        """
         decode_B = torch.arange(len(t_B), device=t_B.device) < decode_rows
-        x_BNH = self.states(z_BND, t_B, s_BND, w_B, decode_B)
+        x_BNH = self.states(z_BND, t_B, s_BND, w_B, decode_B, context)
         with fp32_island(x_BNH):
             if decode_rows == len(x_BNH):
                 return self.decode_head(x_BNH)

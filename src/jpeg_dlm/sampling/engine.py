@@ -13,7 +13,7 @@ from torch import Tensor
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.latent_sampler import Denoise, LatentNetworks, LatentSampler, Writer
 from jpeg_dlm.machine.cpu import make_safe
-from jpeg_dlm.nn.dit import NORM_EPS, linear_estimate
+from jpeg_dlm.nn.dit import NORM_EPS, Context, linear_estimate
 from jpeg_dlm.sampling.engine_decoder import FastDecoder
 from jpeg_dlm.sampling.engine_dit import FastDiT
 from jpeg_dlm.sampling.folded import fold
@@ -41,13 +41,14 @@ class Engine:
         self.denoise_skip, self.decode_residual = folded.denoise_skip, folded.decode_residual
 
     @torch.inference_mode()
-    def denoiser(self, times: Sequence[float], w: float) -> Denoise:
-        """f(z, t; s, w) for the times of a grid."""
+    def denoiser(self, times: Sequence[float], w: float, context: Context | None = None) -> Denoise:
+        """f(z, t; s, w) for the times of a grid, after a context."""
         prefixes = dict(zip(times, self.dit.prefixes(times, w, decode=False), strict=True))
+        before = None if context is None else self.dit.context_tokens(context)
 
         @torch.inference_mode()
         def denoise(z: Tensor, t: float, s: Tensor | None) -> Tensor:
-            x = predicted(self.denoise_head, self.dit.states(z, s, prefixes[t]))
+            x = predicted(self.denoise_head, self.dit.states(z, s, prefixes[t], before))
             if not self.denoise_skip:
                 return x
             c_skip, c_out = linear_estimate(x.new_tensor([t]))

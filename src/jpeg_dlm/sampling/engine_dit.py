@@ -1,7 +1,8 @@
 """The DiT on folded weights, in one mode for all rows.
 
 Conditioning tokens are made once for a grid, and the last block skips them, since no head reads them.
-Shapes: B batch, N latents, D latent width, H hidden width, P prefix tokens, S = P + N, M rows of all samples together.
+Shapes: B batch, N latents, C latents of the context, D latent width, H hidden width, P prefix tokens with the context,
+S = P + N, M rows of all samples together.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.nn.dit import NORM_EPS
+from jpeg_dlm.nn.dit import NORM_EPS, Context
 from jpeg_dlm.sampling.folded import FoldedBlock, FoldedDiT
 from jpeg_dlm.sampling.linear import MakeLinear, full_precision, keep_from_compiler, unit_rms
 
@@ -54,6 +55,7 @@ class FastDiT(nn.Module):
     def __init__(self, folded: FoldedDiT, make: MakeLinear, compile: bool) -> None:
         super().__init__()
         self.prefix, self.time, self.scale, self.mode = folded.prefix, folded.time, folded.scale, folded.mode
+        self.none, self.kind = folded.none, folded.kind
         self.in_z, self.in_s, self.widen = (full_precision(*w) for w in (folded.in_z, folded.in_s, folded.widen))
         last = folded.blocks[-1]
         self.blocks = nn.ModuleList(FastBlock(b, make, self.prefix if b is last else 0) for b in folded.blocks)
@@ -64,12 +66,19 @@ class FastDiT(nn.Module):
                 block.compile()
 
     def prefixes(self, times: Sequence[float], w: float, decode: bool) -> Tensor:
-        """Conditioning tokens (T, P, H) of each time; they are the same for every sample."""
+        """Conditioning tokens (T, P, H) of each time, without a context; they are the same for every sample."""
         t = torch.tensor(times, device=self.mode.device)
-        mode = (self.mode * decode).expand(len(t), -1, -1)
-        return torch.cat([self.time.tokens_of(t), self.scale.tokens_of(torch.full_like(t, w)), mode], dim=1)
+        mode, none = ((self.mode * decode).expand(len(t), -1, -1), self.none.expand(len(t), -1, -1))
+        return torch.cat([self.time.tokens_of(t), self.scale.tokens_of(torch.full_like(t, w)), mode, none], dim=1)
 
-    def states(self, z_BND: Tensor, s_BND: Tensor | None, prefix_PH: Tensor) -> Tensor:
+    def context_tokens(self, context: Context) -> Tensor:
+        """Conditioning tokens (B, C, H) of a context, for the last C of the prefix."""
+        x_BCH = self.widen(self.in_z(context.z_BCD.flatten(0, 1))).unflatten(0, context.present_BC.shape) + self.kind
+        return torch.where(context.present_BC[..., None], x_BCH, self.none)
+
+    def states(
+        self, z_BND: Tensor, s_BND: Tensor | None, prefix_PH: Tensor, context_BCH: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
         """Hidden states (B, N, H); the sequence is one buffer that blocks write over."""
         batch, n = z_BND.shape[:2]
         u = self.in_z(z_BND.flatten(0, 1))
@@ -77,6 +86,8 @@ class FastDiT(nn.Module):
             u = self.in_s.add_to(u, s_BND.flatten(0, 1))
         x_BSH = z_BND.new_empty(batch, self.prefix + n, prefix_PH.shape[-1])
         x_BSH[:, : self.prefix] = prefix_PH
+        if context_BCH is not None:
+            x_BSH[:, self.prefix - context_BCH.shape[1] : self.prefix] = context_BCH
         x_BSH[:, self.prefix :] = self.widen(u).unflatten(0, (batch, n))
         x_MH = x_BSH.flatten(0, 1)
         for block in self.blocks:

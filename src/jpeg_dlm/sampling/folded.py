@@ -3,7 +3,8 @@
 Gains of norms go into the linear that follows and gates into the one before, linears without anything between them become one
 where that is smaller, linears of the same input are joined, and what depends on no input is computed here. The engine and
 the ONNX graphs compute with these tensors. Their originals are `nn.dit` and `nn.perceiver`.
-Shapes: N latents, D latent width, H hidden width, P prefix tokens, S = P + N, L tokens.
+Shapes: N latents, C latents of the context, D latent width, H hidden width, P prefix tokens with the context, S = P + N,
+L tokens.
 """
 
 from __future__ import annotations
@@ -69,11 +70,16 @@ class FoldedScalar:
 
 @dataclass(frozen=True)
 class FoldedDiT:
-    """f before its heads: widen(in_z(z) + in_s(s)) behind the prefix, then the blocks."""
+    """f before its heads: widen(in_z(z) + in_s(s)) behind the prefix, then the blocks.
+
+    The latents of a context are widen(in_z(z)) + kind; in place of those that do not exist stand the vectors `none`.
+    """
 
     time: FoldedScalar
     scale: FoldedScalar
     mode: Tensor  # (1, P, H), zeros in denoise mode
+    none: Tensor  # (1, C, H)
+    kind: Tensor  # (1, 1, H)
     in_z: Weights
     in_s: Weights
     widen: Weights
@@ -83,7 +89,7 @@ class FoldedDiT:
 
     @property
     def prefix(self) -> int:
-        return sum(tokens.shape[1] for tokens in (self.time.learned, self.scale.learned, self.mode))
+        return sum(tokens.shape[1] for tokens in (self.time.learned, self.scale.learned, self.mode, self.none))
 
 
 def copied(linear: nn.Linear) -> Weights:
@@ -115,9 +121,12 @@ def fold_scalar(tokens: Tensor, embedder: ScalarEmbedder) -> FoldedScalar:
 def fold_dit(dit: DiT) -> FoldedDiT:
     outer, narrow = dit.self_cond_proj, dit.in_proj.proj1.weight
     of_z, of_s = outer.weight.chunk(2, dim=1)
+    no_context = dit.mode_tokens[:, :0], dit.mode_tokens[:, :1]  # C is 0, and `kind` is not read
+    none, kind = (dit.no_context, dit.context_kind) if dit.context_len else no_context
     return FoldedDiT(
         time=fold_scalar(dit.t_emb_tokens, dit.t_embedder), scale=fold_scalar(dit.sc_tokens, dit.sc_embedder),
-        mode=dit.mode_tokens.detach().clone(), widen=copied(dit.in_proj.proj2),
+        mode=dit.mode_tokens.detach().clone(), none=none.detach().clone(), kind=kind.detach().clone(),
+        widen=copied(dit.in_proj.proj2),
         in_z=Weights(narrow @ of_z, narrow @ outer.bias), in_s=Weights(narrow @ of_s),
         blocks=tuple(fold_block(cast(DitBlock, block)) for block in dit.blocks),
         cos=cast(Tensor, dit.rope_cos), sin=cast(Tensor, dit.rope_sin),

@@ -134,6 +134,18 @@ class Blocks:
             )
         return torch.from_numpy(out)
 
+    def before(self, indices: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+        """Return the `count` rows before each row (B, count, L), oldest first, and a mask of those in the row's document.
+
+        Padded rows are in the order of the text, and the end token stands in the last row of each document alone.
+        """
+        if self.index.get("given_rows"):
+            raise DataError(f"'{self.folder}' holds rows without documents: prepare the text itself for a model with context.")
+        wanted = np.asarray(indices, np.int64)[:, None] + np.arange(-count, 0)
+        rows = self.rows(wanted.clip(0).ravel()).view(*wanted.shape, self.token_len)
+        ended = (rows == self.index["eos_id"]).any(-1) | torch.from_numpy(wanted < 0)
+        return rows, ended.flip(1).cumsum(1).flip(1) == 0
+
     def mask(self, rows: Tensor) -> Tensor | None:
         """Return a mask that is True on text and False on padding, or None when the packing never pads."""
         return rows != self.pad_id if self.index["padded"] else None

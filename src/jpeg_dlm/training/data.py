@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from jpeg_dlm.config import TrainConfig
 from jpeg_dlm.methods.base import Batch
@@ -24,6 +25,7 @@ class BatchStream:
     rank: int = 0
     world: int = 1
     cache: FeatureCache | None = None
+    context_blocks: int = 0  # rows before each row that a batch holds too
 
     def __post_init__(self) -> None:
         self.order = EpochOrder(self.train.seed, len(self.blocks))
@@ -50,11 +52,27 @@ class BatchStream:
             yield self.batch(rows), RowNoise(self.train.seed, places, step, self.device, self.rows_per_step)
 
     def batch(self, rows: list[int]) -> Batch:
-        tokens = self.blocks.rows(rows)
-        mask = self.blocks.mask(tokens)
-        features = self.cache.rows(rows) if self.cache is not None else None
-        return Batch(
-            tokens.to(self.device),
-            None if mask is None else mask.to(self.device),
-            None if features is None else features.to(self.device),
-        )
+        return batch_of(self.blocks, rows, self.device, self.context_blocks, self.cache)
+
+
+def batch_of(
+    blocks: Blocks, rows: Sequence[int], device: torch.device, context_blocks: int = 0, cache: FeatureCache | None = None
+) -> Batch:
+    """Return rows as a batch, with their features if they are cached, and with the rows before them."""
+    batch = _batch(blocks, blocks.rows(rows), rows, device, cache)
+    if not context_blocks:
+        return batch
+    tokens_BKL, present_BK = blocks.before(rows, context_blocks)
+    numbers = [max(0, row - back) for row in rows for back in range(context_blocks, 0, -1)]
+    before = _batch(blocks, tokens_BKL.flatten(0, 1), numbers, device, cache)
+    return replace(batch, before=before, present_BK=present_BK.to(device))
+
+
+def _batch(
+    blocks: Blocks, tokens_BL: Tensor, rows: Sequence[int], device: torch.device, cache: FeatureCache | None
+) -> Batch:  # fmt: skip
+    mask = blocks.mask(tokens_BL)
+    features = cache.rows(rows) if cache is not None else None
+    return Batch(
+        tokens_BL.to(device), None if mask is None else mask.to(device), None if features is None else features.to(device)
+    )

@@ -302,7 +302,8 @@ def train_method(config: Config, run: Path, bench: Bench, stop_at: int | None = 
     """Train the method of a config, from its last checkpoint if there is one, and return it with averaged weights."""
     run.mkdir(parents=True, exist_ok=True)
     ranks, console, tokenizer = bench.ranks, bench.console, bench.blocks.tokenizer()
-    stream = BatchStream(bench.blocks, config.train, ranks.device, ranks.rank, ranks.world, bench.cache)
+    context = config.model.context_blocks if method_class(config.method).uses_context else 0
+    stream = BatchStream(bench.blocks, config.train, ranks.device, ranks.rank, ranks.world, bench.cache, context)
     checkpoint = latest_checkpoint(run, console.warn)
     method = build_method(config, bench.encoder).to(ranks.device) if checkpoint else new_method(config, run, bench, stream)
     trainer = Trainer(config, method, stream, run, ranks, provenance(bench), stop_at=stop_at)
@@ -362,7 +363,7 @@ def evaluation(trainer: Trainer, heldout: Blocks, tokenizer: TextTokenizer) -> C
 
     def evaluate(step: int) -> dict[str, float]:
         with trainer.averaged(), trainer.autocast():
-            found = heldout_losses(method, heldout, trainer.ranks)
+            found = heldout_losses(method, heldout, trainer.ranks, context_blocks=trainer.stream.context_blocks)
             if writer:
                 n = TEXTS if diagnosis else SAMPLE_TEXTS
                 rows_BL = sample_rows(writer, trainer.config, tokenizer, trainer.ranks.device, n)

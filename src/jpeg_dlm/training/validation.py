@@ -6,16 +6,18 @@ import torch
 
 from jpeg_dlm.machine.collectives import all_mean
 from jpeg_dlm.machine.dist import Ranks
-from jpeg_dlm.methods.base import Batch, Trainable
+from jpeg_dlm.methods.base import Trainable
 from jpeg_dlm.methods.common.latent_geometry import latent_measures
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.training.data import batch_of
 
 
 @torch.no_grad()
 def heldout_losses(
-    method: Trainable, blocks: Blocks, ranks: Ranks, max_rows: int = 512, batch: int = 128, seed: int = 0
-) -> dict[str, float]:
+    method: Trainable, blocks: Blocks, ranks: Ranks, max_rows: int = 512, batch: int = 128, seed: int = 0,
+    context_blocks: int = 0,
+) -> dict[str, float]:  # fmt: skip
     """Return mean losses over the first held-out rows with fixed noise, and token accuracy if the method reconstructs text.
 
     For methods with latents, also measure their geometry and their decoding under noise, on the first batch alone: it has
@@ -30,9 +32,7 @@ def heldout_losses(
     method.eval()
     for start in range(0, n, batch):
         rows = range(start, min(start + batch, n))[ranks.rank :: world]
-        tokens = blocks.rows(list(rows))
-        mask = blocks.mask(tokens)
-        b = Batch(tokens.to(device), None if mask is None else mask.to(device))
+        b = batch_of(blocks, rows, device, context_blocks)
         noise = RowNoise(seed, rows, 0, device, n)
         values = {k: float(v) for k, v in method.losses(b, noise).items()}
         accuracy = method.reconstruction(b)

@@ -1,0 +1,189 @@
+"""Continuation of held-out text: prompts from real documents, continued by a model, scored by a language model.
+
+A model with a context goes on by one block after the blocks that it sees; another one completes the second half of a row.
+
+The perplexity of a continuation given its prompt stands beside that of the same continuation after another prompt, which
+tells how much it has to do with its own, and beside both figures of the real continuation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from jpeg_dlm import __version__
+from jpeg_dlm.api import Model
+from jpeg_dlm.continuing import LongTexts, context_blocks
+from jpeg_dlm.errors import DataError
+from jpeg_dlm.evaluation.figures import mauve_or_reason
+from jpeg_dlm.evaluation.infill import is_text
+from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.machine.console import Console
+from jpeg_dlm.methods.base import FREE, require
+from jpeg_dlm.results.resumable import Parts
+from jpeg_dlm.results.table import Table
+from jpeg_dlm.scorers.scoring import Scorer
+from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.text.rows import Layout
+from jpeg_dlm.text.text_metrics import TextScore, perplexity, perplexity_interval, repetition_rate
+from jpeg_dlm.wording import counted
+
+SHOWN = 8  # texts kept in the results
+SHORTEST = 2  # ids of a real continuation
+COLUMNS = ("text", "perplexity given its prompt", "95% interval", "given another prompt", "MAUVE", "repeated 4-grams")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A held-out text in two parts: the prompt, and how it really goes on."""
+
+    prompt: list[int]
+    real: list[int]
+
+
+def block_cases(blocks: Blocks, count: int, n: int) -> list[Case]:
+    """Return the first n held-out rows with rows before them; up to `count` of those are the prompt."""
+    found: list[Case] = []
+    for start in range(0, len(blocks), 256):
+        numbers = range(start, min(start + 256, len(blocks)))
+        rows, (before, present) = blocks.rows(numbers), blocks.before(numbers, count)
+        for row, rows_before, there in zip(rows, before, present, strict=True):
+            ids = [i for i in row.tolist() if i not in (blocks.index["eos_id"], blocks.pad_id)]
+            if there.any() and len(ids) >= SHORTEST:
+                found.append(Case(rows_before[there].flatten().tolist(), ids))
+        if len(found) >= n:
+            break
+    return found[:n]
+
+
+def row_cases(blocks: Blocks, layout: Layout, n: int) -> list[Case]:
+    """Return the first n held-out rows cut in the middle, for models that see one row; shorter texts are left out."""
+    found: list[Case] = []
+    half = layout.payload // 2
+    for start in range(0, len(blocks), 256):
+        rows = blocks.rows(range(start, min(start + 256, len(blocks))))
+        for row, text in zip(rows, is_text(rows, layout), strict=True):
+            ids = row[text].tolist()
+            if half and len(ids) >= half + SHORTEST:
+                found.append(Case(ids[:half], ids[half:]))
+        if len(found) >= n:
+            break
+    return found[:n]
+
+
+def completed(model: Model, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+    """Return the ids of rows that begin with these prompts, after them."""
+    layout = model.layout
+    given = torch.tensor([layout.beginning(prompt, FREE) for prompt in prompts])
+    rows = model.sample(len(prompts), given=given, **options)
+    texts = is_text(rows, layout)
+    return [row[text].tolist()[len(prompt) :] for row, text, prompt in zip(rows, texts, prompts, strict=True)]
+
+
+def conditional(scorer: Scorer, prompts: Sequence[str], wholes: Sequence[str]) -> list[TextScore]:
+    """Score the texts after their prompts: the score of the whole without that of the ids which it shares with its prompt."""
+    limit, pairs = scorer.context, []
+    for prompt, whole in zip(prompts, wholes, strict=True):
+        ids, head = scorer.encode(whole, limit), scorer.encode(prompt, limit)
+        shared = next((i for i, (a, b) in enumerate(zip(ids, head, strict=False)) if a != b), min(len(ids), len(head)))
+        pairs.append((ids, ids[:shared]))
+    of_all, of_heads = (scorer.nll(wholes, limit, ids=list(rows)) for rows in zip(*pairs, strict=True))
+    return [
+        TextScore(a.nll_sum - b.nll_sum, a.n_tokens - b.n_tokens, tuple(ids[len(head) :]))
+        for a, b, (ids, head) in zip(of_all, of_heads, pairs, strict=True)
+    ]
+
+
+def continuation(
+    source: ModelSource, scorer: Scorer, n: int, seed: int, sampler: Mapping[str, Any], parts: Parts, console: Console,
+    mauve: str = "auto", scale: float = 1.0,
+) -> dict[str, Any]:  # fmt: skip
+    """Continue n held-out prompts and measure the result."""
+    model, count = source.model, context_blocks(source.model)
+    require("prompts", model.writer)
+    if source.heldout is None or len(source.heldout) == 0:
+        raise DataError(f"There is no held-out text for '{source.name}': name its text or prepared folder with --data.")
+    cases = block_cases(source.heldout, count, n) if count else row_cases(source.heldout, model.layout, n)
+    if len(cases) < 2:
+        raise DataError(f"The held-out texts of '{source.name}' are too short to be continued: give longer ones with --data.")
+    prompts = [case.prompt for case in cases]
+    about = {
+        "name": source.name, "title": model.method.title, "heldout": source.heldout.fingerprint, "n": len(cases),
+        "scale": scale, "seed": seed,
+    }  # fmt: skip
+
+    def write() -> dict[str, Any]:
+        console.say(f"{source.name}: continuing {counted(len(cases), 'prompt')} with seed {seed} ...")
+        options = {"seed": seed, "batch": source.batch, **sampler}
+        if not count:
+            return {"written": completed(model, prompts, **options)}
+        rows = LongTexts(model, prompts, model.config.data.token_len, scale).tokens(len(cases), **options)
+        return {"written": [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]}
+
+    depends = about | {"kind": "continuation", "version": __version__} | source.identity(seed, dict(sampler))
+    written = parts.get_or_make(f"continuation-{source.name}-seed{seed}", depends, write)["written"]
+    depends = {"kind": "continuation-scores", "scorer": scorer.hash, "mauve": mauve, "written": written} | about
+    found = parts.get_or_make(
+        f"continuation-scores-{source.name}-seed{seed}",
+        depends,
+        lambda: measured(source, scorer, cases, written, mauve, console),
+    )
+    return about | found
+
+
+def measured(
+    source: ModelSource, scorer: Scorer, cases: Sequence[Case], written: Sequence[list[int]], mauve: str, console: Console
+) -> dict[str, Any]:
+    """Return the scores of written and real continuations, after their own prompts and after others."""
+    decode, far = source.model.tokenizer.decode, max(1, len(cases) // 2)  # rows of one document are near to each other
+    prompts, real = [case.prompt for case in cases], [case.real for case in cases]
+    others = prompts[far:] + prompts[:far]
+    pairs = {"written": (prompts, written), "real": (prompts, real)}
+    pairs |= {"written_elsewhere": (others, written), "real_elsewhere": (others, real)}
+    scores: dict[str, list[TextScore]] = {}
+    for name, (before, after) in pairs.items():
+        with console.progress(f"Scoring {name.replace('_', ' ')} continuations", "texts"):
+            wholes = [decode([*a, *b]) for a, b in zip(before, after, strict=True)]
+            scores[name] = conditional(scorer, [decode(ids) for ids in before], wholes)
+    texts = {"written": [decode(ids) for ids in written], "real": [decode(ids) for ids in real]}
+    budget = max(1, min(scorer.context, source.model.config.data.token_len))
+    counts = {name: sum(bool(text.strip()) for text in said) for name, said in texts.items()}
+
+    def features() -> tuple[np.ndarray, np.ndarray]:
+        return scorer.features(texts["written"], budget).numpy(), scorer.features(texts["real"], budget).numpy()
+
+    return {
+        "scores": {name: _summary(found) for name, found in scores.items()},
+        "repetition": {name: repetition_rate([s.token_ids for s in scores[name]]) for name in ("written", "real")},
+        "mauve": mauve_or_reason(mauve, counts["written"], counts["real"], features),
+        "samples": [
+            {"prompt": decode(case.prompt), "written": texts["written"][i], "real": texts["real"][i]}
+            for i, case in enumerate(cases[:SHOWN])
+        ],
+    }  # fmt: skip
+
+
+def _summary(scores: list[TextScore]) -> dict[str, float]:
+    low, high = perplexity_interval(scores)
+    return {"perplexity": perplexity(scores), "low": low, "high": high}
+
+
+def continuation_table(rows: Sequence[Mapping[str, Any]], scorer: str) -> Table:
+    """Return a row for each model, and rows for real text where it changes."""
+    cells: list[list[str]] = []
+    for i, row in enumerate(rows):
+        score, mauve = row["scores"], row["mauve"].get("mauve")
+        name = f"{row['name']} ({row['title']}, {counted(row['n'], 'prompt')}, seed {row['seed']})"
+        said = "" if mauve is None else f"{mauve:.3f}"
+        cells.append([name, *_cells(score["written"], score["written_elsewhere"]), said, f"{row['repetition']['written']:.3f}"])
+        if i + 1 == len(rows) or rows[i + 1]["scores"]["real"] != score["real"]:
+            cells.append(["real text", *_cells(score["real"], score["real_elsewhere"]), "", f"{row['repetition']['real']:.3f}"])
+    return Table.of(f"Continuation of held-out text, scored by {scorer}.", COLUMNS, cells)
+
+
+def _cells(own: Mapping[str, float], elsewhere: Mapping[str, float]) -> list[str]:
+    return [f"{own['perplexity']:.1f}", f"{own['low']:.1f} to {own['high']:.1f}", f"{elsewhere['perplexity']:.1f}"]
