@@ -2,10 +2,10 @@
 
 import pytest
 
-from jpeg_dlm.serve.errors import ApiError
 from jpeg_dlm.serve.fields import read, rules
+from jpeg_dlm.serve.http_errors import ApiError
 from jpeg_dlm.serve.openapi import POSTS, description
-from jpeg_dlm.serve.requests import Completion, Embedding, Interpolation
+from jpeg_dlm.serve.requests import Completion, EmbeddingRequest, Interpolation
 
 
 def test_a_request_is_read():
@@ -51,8 +51,8 @@ def test_what_says_nothing_is_accepted(name, value):
         (Completion, {"prompt": "x" * 20_001}, "`prompt` must be"),
         (Completion, {"stop": ["a"] * 5}, "at most 4"),
         (Completion, {"w": "much"}, "`w` must be a number"),
-        (Embedding, {}, "`input` is missing"),
-        (Embedding, {"input": "x", "pooling": "max"}, "`pooling` must be one of mean, flat"),
+        (EmbeddingRequest, {}, "`input` is missing"),
+        (EmbeddingRequest, {"input": "x", "pooling": "max"}, "`pooling` must be one of mean, flat"),
         (Interpolation, {"first": "x"}, "`second` is missing"),
     ],
 )

@@ -28,14 +28,14 @@ from jpeg_dlm.sampling.batching import MAX_BATCH, BatchingService
 from jpeg_dlm.serve import codec, requests
 from jpeg_dlm.serve.auth import check_key
 from jpeg_dlm.serve.completions import Job
-from jpeg_dlm.serve.errors import ApiError, ClientGone, api_error
 from jpeg_dlm.serve.fields import read
 from jpeg_dlm.serve.http import MORE, Answer, as_done, event, read_body, result_of
+from jpeg_dlm.serve.http_errors import ApiError, ClientGone, api_error
 from jpeg_dlm.serve.logs import Log
-from jpeg_dlm.serve.metrics import Metrics
 from jpeg_dlm.serve.models import Models, find
 from jpeg_dlm.serve.openapi import description
 from jpeg_dlm.serve.pages import FILES, page_headers
+from jpeg_dlm.serve.service_metrics import Metrics
 from jpeg_dlm.serve.trajectories import Journey
 
 CLIENT_GONE = 499  # as nginx logs it; nobody receives it

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.serve.errors import ApiError
+from jpeg_dlm.serve.http_errors import ApiError
 
 SHORTEST_KEY = 16
 

@@ -9,16 +9,16 @@ from typing import Any
 
 from jpeg_dlm.api import Model
 from jpeg_dlm.serve.completions import DRAWN_SEEDS
-from jpeg_dlm.serve.errors import ApiError
+from jpeg_dlm.serve.http_errors import ApiError
 from jpeg_dlm.serve.models import Served
-from jpeg_dlm.serve.requests import MOST_INPUTS, Edit, Embedding, Interpolation, Reconstruction
+from jpeg_dlm.serve.requests import MOST_INPUTS, Edit, EmbeddingRequest, Interpolation, Reconstruction
 from jpeg_dlm.text.tokenizer import TextTokenizer
 
 UNFINISHED = "\ufffd"  # a character of which a byte-level token holds only a part
 WINDOW = 16  # tokens that are decoded together
 
 
-def embed(served: Served, request: Embedding) -> dict[str, Any]:
+def embed(served: Served, request: EmbeddingRequest) -> dict[str, Any]:
     """Encode texts: the mean of their latents, or all latents in a row."""
     latents_BND = served.model.encode(request.input).float().cpu()
     vectors = latents_BND.mean(1) if request.pooling == "mean" else latents_BND.flatten(1)

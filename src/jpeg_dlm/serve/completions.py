@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from jpeg_dlm.sampling.batching import BatchingService
-from jpeg_dlm.serve.errors import ApiError
+from jpeg_dlm.serve.http_errors import ApiError
 from jpeg_dlm.serve.models import Served
 from jpeg_dlm.serve.requests import MOST_TEXTS, Completion, Writing
 

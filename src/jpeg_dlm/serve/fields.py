@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from jpeg_dlm.serve.errors import ApiError
+from jpeg_dlm.serve.http_errors import ApiError
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from jpeg_dlm.serve.errors import ApiError, ClientGone
+from jpeg_dlm.serve.http_errors import ApiError, ClientGone
 from jpeg_dlm.strict_json import parse_json
 
 LARGEST_BODY = 1 << 20  # bytes

@@ -19,8 +19,8 @@ from jpeg_dlm.errors import JpegDlmError, UsageError
 from jpeg_dlm.flow.latent_sampler import Watch
 from jpeg_dlm.sampling.batching import BatchingService
 from jpeg_dlm.sampling.linear import Dtype
-from jpeg_dlm.serve.errors import ApiError
 from jpeg_dlm.serve.fields import NEUTRAL, meaningless
+from jpeg_dlm.serve.http_errors import ApiError
 from jpeg_dlm.serve.requests import SAMPLER_FIELDS, Writing
 
 BUNDLED = "bundled"

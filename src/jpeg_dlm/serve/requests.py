@@ -67,7 +67,7 @@ class Trajectory(Writing):
 
 
 @dataclass(frozen=True)
-class Embedding(OfModel):
+class EmbeddingRequest(OfModel):
     """`POST /v1/embeddings`"""
 
     input: tuple[str, ...] = entry("texts", "texts to encode", (), most=MOST_INPUTS, required=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 from jpeg_dlm.report.moments import Moment, Recorder
 from jpeg_dlm.sampling.batching import BatchingService
 from jpeg_dlm.serve.completions import seed_of
-from jpeg_dlm.serve.errors import ApiError
 from jpeg_dlm.serve.http import out_of_time
+from jpeg_dlm.serve.http_errors import ApiError
 from jpeg_dlm.serve.models import Served
 from jpeg_dlm.serve.requests import Trajectory
 

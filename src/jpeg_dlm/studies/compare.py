@@ -51,7 +51,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """A model to score: the training that it is of, and the step of it."""
 
     config: Config
@@ -80,17 +80,17 @@ def method_names(text: str) -> tuple[str, ...]:
 
 
 @dataclass
-class Row:
+class CompareRow:
     """A system in progress: points by training seed, the models of them, and its record in the result."""
 
-    points: dict[int, list[Point]]
+    points: dict[int, list[CurvePoint]]
     models: dict[tuple[int, int], Path]  # by seed and number of the point
     record: dict[str, Any]
 
 
-def plan(asked: Comparison, workshop: Workshop) -> dict[str, Row]:
+def plan(asked: Comparison, workshop: Workshop) -> dict[str, CompareRow]:
     """Return the trainings of every system, on prepared text and with the steps that the budgets allow."""
-    rows = {name: Row({}, {}, {"method": name, "title": method_class(name).title}) for name in asked.methods}
+    rows = {name: CompareRow({}, {}, {"method": name, "title": method_class(name).title}) for name in asked.methods}
     for name, row in rows.items():
         with workshop.recorded(row.record, row.record["title"]):
             points = points_of(asked, workshop, name)
@@ -101,7 +101,7 @@ def plan(asked: Comparison, workshop: Workshop) -> dict[str, Row]:
     return rows
 
 
-def points_of(asked: Comparison, workshop: Workshop, name: str) -> list[Point]:
+def points_of(asked: Comparison, workshop: Workshop, name: str) -> list[CurvePoint]:
     """Return the points of one system."""
     config = for_method(asked.base, name)
     if len(asked.budgets) > 1:
@@ -112,17 +112,17 @@ def points_of(asked: Comparison, workshop: Workshop, name: str) -> list[Point]:
     anew = method_class(name).has_phases or method_class(name).first_stage(config) is not None
     trained = spent if anew else [spent[-1]] * len(spent)
     texts = [budget.text if budget else "the preset's steps" for budget in budgets]
-    return [Point(of, end.train.steps, text) for of, end, text in zip(trained, spent, texts, strict=True)]
+    return [CurvePoint(of, end.train.steps, text) for of, end, text in zip(trained, spent, texts, strict=True)]
 
 
-def _seeded(point: Point, seed: int) -> Point:
+def _seeded(point: CurvePoint, seed: int) -> CurvePoint:
     return replace(point, config=replace(point.config, train=replace(point.config.train, seed=seed)))
 
 
-def train(rows: Mapping[str, Row], workshop: Workshop, wait: bool = True) -> None:
+def train(rows: Mapping[str, CompareRow], workshop: Workshop, wait: bool = True) -> None:
     """Train all systems; without `wait`, skip what other processes are training."""
 
-    def one(row: Row, seed: int, config: Config) -> None:
+    def one(row: CompareRow, seed: int, config: Config) -> None:
         with workshop.recorded(row.record, row.record["title"]):
             own = [i for i, point in enumerate(row.points[seed]) if point.config == config]
             models = workshop.models(config, [row.points[seed][i].step for i in own])
@@ -145,7 +145,11 @@ def compare(asked: Comparison, workshop: Workshop, scorer: Callable[[], Scorer],
 
 
 def evaluate(
-    asked: Comparison, rows: Mapping[str, Row], workshop: Workshop, scorer: Callable[[], Scorer], request: EvaluationRequest
+    asked: Comparison,
+    rows: Mapping[str, CompareRow],
+    workshop: Workshop,
+    scorer: Callable[[], Scorer],
+    request: EvaluationRequest,
 ) -> dict[str, Any]:
     """Score every model, time the last ones, and assemble the result."""
     if not any(row.models for row in rows.values()):  # most likely for one reason: raise it before a scorer is downloaded
@@ -164,7 +168,7 @@ def evaluate(
     }  # fmt: skip
 
 
-def _score(row: Row, workshop: Workshop, scores: Scores, last: dict[str, Model], name: str) -> None:
+def _score(row: CompareRow, workshop: Workshop, scores: Scores, last: dict[str, Model], name: str) -> None:
     """Add to a record the scores of its points, from the first to the last."""
     if not row.models:
         return
