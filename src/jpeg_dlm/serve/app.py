@@ -122,7 +122,7 @@ class Service:
         return Answer(found)
 
     async def embeddings(self, request: Request) -> Response:
-        return await self._codec(request, requests.Embedding, codec.embed, "has_codec", "embed texts")
+        return await self._codec(request, requests.EmbeddingRequest, codec.embed, "has_codec", "embed texts")
 
     async def reconstruct(self, request: Request) -> Response:
         return await self._codec(request, requests.Reconstruction, codec.reconstruct, "has_codec", "reconstruct texts")

@@ -10,7 +10,7 @@ from jpeg_dlm.serve.fields import required, rules
 
 POSTS = {
     "/v1/completions": (requests.Completion, "Write texts, as the OpenAI conventions describe."),
-    "/v1/embeddings": (requests.Embedding, "Encode texts to latents, as the OpenAI conventions describe."),
+    "/v1/embeddings": (requests.EmbeddingRequest, "Encode texts to latents, as the OpenAI conventions describe."),
     "/v1/trajectory": (requests.Trajectory, "Write texts and tell what they would be after each step."),
     "/v1/reconstruct": (requests.Reconstruction, "Encode texts to latents and decode them; tell which tokens came back."),
     "/v1/interpolate": (requests.Interpolation, "Decode points between the latents of two texts."),
