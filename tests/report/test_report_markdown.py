@@ -1,6 +1,6 @@
 """A report as Markdown: a reader of Markdown shows every text as it was."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from report_folders import tiny_png
@@ -23,6 +23,9 @@ def spans(text):
 
 
 @given(words.filter(bool), words.filter(bool))
+@example("0 #", "0")
+@example("a ##", "b")
+@example("#", "#")
 def test_any_text_reads_back(a, b):
     table = Table("t", ("h", "i"), ((a, code(b)),))
     text = render(Report("title", "about", (Section(a, (Paragraph(a), table)),)), {})

@@ -33,7 +33,8 @@ def render(report: Report, pictures: Mapping[Figure, str]) -> str:
 
 
 def _section(section: Section, level: int, pictures: Mapping[Figure, str]) -> list[str]:
-    lines = [f"{'#' * level} {_escape(section.title)}", ""]
+    title = re.sub(r"(?<= )#+$", r"\\\g<0>", _escape(section.title))  # at its end they would close the heading
+    lines = [f"{'#' * level} {title}", ""]
     for block in section.blocks:
         lines += [_block(block, pictures), ""]
     for part in section.parts:
