@@ -43,7 +43,7 @@ def contains(words: Sequence[Sequence[Sequence[int]]], end_id: int | None = None
 
     def loss(logits_BLV: Tensor) -> Tensor:
         log_p_BLV = logits_BLV.float().log_softmax(-1)
-        before_BL = 0.0
+        before_BL = None
         if end_id is not None:  # log of the probability that no end token stands before a position
             open_BL = log_other(log_p_BLV[..., end_id])
             before_BL = F.pad(open_BL.cumsum(1)[:, :-1], (1, 0))
@@ -61,11 +61,11 @@ def log_other(log_p: Tensor) -> Tensor:
     return torch.log1p(-log_p.exp().clamp_max(1 - 1e-6))
 
 
-def _log_places(log_p_BLV: Tensor, before_BL: Tensor | float, ids: Sequence[int]) -> Tensor:
+def _log_places(log_p_BLV: Tensor, before_BL: Tensor | None, ids: Sequence[int]) -> Tensor:
     """Return the log-probability of `ids` at each position where they fit."""
     length = log_p_BLV.shape[1] - len(ids) + 1
     at = sum((log_p_BLV[:, i : i + length, token] for i, token in enumerate(ids)), start=log_p_BLV.new_zeros(()))
-    return at + (before_BL if isinstance(before_BL, float) else before_BL[:, :length])
+    return at if before_BL is None else at + before_BL[:, :length]
 
 
 def all_of(guides: Sequence[Guide]) -> Guide:

@@ -75,7 +75,7 @@ def pieces(tokenizer: TextTokenizer, ids: Sequence[int]) -> list[str]:
 
 def interpolate(served: Served, request: Interpolation) -> dict[str, Any]:
     """Decode points on the line between two texts."""
-    texts = served.model.interpolate(request.first, request.second, request.points)
+    texts = served.model.interpolate(request.first, request.second, points=request.points)
     last = len(texts) - 1
     return {
         "object": "list", "model": served.name,
@@ -86,7 +86,7 @@ def interpolate(served: Served, request: Interpolation) -> dict[str, Any]:
 def edit(served: Served, request: Edit) -> dict[str, Any]:
     """Write variations of a text from its latents with noise."""
     seed = int.from_bytes(os.urandom(4), "little") % DRAWN_SEEDS if request.seed is None else request.seed
-    texts = served.model.edit(request.input, noise=request.noise, n=request.n, seed=seed)  # type: ignore[attr-defined]
+    texts = served.model.edit(request.input, noise=request.noise, n=request.n, seed=seed)
     return {
         "object": "list", "model": served.name, "seed": seed,
         "data": [{"index": i, "text": text} for i, text in enumerate(texts)],
