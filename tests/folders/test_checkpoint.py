@@ -18,6 +18,7 @@ from jpeg_dlm import files
 from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.folders import checkpoint as ck
 from jpeg_dlm.training.lock import run_lock
+from jpeg_dlm.training.optimizer_state import load_optimizer_tensors, optimizer_tensors
 
 
 def groups(step, size=50):
@@ -291,28 +292,28 @@ def one_step(model, optimizer, i):
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"fused": True}, {"foreach": True}])
 def test_optimizer_round_trip_is_exact(tmp_path, options):
     model, optimizer, params = trained(**options)
-    flat = ck.optimizer_tensors(optimizer, params)
+    flat = optimizer_tensors(optimizer, params)
     assert "exp_avg/0.weight" in flat and "step/2.bias" in flat and "untouched/idle" in flat
     files.save_tensors(tmp_path / "o", flat, {})
 
     copy, fresh, names = trained(seed=1, steps=0, **options)
     copy.load_state_dict(model.state_dict())
-    ck.load_optimizer_tensors(fresh, names, files.load_tensors(tmp_path / "o"))
+    load_optimizer_tensors(fresh, names, files.load_tensors(tmp_path / "o"))
     for i in range(10, 13):
         one_step(model, optimizer, i)
         one_step(copy, fresh, i)
     for a, b in zip(model.parameters(), copy.parameters(), strict=True):
         assert torch.equal(a, b)
-    again = ck.optimizer_tensors(fresh, names)
-    now = ck.optimizer_tensors(optimizer, params)
+    again = optimizer_tensors(fresh, names)
+    now = optimizer_tensors(optimizer, params)
     assert set(again) == set(now) and all(torch.equal(again[k], now[k]) for k in now)
 
 
 def test_optimizer_state_is_copied(tmp_path):
     _, optimizer, params = trained()
     _, fresh, names = trained(seed=1, steps=0)
-    flat = ck.optimizer_tensors(optimizer, params)
-    ck.load_optimizer_tensors(fresh, names, flat)
+    flat = optimizer_tensors(optimizer, params)
+    load_optimizer_tensors(fresh, names, flat)
     assert fresh.state[names["0.weight"]]["exp_avg"].data_ptr() != flat["exp_avg/0.weight"].data_ptr()
 
 
@@ -327,13 +328,13 @@ def test_optimizer_state_is_copied(tmp_path):
 ])  # fmt: skip
 def test_misfits_are_named_and_change_nothing(spoil, named):
     _, optimizer, params = trained()
-    flat = dict(ck.optimizer_tensors(optimizer, params))
+    flat = dict(optimizer_tensors(optimizer, params))
     spoil(flat)
     _, other, names = trained(seed=1)
-    before = {k: v.clone() for k, v in ck.optimizer_tensors(other, names).items()}
+    before = {k: v.clone() for k, v in optimizer_tensors(other, names).items()}
     with pytest.raises(CheckpointError, match=named):
-        ck.load_optimizer_tensors(other, names, flat)
-    after = ck.optimizer_tensors(other, names)
+        load_optimizer_tensors(other, names, flat)
+    after = optimizer_tensors(other, names)
     assert set(after) == set(before) and all(torch.equal(after[k], before[k]) for k in before)
 
 
@@ -341,8 +342,8 @@ def test_other_optimizers(tmp_path):
     model, _, params = trained(steps=0)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     one_step(model, sgd, 0)
-    flat = ck.optimizer_tensors(sgd, params)
+    flat = optimizer_tensors(sgd, params)
     assert {k.partition("/")[0] for k in flat} == {"momentum_buffer", "untouched"}
-    ck.load_optimizer_tensors(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), params, flat)
+    load_optimizer_tensors(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), params, flat)
     with pytest.raises(CheckpointError, match="no name"):
-        ck.optimizer_tensors(sgd, {})
+        optimizer_tensors(sgd, {})

@@ -31,8 +31,9 @@ class Gated:
     def __init__(self, writer: Any) -> None:
         self.writer, self.entered, self.gate, self.rows = writer, threading.Event(), threading.Event(), []
         self.title, self.device, self.latent_sampler = writer.title, writer.device, writer.latent_sampler
+        self.supports = writer.supports
 
-    def sample(self, sampler, noise, watch=None, given_BL=None):
+    def sample(self, sampler, noise, watch=None, given_BL=None, control=None):
         self.rows.append(len(noise.rows))
         self.entered.set()
 
@@ -40,7 +41,7 @@ class Gated:
             while watch and not watch(*told) and not self.gate.wait(0.02):
                 pass
 
-        return self.writer.sample(sampler, noise, held, given_BL)
+        return self.writer.sample(sampler, noise, held, given_BL, *([control] if control else []))
 
 
 @dataclass

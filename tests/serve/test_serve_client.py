@@ -23,7 +23,7 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def model():
-    return load(None, "cpu", "auto")
+    return load(None, "cpu", "exact")
 
 
 def test_models(client):

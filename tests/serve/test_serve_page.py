@@ -26,13 +26,13 @@ KEY = "a-key-for-this-test"
 
 @pytest.fixture(scope="module")
 def bundled():
-    return load(None, "cpu", "auto")
+    return load(None, "cpu", "exact")
 
 
 @pytest.fixture(scope="module")
 def models(bundled, micro_folders):
     """The bundled model, which can edit here, and one of another method that takes prompts."""
-    able = load(None, "cpu", "auto")
+    able = load(None, "cpu", "exact")
     able.edit = lambda text, noise, n, seed: [f"variation {i} of {text} at {noise} with {seed}" for i in range(n)]
     return {"bundled": serve_model("bundled", able)} | load_models([f"ar={micro_folders('ar')}"], "cpu")
 

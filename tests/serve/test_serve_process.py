@@ -41,7 +41,7 @@ def test_what_cannot_be_served_is_one_sentence(capsys, tmp_path):
 @pytest.mark.slow
 def test_64_clients_get_what_generate_gives():
     """Mixed requests, some of which share batches; every answer is compared."""
-    rng, model = random.Random(0), load(None, "cpu", "auto")
+    rng, model = random.Random(0), load(None, "cpu", "exact")
     ways = [{}, {"steps": 8, "solver": "multistep"}, {"fast": True}]
     counts = [{"n": n, "stream": stream} for n, stream in ((1, False), (1, True), (2, False), (5, True))]
     asked = [{"seed": rng.randrange(50), **rng.choice(counts), **rng.choice(ways)} for _ in range(256)]
@@ -72,7 +72,7 @@ def test_64_clients_get_what_generate_gives():
 @pytest.mark.slow
 def test_1000_queued_requests_are_all_answered(micro_folders):
     folder = micro_folders("jpeg-dlm")
-    model = load(folder, "cpu", "auto")
+    model = load(folder, "cpu", "exact")
     expected = [model.generate(1, seed=seed)[0] for seed in range(50)]
     with process(folder, "--queue", "1000", "--time-limit", "900") as server, ThreadPoolExecutor(1000) as threads:
         assert list(threads.map(lambda i: server.ask.texts(seed=i % 50)[0], range(1000))) == expected * 20
@@ -84,7 +84,7 @@ def test_1000_queued_requests_are_all_answered(micro_folders):
 def test_a_signal_under_load_finishes_what_was_accepted(micro_folders, number):
     """Every request is either answered rightly or never reached the server."""
     folder, begun = micro_folders("jpeg-dlm"), threading.Event()
-    expected = [list(load(folder, "cpu", "auto").generate(4, seed=seed, steps=40)) for seed in range(4)]
+    expected = [list(load(folder, "cpu", "exact").generate(4, seed=seed, steps=40)) for seed in range(4)]
 
     def ask(seed):
         found = []
@@ -128,7 +128,7 @@ connection.getresponse().read()
             client.kill()
             client.communicate()
         eventually(lambda: server.ask("/readyz").json["waiting"] == 0)
-        assert server.ask.texts(seed=1) == list(load(folder, "cpu", "auto").generate(1, seed=1))
+        assert server.ask.texts(seed=1) == list(load(folder, "cpu", "exact").generate(1, seed=1))
         assert server.stop() == 0
 
 

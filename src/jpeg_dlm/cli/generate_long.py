@@ -24,7 +24,7 @@ UNFINISHED = "�"  # how a tokenizer of bytes shows a character of which only t
 
 def write_long(args: argparse.Namespace, model: Model, options: dict[str, Any]) -> int:
     """Write what `generate` was asked for; all is checked before the first block."""
-    for name, asked in (("--template", args.template), ("--svg", args.svg)):
+    for name, asked in (("--template", args.template), ("--svg", args.svg), ("--html", args.html)):
         if asked:
             raise UsageError(f"{name} is about a single block: leave out --length, --stream and --context-scale.")
     if args.stream and (args.out or args.tokens):

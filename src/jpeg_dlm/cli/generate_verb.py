@@ -49,7 +49,7 @@ def add_arguments(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--context-scale", type=from_zero, default=1.0, metavar="S",
-        help="of a model with context: guidance over it; above 1 holds texts closer to what came before (default: 1)",
+        help="of a model with context: guidance over it; above 1 holds texts closer to what came before (default: 1.0)",
     )  # fmt: skip
     parser.add_argument("--stream", action="store_true", help="of a model with context: print each text block by block")
     parser.add_argument(
@@ -75,7 +75,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--batch", type=whole(1), default=64, help="texts at once")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="exact",
+        "--dtype", choices=DTYPES, default="exact", metavar="TYPE",
         help="of jpeg-dlm: type of the weights; bf16 and int8 change some tokens (default: exact, the fastest form on this "
         "machine that writes the tokens of fp32; auto: also bf16 and int8, if measured faster here)",
     )  # fmt: skip
@@ -98,13 +98,14 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             raise UsageError(f"'{path}' already exists: name another file, nothing was overwritten.")
 
     from jpeg_dlm.api import load
-    from jpeg_dlm.cli.generate_long import write_long
     from jpeg_dlm.continuing import context_blocks
     from jpeg_dlm.export.fastest import PLAIN
     from jpeg_dlm.files import write_atomic
 
     model = load(args.checkpoint, args.device, args.dtype, args.compile)
     if args.length or args.stream or args.context_scale != 1 or (args.prompt is not None and context_blocks(model)):
+        from jpeg_dlm.cli.generate_long import write_long
+
         return write_long(args, model, options)
     if (args.prompt or args.template or args.contains) and model.can_accelerate and "guides" not in model.writer.supports:
         model.accelerate()  # exported networks have no gradients, which a guide needs

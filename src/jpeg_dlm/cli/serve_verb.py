@@ -32,7 +32,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--batch", type=whole(1), default=64, help="texts at once")
     parser.add_argument("--log", action="store_true", help="write a line of JSON for each request to standard error")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of jpeg-dlm: type of the weights, as in generate")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="exact", metavar="TYPE", help="of jpeg-dlm: type of the weights, as in generate"
+    )
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -148,7 +148,8 @@ class Ar(Method):
         ids, sizes = ddit_sizes(tensors)
         if "cond_dim" in sizes:
             raise CheckpointError("The file holds a diffusion model, whose network reads a noise level: load it as one.")
-        data, special = replace(base.data, vocab_size=ids - 1), {"mask_id": -1, "start_id": -1}
+        start_id = base.model.start_id if base.model.start_id < ids - 1 else -1
+        data, special = replace(base.data, vocab_size=ids - 1), {"mask_id": -1, "start_id": start_id}
         for tokenizer, vocab_size, mask_id in PAPER_TOKENIZERS.values():
             if ids == vocab_size + (mask_id == -1):
                 data = replace(base.data, tokenizer=tokenizer, vocab_size=vocab_size)

@@ -47,16 +47,16 @@ class Served:
     @property
     def fills_in(self) -> bool:
         """True if texts can contain given tokens: prompts and templates."""
-        return "prompts" in self.supports or bool(getattr(self.model.parts.trained, "fills_in", False))
+        return "prompts" in self.supports
 
     @property
     def supports(self) -> frozenset[str]:
         """The kinds of requests that the writer names itself."""
-        return getattr(self.model.writer, "supports", frozenset())
+        return self.model.writer.supports
 
     @property
     def can_edit(self) -> bool:
-        return self.has_codec and callable(getattr(self.model, "edit", None))
+        return self.has_codec and "edits" in self.supports
 
     @cached_property
     def option_names(self) -> list[str]:
@@ -139,7 +139,9 @@ def find(models: Models, name: str | None) -> Served:
     return models[name]
 
 
-def load_models(specs: Sequence[str], device: str | None = None, dtype: Dtype | Literal["auto"] = "auto") -> dict[str, Served]:
+def load_models(
+    specs: Sequence[str], device: str | None = None, dtype: Dtype | Literal["exact", "auto"] = "exact"
+) -> dict[str, Served]:
     """Load the models of `PATH` or `NAME=PATH`; without any, the bundled one."""
     named: dict[str, Path | None] = {}
     for spec in specs or [BUNDLED]:
