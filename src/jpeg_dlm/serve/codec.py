@@ -67,7 +67,8 @@ def pieces(tokenizer: TextTokenizer, ids: Sequence[int]) -> list[str]:
             found.append("")
             continue
         found.append(now[len(os.path.commonprefix([shown, now])) :])
-        if end - start >= WINDOW:  # go on after the last token: decoding all again takes time that grows with the square
+        # Go on after the last token, if it is visible: decoding all again takes time that grows with the square.
+        if end - start >= WINDOW and tokenizer.decode(ids[end - 1 : end]).strip():
             start = end - 1
         shown = tokenizer.decode(ids[start:end]) if start == end - 1 else now
     return found
