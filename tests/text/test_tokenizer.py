@@ -218,7 +218,10 @@ print("trained", flush=True)
 
 @pytest.mark.slow
 def test_an_interrupt_ends_training_while_it_computes():
-    child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell ignores it for what it starts with `&`
+    )  # fmt: skip
     assert child.stdout is not None and child.stdout.readline() == "read\n"
     time.sleep(2)
     assert child.poll() is None
