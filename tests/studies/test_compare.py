@@ -71,6 +71,7 @@ def test_two_systems(corpus_file, byte_gpt2, tmp_path, monkeypatch):
     assert again == result
 
 
+@pytest.mark.slow
 def test_curves_of_several_seeds_are_trained_once_and_scored_on_the_way(corpus_file, byte_gpt2, tmp_path, monkeypatch):
     trained = []
     monkeypatch.setattr(
