@@ -7,7 +7,7 @@ import pytest
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
-from jpeg_dlm.studies.budget import parse_budget, spend
+from jpeg_dlm.studies.budget import parse_budget, parse_tokens, spend
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,11 @@ def test_a_method_of_two_stages_spends_half_on_each():
     assert (spent.train.steps, spent.objective.codec_steps) == (1000, 1000)
     timed = spend(config, parse_budget("100s"), lambda c: 0.1 if c.method == "cosmos" else 0.5)
     assert (timed.train.steps, timed.objective.codec_steps) == (500, 100)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("1M,x", "as in 1M,2M,4M, not '1M,x'"), ("", "Give numbers"), ("2M,1M", "must increase")]
+)
+def test_numbers_of_tokens_that_make_no_curve_are_refused(text, said):
+    with pytest.raises(UsageError, match=said):
+        parse_tokens(text)

@@ -30,7 +30,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         notes = []
         if action.choices and action.metavar and action.option_strings:  # otherwise argparse shows them instead of a metavar
             notes.append(f"one of {', '.join(map(str, action.choices))}".replace("%", "%%"))
-        if action.nargs != 0 and action.default not in (None, "", argparse.SUPPRESS) and "default:" not in said:
+        if action.nargs != 0 and action.default not in (None, "", [], argparse.SUPPRESS) and "default:" not in said:
             notes.append("default: %(default)s")
         if notes and said.endswith(")"):
             return f"{said[:-1]}; {'; '.join(notes)})"

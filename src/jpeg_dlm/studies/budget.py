@@ -55,7 +55,10 @@ def parse_budget(text: str) -> Budget:
 
 def parse_tokens(text: str) -> tuple[Budget, ...]:
     """Parse increasing numbers of tokens, such as '1M,2M,4M'."""
-    budgets = tuple(parse_budget(f"{part.strip()}tokens") for part in text.split(","))
+    try:
+        budgets = tuple(parse_budget(f"{part.strip()}tokens") for part in text.split(","))
+    except UsageError as error:
+        raise UsageError(f"Give numbers of tokens with commas between them, as in 1M,2M,4M, not '{text}'.") from error
     if any(a.amount >= b.amount for a, b in pairwise(budgets)):
         raise UsageError(f"Numbers of tokens must increase, as in 1M,2M,4M, not '{text}'.")
     return budgets
