@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jpeg_dlm.flow.grids import quantile_grid, uniform_grid
-from jpeg_dlm.flow.solvers import SOLVERS, euler, heun, multistep, velocity
+from jpeg_dlm.flow.solvers import SOLVERS, euler, heun, multistep, stochastic, stochastic_times, velocity
 
 GRIDS = {"uniform": uniform_grid(7), "quantile": quantile_grid(7, -1.5, 0.8)}
 
@@ -127,3 +127,33 @@ def test_the_argument_is_left_alone(solver):
     kept = z.clone()
     solver(lambda z, t: z * 0.5, z, uniform_grid(3).tolist(), None)
     assert torch.equal(z, kept)
+
+
+def test_a_stochastic_step_goes_back_and_then_forth():
+    """The numbers are those of ELF's sampler: z 0.5, x 1.2, from 0.3 to 0.4 with gamma 1.5 and noise -1.4."""
+    seen = []
+    solve = stochastic(1.5, lambda: torch.tensor(-1.4, dtype=torch.float64))
+    grid = [0.3, 0.4, 1.0]
+
+    def predict(z, t):
+        seen.append((float(z), t))
+        return torch.tensor(1.2, dtype=torch.float64)
+
+    assert float(solve(predict, torch.tensor(0.5, dtype=torch.float64), grid, None)) == pytest.approx(1.2)
+    assert seen[0] == (pytest.approx(0.215), pytest.approx(0.255))
+    assert seen[1] == (pytest.approx(0.4067114), 0.4)  # the last step has no noise
+    assert stochastic_times(grid, 1.5) == pytest.approx([0.255, 0.4, 1.0])
+
+
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+def test_without_a_step_back_the_stochastic_solver_is_euler(grid):
+    z, A = double(3, 4), double(4, 4) / 4
+    fresh = torch.Generator().manual_seed(1)
+    solve = stochastic(0.0, lambda: torch.randn(3, 4, dtype=torch.float64, generator=fresh))
+    assert torch.equal(solve(lambda z, t: z @ A, z, grid.tolist(), None), euler(lambda z, t: z @ A, z, grid.tolist(), None))
+
+
+def test_stochastic_times_are_those_of_the_evaluations():
+    seen, grid = [], GRIDS["quantile"].tolist()
+    stochastic(1.5, lambda: torch.zeros(()))(lambda z, t: seen.append(t) or z, torch.zeros(()), grid, None)
+    assert seen == stochastic_times(grid, 1.5)[:-1]

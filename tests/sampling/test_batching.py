@@ -91,7 +91,13 @@ def test_numbers_shared_within_a_seed_are_noticed_when_they_are_drawn():
 def test_mixed_requests_from_many_threads_get_what_they_would_get_alone(method, max_batch):
     rng = random.Random(max_batch)
     base = method.config.sampler
-    options = [base, replace(base, solver="heun"), replace(base, grid="random", steps=4), replace(base, w=1.5)]
+    options = [
+        base,
+        replace(base, solver="heun"),
+        replace(base, solver="sde"),
+        replace(base, grid="random", steps=4),
+        replace(base, w=1.5),
+    ]
     asked = [(rng.randint(1, 7), rng.choice(options), rng.randrange(3), rng.randrange(5)) for _ in range(40)]
     counting = Counting(method)
     with BatchingService(max_batch) as service, ThreadPoolExecutor(16) as threads:

@@ -43,20 +43,22 @@ def made(**changes: object) -> JpegDlm:
 @torch.no_grad()
 def latents(sampler, method: JpegDlm, z, grid):
     """Where the solver ends, by the method and by the engine."""
-    return (writer.latents(z, grid.tolist(), sampler) for writer in (method.latent_sampler, accelerated(method)))
+    noise = RowNoise(0, range(len(z)))
+    return (writer.latents(z, grid.tolist(), sampler, noise=noise) for writer in (method.latent_sampler, accelerated(method)))
 
 
-@pytest.mark.parametrize("solver", ["euler", "heun", "multistep"])
+@pytest.mark.parametrize("solver", ["euler", "heun", "multistep", "sde"])
 @pytest.mark.parametrize("grid", ["quantile", "random", "uniform"])
 def test_latents_and_tokens_are_those_of_the_method(solver, grid):
     method = made()
     sampler = replace(method.config.sampler, solver=solver, grid=grid, steps=4)
-    z = RowNoise(0, range(5)).normal("sample", 3, 16)
+    noise = RowNoise(0, range(5))
+    z = noise.normal("sample", 3, 16)
     times = make_grid(grid, 4, -1.5, 0.8, torch.Generator().manual_seed(1))
     expected, found = latents(sampler, method, z, times)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    tokens = method.latent_sampler.integrate(z, times, sampler)
-    assert_same_tokens(accelerated(method).integrate(z, times, sampler), tokens)
+    tokens = method.latent_sampler.integrate(z, times, sampler, noise=noise)
+    assert_same_tokens(accelerated(method).integrate(z, times, sampler, noise=noise), tokens)
     assert len(tokens.unique()) > 5  # agreement says something
 
 

@@ -18,7 +18,7 @@ from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.control import Control, Steering, keep_given, steering
 from jpeg_dlm.flow.grids import make_grid
 from jpeg_dlm.flow.sampler_config import SamplerConfig
-from jpeg_dlm.flow.solvers import SOLVERS, OnStep, Predict
+from jpeg_dlm.flow.solvers import SOLVERS, OnStep, Predict, stochastic, stochastic_times
 from jpeg_dlm.nn.dit import Context, DiT
 from jpeg_dlm.nn.perceiver import Decompressor
 from jpeg_dlm.rng import RowNoise
@@ -110,7 +110,7 @@ class LatentSampler:
         z = noise.normal("sample", m.latent_len, m.latent_dim)  # z ~ N(0, I), one generator per row
         grid = grid_of(sampler, noise.shared("grid"))
         if given_BL is None and control is None:
-            return self.integrate(z, grid, sampler, watch)
+            return self.integrate(z, grid, sampler, watch, noise=noise)
         decode = self.logits
         if decode is None:
             raise UsageError(f"{self.title} has no gradient to guide it: use the model that it was exported from.")
@@ -120,7 +120,7 @@ class LatentSampler:
 
         if control and control.origin:
             z, grid = control.origin.state(control.origin.clean(logits), z), control.origin.rest(grid)
-        tokens = self.integrate(z, grid, sampler, watch, steering(logits, given_BL, control))
+        tokens = self.integrate(z, grid, sampler, watch, steering(logits, given_BL, control), noise)
         return keep_given(tokens, given_BL)
 
     @torch.no_grad()
@@ -139,16 +139,17 @@ class LatentSampler:
 
     @torch.no_grad()
     def integrate(
-        self, z: Tensor, grid: Tensor, sampler: SamplerConfig, watch: Watch | None = None, steer: Steering | None = None
-    ) -> Tensor:
-        """From the noise z along the grid to tokens."""
+        self, z: Tensor, grid: Tensor, sampler: SamplerConfig, watch: Watch | None = None, steer: Steering | None = None,
+        noise: RowNoise | None = None,
+    ) -> Tensor:  # fmt: skip
+        """From the noise z along the grid to tokens; a stochastic solver draws more of `noise`."""
         steps = len(grid) - 1
 
         def on_step(k: int, t: float, z: Tensor, x: Tensor) -> None:
             if watch:
                 watch(k, steps, t, Prediction(lambda: self.tokens(x, sampler.w), z))
 
-        clean = self.latents(z, grid.tolist(), sampler, on_step, steer)
+        clean = self.latents(z, grid.tolist(), sampler, on_step, steer, noise)
         tokens = self.tokens(clean, sampler.w)
         if watch:
             watch(steps, steps, 1.0, Prediction(lambda: tokens, clean))
@@ -157,10 +158,16 @@ class LatentSampler:
     @torch.no_grad()
     def latents(
         self, z: Tensor, times: list[float], sampler: SamplerConfig, on_step: OnStep | None = None,
-        steer: Steering | None = None,
+        steer: Steering | None = None, noise: RowNoise | None = None,
     ) -> Tensor:  # fmt: skip
         """From the noise z along the times to clean latents; `steer` moves every prediction, and the last state."""
-        denoise, solve = self.denoiser(times, sampler.w), SOLVERS[sampler.solver]
+        if sampler.solver == "sde":
+            assert noise is not None, "a stochastic solver needs noise for its rows"
+            streams = noise.streams("sde")
+            solve = stochastic(sampler.gamma, lambda: streams.normal(*z.shape[1:]))
+            denoise = self.denoiser(stochastic_times(times, sampler.gamma), sampler.w)
+        else:
+            denoise, solve = self.denoiser(times, sampler.w), SOLVERS[sampler.solver]
         if steer is None:
             return solve(self_conditioned(denoise), z, times, on_step)
         return steer.refined(solve(self_conditioned(steered(denoise, steer)), z, times, on_step))

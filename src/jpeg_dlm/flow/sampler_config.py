@@ -17,7 +17,10 @@ class SamplerConfig:
     """Options of Algorithm 2, which turns noise into tokens."""
 
     steps: int = opt(32, "K, solver steps (paper: 32, OWT-128 64)")
-    solver: Literal["euler", "heun", "multistep"] = opt("euler", "ODE solver (paper: Euler)")
+    solver: Literal["euler", "heun", "multistep", "sde"] = opt(
+        "euler", "ODE solver, or 'sde' for Euler steps that each add fresh noise first (paper: Euler)"
+    )
+    gamma: float = opt(1.5, "distance that 'sde' goes back in time, in steps (ELF: 1.5 at 32 steps)")
     grid: Literal["quantile", "random", "uniform", "stored"] = opt(
         "quantile", "placement of the K+1 times (released); 'stored' uses `times`"
     )
@@ -36,6 +39,11 @@ class SamplerConfig:
         return [
             (self.steps >= 1, "sampler.steps must be at least 1"),
             (self.w > 0 and self.grid_std > 0, "sampler.w and sampler.grid_std must be positive"),
+            (self.gamma >= 0, "sampler.gamma must not be negative"),
+            (
+                self.solver != "sde" or self.protocol == "default",
+                "sampler.solver 'sde' is not in the released protocol: choose euler",
+            ),
             (self.fast_w >= 0, "sampler.fast_w must not be negative"),
             (
                 not times or (len(times) > 1 and times[0] == 0 and times[-1] == 1),

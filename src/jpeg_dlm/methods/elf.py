@@ -23,6 +23,7 @@ from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.flow.control import Control, keep_given, steering
 from jpeg_dlm.flow.grids import make_grid
 from jpeg_dlm.flow.path import guidance_scale, guided_target, logit_normal, per_row, per_sample
+from jpeg_dlm.flow.solvers import step_back
 from jpeg_dlm.methods.base import (
     FROZEN,
     GUIDED,
@@ -133,15 +134,6 @@ class ElfSampler:
 def euler_step(z: Tensor, x: Tensor, t: float, u: float, floor: float) -> Tensor:
     """Step from t to u along v = (x - z) / max(1 - t, floor)."""
     return z + (u - t) * (x - z) / max(1 - t, floor)
-
-
-def step_back(z: Tensor, t: float, u: float, gamma: float, noise: Tensor) -> tuple[Tensor, float]:
-    """Return (z_b, t_b): scale z and t by a = 1 - gamma (u - t), and fill up z with fresh noise.
-
-    The two independent noises add up to less than the noise of the path at t_b, so z_b is slightly too clean for t_b (ELF).
-    """
-    a = min(1.0, max(0.0, 1 - gamma * (u - t)))
-    return a * z + (1 - a) * noise, a * t
 
 
 # ---------------------------------------------------------------- the system

@@ -66,7 +66,7 @@ METHODS = {
     "jpeg-dlm": Entry(
         "system",
         "jpeg_dlm.methods.jpeg_dlm:JpegDlm",
-        ("euler", "heun", "multistep"),
+        ("euler", "heun", "multistep", "sde"),
         options="jpeg_dlm.methods.jpeg_dlm_config:GROUPS",
     ),
     "cosmos-codec": Entry("stage", "jpeg_dlm.methods.cosmos_codec:CosmosCodec"),
