@@ -25,7 +25,8 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from jpeg_dlm.evaluation.entry_pictures import draw_against_evaluations
+from jpeg_dlm.evaluation.entry import EvaluationEntry, ModelFacts, of_models
+from jpeg_dlm.evaluation.entry_pictures import Point, draw_against_evaluations
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.heldout import model_sources
 from jpeg_dlm.evaluation.protocols import protocol
@@ -114,16 +115,17 @@ class Bench:
         with self.console.progress(f"Scoring {source.name}", "samplers") as progress:
             rows = []
             for number, options in enumerate(points, 1):
-                rows.append(self.row(evaluation.entry(source, options), bool(source.path)))
+                [(entry, model)] = of_models([evaluation.entry(source, options)])
+                rows.append(self.row(entry, model, bool(source.path)))
                 progress(number, len(points))
         return rows
 
-    def row(self, entry: Mapping[str, Any], student: bool) -> dict[str, Any]:
-        name = f"student, {entry['sampler']['solver']}" if student else entry["sampler"]["solver"]
+    def row(self, entry: EvaluationEntry, model: ModelFacts, student: bool) -> dict[str, Any]:
+        name = f"student, {model.sampler['solver']}" if student else model.sampler["solver"]
         return {
-            "name": name, "grid": entry["sampler"]["grid"].replace("stored", "optimized"), "steps": entry["sampler"]["steps"],
-            "evaluations": entry["evaluations"],
-            "measures": {key: entry["measures"][key] for key in MEASURES if key in entry["measures"]},
+            "name": name, "grid": model.sampler["grid"].replace("stored", "optimized"), "steps": model.sampler["steps"],
+            "evaluations": model.evaluations,
+            "measures": {key: entry.measures[key] for key in MEASURES if key in entry.measures},
         }  # fmt: skip
 
     def table(self, rows: Sequence[Mapping[str, Any]], level: Mapping[str, Any]) -> str:
@@ -147,9 +149,9 @@ def cells(row: Mapping[str, Any], level: Mapping[str, Any]) -> list[str]:
 def draw(result: Mapping[str, Any], path: Path) -> Path:
     """Draw a line for each solver and grid; the band shows 32 Euler steps, over seeds."""
     level, *rows = result["rows"]
-    lines: dict[str, list[Mapping[str, Any]]] = {}
+    lines: dict[str, list[Point]] = {}
     for row in rows:
-        lines.setdefault(f"{row['name']}, {row['grid']}", []).append(row)
+        lines.setdefault(f"{row['name']}, {row['grid']}", []).append((row["evaluations"], row["measures"]))
 
     def band(axes: Axes, measure: str) -> None:
         mean, sd = level["measures"][measure]["mean"], level["measures"][measure]["sd"] or 0.0

@@ -1,4 +1,4 @@
-"""Reliability of training under kills, damaged files, full disks and long runs: the figures of docs/reliability.md.
+"""Reliability of training under kills, damaged files, full disks and long runs: the figures of docs/training.md.
 
 python benchmarks/reliability.py kills        # SIGKILL in the middle of saving
 python benchmarks/reliability.py flips        # single flipped bits in every file of a checkpoint

@@ -51,7 +51,7 @@ def test_gen_ppl_equals_transformers_called_directly(parts_of, tmp_path, name):
     (tmp_path / "s.txt").write_text("\n".join(TEXTS) + "\n", "utf-8")
     (tmp_path / "r.txt").write_text("A real text.\nAnother real text of some length.\n")
     [source] = file_sources([tmp_path / "s.txt"], tmp_path / "r.txt")
-    found = Evaluation(scorer, EvaluationRequest(rule), Parts(), Console(quiet=True)).run([source])["entries"][0]
+    found = Evaluation(scorer, EvaluationRequest(rule), Parts(), Console(quiet=True)).entry(source, {})
     longest = min(96, max(len(tokenizer(t).input_ids) for t in TEXTS))
     rows = [direct(tokenizer, model, t, rule.bos, rule.scored, longest) for t in TEXTS]
     rows = [(nll, n) for nll, n in rows if n]
@@ -59,10 +59,10 @@ def test_gen_ppl_equals_transformers_called_directly(parts_of, tmp_path, name):
         want = math.exp(sum(nll for nll, _ in rows) / sum(n for _, n in rows))
     else:
         want = sum(math.exp(nll / n) for nll, n in rows) / len(rows)
-    figures = found["figures"]["generated"]
-    assert figures["gen_ppl"] == pytest.approx(want, rel=1e-4) and figures["tokens"] == sum(n for _, n in rows)
-    assert figures["truncated"] == 1 and figures["skipped"] == len(TEXTS) - len(rows)
-    assert figures["gen_ppl_low"] <= figures["gen_ppl"] <= figures["gen_ppl_high"]
+    figures = found.figures["generated"]
+    assert figures.gen_ppl == pytest.approx(want, rel=1e-4) and figures.tokens == sum(n for _, n in rows)
+    assert figures.truncated == 1 and figures.skipped == len(TEXTS) - len(rows)
+    assert figures.gen_ppl_low <= figures.gen_ppl <= figures.gen_ppl_high
 
 
 def test_features_are_the_states_at_the_last_retained_token(parts_of):

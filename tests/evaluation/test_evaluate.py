@@ -2,12 +2,13 @@
 
 import json
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from conftest import made_up_text
 
 from jpeg_dlm.api import load
+from jpeg_dlm.evaluation.entry import EvaluationResult
 from jpeg_dlm.evaluation.entry_pictures import draw_lengths, draw_sweep
 from jpeg_dlm.evaluation.entry_tables import evaluation_tables
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
@@ -18,6 +19,7 @@ from jpeg_dlm.evaluation.samples import REAL, read_samples
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.evaluation.summary import warnings, way
 from jpeg_dlm.machine.console import Console
+from jpeg_dlm.results.plain import plain
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.spread import spread
 from jpeg_dlm.results.table import markdown
@@ -48,7 +50,8 @@ def counted(scorer, monkeypatch):
 
 def run(model, scorer, reference, folder=None, **request):
     asked = EvaluationRequest(PROTOCOLS["default"], **({"n": 5, "seeds": (0, 1)} | request))
-    return Evaluation(scorer, asked, Parts(folder), Console(quiet=True)).run([ModelSource(model, "micro", 4, None, reference)])
+    evaluation = Evaluation(scorer, asked, Parts(folder), Console(quiet=True))
+    return evaluation.result(evaluation.entries(ModelSource(model, "micro", 4, None, reference)))
 
 
 def without_times(value):
@@ -66,7 +69,7 @@ def test_resumed_evaluations_score_nothing_again(micro, scorer, reference, tmp_p
     assert 0 < second < first
     again = run(micro, scorer, reference, tmp_path)
     assert len(calls) == first + second and again == both
-    assert both["entries"][0]["runs"][0] == one["entries"][0]["runs"][0]
+    assert both.entries[0].runs[0] == one.entries[0].runs[0]
     names = sorted(p.name.rsplit("-", 1)[0] for p in tmp_path.iterdir())
     assert names == [
         "codec-micro",
@@ -79,14 +82,14 @@ def test_resumed_evaluations_score_nothing_again(micro, scorer, reference, tmp_p
     # A damaged part is made again, and only that one; without the folder everything is, with the same digits.
     next(tmp_path.glob("scores-micro-seed1-*")).write_text('{"key": "cut')
     assert run(micro, scorer, reference, tmp_path) == both and 0 < len(calls) - first - second < first
-    assert without_times(run(micro, scorer, reference)) == without_times(both)
+    assert without_times(plain(run(micro, scorer, reference))) == without_times(plain(both))
     # Another seed or number of steps is another part.
     run(micro, scorer, reference, tmp_path, seeds=(0,), steps=(2,))
     assert any(p.name.startswith("texts-micro-2-seed0") for p in tmp_path.iterdir())
 
 
 def test_a_result_says_everything_needed_to_repeat_it(micro, scorer, reference):
-    result = run(micro, scorer, reference)
+    result = plain(run(micro, scorer, reference))
     assert json.loads(json.dumps(result)) == result
     assert {"version", "protocol", "scorer", "scorer_hash", "scorer_precision", "scorer_context"} <= set(result)
     [entry] = result["entries"]
@@ -114,8 +117,8 @@ def test_the_table_never_shows_a_perplexity_alone(micro, scorer, reference, tmp_
     assert rows[6].startswith("| real") and rows[7].startswith("| shuffled") and len(rows) == 8
     assert "Gen-PPL by byte-gpt2, protocol default" in text and "entropy" in rows[0]
     for path in (
-        draw_sweep(result["entries"], result["scorer"], tmp_path / "sweep.png"),
-        draw_lengths(result["entries"][0], tmp_path / "lengths.png"),
+        draw_sweep(result.entries, "byte-gpt2", tmp_path / "sweep.png"),
+        draw_lengths(result.entries[0].runs[0].lengths, "micro", tmp_path / "lengths.png"),
     ):
         assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -189,12 +192,12 @@ def test_several_systems_in_one_table(micro, micro_folders, scorer, reference):
     mdlm, ar = (load(micro_folders(name), "cpu") for name in ("mdlm", "ar"))
     asked = EvaluationRequest(PROTOCOLS["default"], n=3, steps=(1, 2), solvers=("euler",))
     sources = [ModelSource(model, model.config.method, 4, None, reference) for model in (mdlm, ar, micro)]
-    result = Evaluation(scorer, asked, Parts(None), Console(quiet=True)).run(sources)
+    evaluation = Evaluation(scorer, asked, Parts(None), Console(quiet=True))
+    entries = [entry for source in sources for entry in evaluation.entries(source)]
     # A sampler without steps is evaluated once, one without solvers for each number of steps.
-    assert [e["method"] for e in result["entries"]] == ["mdlm", "mdlm", "ar", "jpeg-dlm", "jpeg-dlm"]
-    result |= {"scorer": "gpt2-large", "protocol": {"name": "lm1b"}}
-    for entry in result["entries"]:
-        entry["preset"] = "lm1b"
+    assert [entry.model.method for entry in entries] == ["mdlm", "mdlm", "ar", "jpeg-dlm", "jpeg-dlm"]
+    entries = [replace(entry, model=replace(entry.model, preset="lm1b")) for entry in entries]
+    result = EvaluationResult({"scorer": "gpt2-large", "protocol": {"name": "lm1b"}}, entries, {})
     rows = [line.split(" | ")[0] for line in markdown(evaluation_tables(result)).splitlines() if line.startswith("| ")][2:]
     ours = [row for row in rows if "1 x 3" in row]
     assert ours == ["| mdlm (MDLM, 1 x 3)"] * 2 + ["| ar (AR, 1 x 3)"] + ["| jpeg-dlm (JPEG-DLM, 1 x 3)"] * 2

@@ -11,6 +11,7 @@ from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol, protocol
 from jpeg_dlm.evaluation.sources import FileSource, file_sources
 from jpeg_dlm.machine.console import Console
+from jpeg_dlm.results.plain import plain
 from jpeg_dlm.results.resumable import Parts
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
@@ -28,8 +29,7 @@ def entry(fake, tmp_path, found: Protocol, texts=TEXTS, ids=None, real=REAL):
     (tmp_path / "r.txt").write_text("\n".join(real) + "\n")
     [source] = file_sources([tmp_path / "s.jsonl"], tmp_path / "r.txt")
     assert isinstance(source, FileSource)
-    evaluation = Evaluation(fake, EvaluationRequest(found), Parts(), Console(quiet=True))
-    return evaluation.run([source])["entries"][0]
+    return plain(Evaluation(fake, EvaluationRequest(found), Parts(), Console(quiet=True)).entry(source, {}))
 
 
 def ppl(fake, tmp_path, found: Protocol, texts=TEXTS, ids=None) -> tuple[float, int]:
@@ -137,7 +137,7 @@ def test_length(fake, tmp_path):
 
 def test_entropy_over_the_models_own_ids(fake, micro):
     """The model's ids and the scorer's differ, and so do the entropies; real text is treated alike."""
-    from jpeg_dlm.evaluation.evaluate import Frame
+    from jpeg_dlm.evaluation.entry import Frame
     from jpeg_dlm.evaluation.sources import SourceTexts
 
     texts = SourceTexts(["w1 w1 w2", "w1 w2 w3"], [[5, 6], [7, 7]])

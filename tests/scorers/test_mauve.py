@@ -124,10 +124,11 @@ def test_the_whole_way_equals_the_package_on_texts(byte_gpt2, tmp_path):
     (tmp_path / "r.txt").write_text("\n".join(real) + "\n")
     [source] = file_sources([tmp_path / "s.txt"], tmp_path / "r.txt")
     request = EvaluationRequest(replace(PROTOCOLS["lm1b"], mauve_tokens=16))
-    [entry] = Evaluation(TransformersScorer(str(byte_gpt2)), request, Parts(), Console(quiet=True)).run([source])["entries"]
-    found = entry["runs"][0]["mauve"]
+    evaluation = Evaluation(TransformersScorer(str(byte_gpt2)), request, Parts(), Console(quiet=True))
+    entry = evaluation.entry(source, {})
+    found = entry.runs[0].mauve
     options = {"featurize_model_name": str(byte_gpt2), "max_text_length": 16, "seed": 42, "batch_size": 8}
     want = mauve.compute_mauve(p_text=real, q_text=generated, **options).mauve
     assert found["values"][0] == pytest.approx(want, abs=1e-4) and 0 < want < 1
-    assert found["tokens"] == 16 and entry["measures"]["mauve"]["kmeans_sd"] == pytest.approx(found["kmeans_sd"])
-    assert "MAUVE" in texts_table({"entries": [entry], "scorer": "x", "protocol": {"name": "lm1b"}}).columns
+    assert found["tokens"] == 16 and entry.measures["mauve"]["kmeans_sd"] == pytest.approx(found["kmeans_sd"])
+    assert "MAUVE" in texts_table(evaluation.result([entry])).columns

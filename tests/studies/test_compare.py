@@ -18,13 +18,16 @@ from jpeg_dlm.machine.console import Console
 from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.presets import preset
+from jpeg_dlm.results.plain import plain
+from jpeg_dlm.results.spread import spread
 from jpeg_dlm.results.table import markdown
 from jpeg_dlm.scorers.scoring import build_scorer
 from jpeg_dlm.studies import workshop as workshop_module
 from jpeg_dlm.studies.budget import parse_budget, parse_tokens
-from jpeg_dlm.studies.compare import Comparison, compare, method_names, points_of
+from jpeg_dlm.studies.compare import Comparison, ScoredPoint, compare, method_names, points_of
 from jpeg_dlm.studies.compare_pictures import draw_comparison, draw_curves
 from jpeg_dlm.studies.compare_report import at_time, compare_table, compare_tables
+from jpeg_dlm.studies.scored import TrainedScores
 from jpeg_dlm.studies.study import read_base
 from jpeg_dlm.studies.workshop import StudyStopped, Workshop
 from jpeg_dlm.training.run import Outcome, train_run
@@ -49,10 +52,10 @@ def test_two_systems(corpus_file, byte_gpt2, tmp_path, monkeypatch):
     config = for_method(asked(corpus_file, "ar").base, "ar")
     assert ar["parameters"] == sum(p.numel() for p in build_method(config).parameters()) and jpeg["parameters"] > 5_000
     [ar_point], [jpeg_point] = ar["points"], jpeg["points"]
-    assert ar_point["tokens_seen"] == jpeg_point["tokens_seen"] == 6 * 8 * 12
-    assert min(ar_point["training_seconds"], jpeg_point["training_seconds"]) > 0
-    assert jpeg["evaluations"] == 4 and 0 <= ar_point["measures"]["words"]["mean"] <= 1
-    assert ar["entry"]["figures"]["real"] == jpeg["entry"]["figures"]["real"]  # held against the very same text
+    assert ar_point.tokens_seen == jpeg_point.tokens_seen == 6 * 8 * 12
+    assert min(ar_point.scores.training_seconds, jpeg_point.scores.training_seconds) > 0
+    assert jpeg["evaluations"] == jpeg["entry"].model.evaluations == 4 and 0 <= ar_point.scores.measures["words"]["mean"] <= 1
+    assert ar["entry"].figures["real"] == jpeg["entry"].figures["real"]  # held against the very same text
     assert [row["name"] for row in result["speed"]["rows"]] == ["AR", "AR, KV cache", "JPEG-DLM"]
     assert result["speed"]["rows"][0]["ratio"] == 1 and result["budgets"][0]["text"] == "6steps"
     text = markdown([compare_table(result)])
@@ -63,7 +66,10 @@ def test_two_systems(corpus_file, byte_gpt2, tmp_path, monkeypatch):
     assert len(result["anchors"]["unigram"]["gen_ppl"]["values"]) == 2 and draw_curves(result, tmp_path / "x.png") is None
     assert "151.36" in text and "96.76" in text and "± " in text
     assert draw_comparison(result, tmp_path / "compare.png").stat().st_size > 10_000
-    json.dumps(result)
+    [said] = json.loads(json.dumps(plain(result)))["rows"][1]["points"]
+    assert set(said) == {
+        "budget", "tokens_seen", "measures", "reconstruction", "training_seconds", "degenerate", "runs"
+    }  # fmt: skip
 
     # The same again trains, writes and scores nothing.
     monkeypatch.setattr(workshop_module, "train_run", lambda *a, **k: pytest.fail("trained twice"))
@@ -88,15 +94,15 @@ def test_curves_of_several_seeds_are_trained_once_and_scored_on_the_way(corpus_f
     ]  # fmt: skip
     assert {c.train.schedule for c, _ in trained} == {"constant"}
     for row in (ar, cosmos):
-        assert [point["tokens_seen"] for point in row["points"]] == [192, 384]
-        assert [len(point["measures"]["gen_ppl"]["values"]) for point in row["points"]] == [2, 2]
+        assert [point.tokens_seen for point in row["points"]] == [192, 384]
+        assert [len(point.scores.measures["gen_ppl"]["values"]) for point in row["points"]] == [2, 2]
         first, last = row["points"]
-        assert 0 < first["training_seconds"] and [r["seed"] for r in last["runs"]] == [42, 43]
+        assert 0 < first.scores.training_seconds and [r.seed for r in last.runs] == [42, 43]
     # The model on the way is that of a training that ends there: the same rows, rates and noise.
     shop = Workshop(tmp_path / "short", Ranks(), Console(quiet=True))
     config = replace(trained[0][0], train=replace(trained[0][0].train, steps=2))
     [alone] = shop.models(config, [2])
-    [on_the_way] = tmp_path.glob(f"runs/{ar['points'][0]['runs'][0]['run']}/models/step-00000002")
+    [on_the_way] = tmp_path.glob(f"runs/{ar['points'][0].runs[0].run}/models/step-00000002")
     same = zip(load(alone).method.parameters(), load(on_the_way).method.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in same)
 
@@ -128,8 +134,7 @@ def test_a_model_on_the_way_that_is_gone_is_not_replaced_by_a_later_one(corpus_f
 
 def test_equal_time_lies_between_the_budgets():
     def point(tokens, seconds, gen_ppl):
-        measures = {"gen_ppl": {"mean": gen_ppl, "sd": None}}
-        return {"tokens_seen": tokens, "training_seconds": seconds, "measures": measures}
+        return ScoredPoint("", tokens, TrainedScores({"gen_ppl": spread([gen_ppl])}, None, seconds, []), [])
 
     points = [point(1e6, 10.0, 100.0), point(4e6, 40.0, 50.0), point(16e6, 160.0, 40.0)]
     assert at_time(points, 20.0) == pytest.approx({"gen_ppl": 75.0, "tokens": 2e6})

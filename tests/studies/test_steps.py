@@ -7,8 +7,10 @@ import pytest
 
 from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
+from jpeg_dlm.evaluation.entry import of_models
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.machine.console import Console
+from jpeg_dlm.results.plain import plain
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.table import markdown
 from jpeg_dlm.scorers.scoring import build_scorer
@@ -26,15 +28,11 @@ def test_which_steps():
     assert steps.sweep_of("smoke", 3) == (3, 4, 8, 16, 32, 64, 128)
 
 
-def entry(n, ppl):
-    return {"sampler": {"steps": n}, "measures": {"gen_ppl": {"mean": ppl}}}
-
-
 def test_where_more_steps_stop_helping():
-    assert steps.enough_steps([entry(8, 200.0), entry(16, 104.0), entry(32, 100.0), entry(64, 99.5)]) == 16
-    assert steps.enough_steps([entry(8, 100.0), entry(16, 150.0)]) == 8
-    assert steps.enough_steps([{"sampler": {}, "measures": {"gen_ppl": {"mean": 1.0}}}]) is None
-    paper = [entry(row["steps"], row["gen_ppl"]) for row in steps.paper_tables()["lm1b_steps"]["rows"]]
+    assert steps.enough_steps([(8, 200.0), (16, 104.0), (32, 100.0), (64, 99.5)]) == 16
+    assert steps.enough_steps([(8, 100.0), (16, 150.0)]) == 8
+    assert steps.enough_steps([]) is None
+    paper = [(row["steps"], row["gen_ppl"]) for row in steps.paper_tables()["lm1b_steps"]["rows"]]
     assert steps.enough_steps(paper) == 256  # the paper's Gen-PPL falls to the end
 
 
@@ -60,7 +58,7 @@ def asked(byte_gpt2, folder=None, **changes):
 def test_a_sweep_beside_the_papers(sources, byte_gpt2, tmp_path, monkeypatch):
     monkeypatch.setattr(steps, "DEFAULT_STEPS", (1, 2))
     outcome = steps.analyze(sources, asked(byte_gpt2, tmp_path / "parts"))
-    found = [(e["name"], e["sampler"].get("steps"), e["evaluations"]) for e in outcome.result["entries"]]
+    found = [(e.name, model.sampler.get("steps"), model.evaluations) for e, model in of_models(outcome.result["entries"])]
     assert found == [("jpeg-dlm", 1, 2), ("jpeg-dlm", 2, 3), ("jpeg-dlm", 3, 4), ("ar", None, 12)]
     assert outcome.result["protocol"] == "default" and outcome.result["enough"]["ar"] is None
     lines = [line for line in markdown(outcome.tables).splitlines() if line.startswith("| ")]
@@ -68,7 +66,7 @@ def test_a_sweep_beside_the_papers(sources, byte_gpt2, tmp_path, monkeypatch):
     assert lines[-1] == "| JPEG-DLM | 256 | 257 | 64.07 | 4.23 | 0.933 |  | paper |"
     assert "± " in lines[2] and "jpeg-dlm (JPEG-DLM) | 1 | 2 |" in lines[2]
     written = outcome.write(tmp_path, "steps")
-    assert outcome.result.items() <= json.loads(written[0].read_text()).items() and written[2].stat().st_size > 10_000
+    assert plain(outcome.result).items() <= json.loads(written[0].read_text()).items() and written[2].stat().st_size > 10_000
     # Each point is the evaluation of that sampler, so a second look finds it done.
     monkeypatch.setattr(ModelSource, "write", lambda *a, **k: pytest.fail("written twice"))
     assert steps.analyze(sources, asked(byte_gpt2, tmp_path / "parts")).tables == outcome.tables

@@ -5,12 +5,13 @@ import json
 import statistics
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from conftest import MICRO
 
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.evaluation.entry import EvaluationEntry, ModelFacts
 from jpeg_dlm.evaluation.evaluate import EvaluationRequest
 from jpeg_dlm.evaluation.protocols import protocol
 from jpeg_dlm.machine.console import Console
@@ -22,8 +23,9 @@ from jpeg_dlm.studies import compare, trained
 from jpeg_dlm.studies import workshop as workshop_module
 from jpeg_dlm.studies.budget import parse_budget
 from jpeg_dlm.studies.compare import Comparison
+from jpeg_dlm.studies.scored import over_trainings
 from jpeg_dlm.studies.study import TrainingStudy, Variant, Variants
-from jpeg_dlm.studies.trained import ask, summary
+from jpeg_dlm.studies.trained import ask
 from jpeg_dlm.studies.variant_pictures import draw_rows
 from jpeg_dlm.studies.variants import TRAINING
 from jpeg_dlm.studies.workshop import StudyStopped, Workshop
@@ -241,14 +243,17 @@ def test_what_a_study_sets_itself_cannot_be_given():
 
 
 def test_one_training_is_spread_by_its_sampling_seeds():
-    def made(gen_ppl, **more):
-        measures = {"gen_ppl": {"mean": gen_ppl, "sd": 2.0, "values": [gen_ppl - 2, gen_ppl + 2]}}
-        base = {"measures": measures, "reconstruction": None, "training_seconds": 10, "parameters": 5, "degenerate": []}
-        return base | more
+    nothing = dict.fromkeys((field.name for field in fields(ModelFacts)), 0)
 
-    one = summary([made(10.0)])
-    assert one["measures"]["gen_ppl"]["sd"] == 2.0 and one["reconstruction"] is None
-    three = summary([made(10.0, reconstruction=0.5), made(14.0, training_seconds=20, degenerate=["x"]), made(12.0)])
-    assert (three["measures"]["gen_ppl"]["mean"], three["measures"]["gen_ppl"]["sd"]) == (12.0, 2.0)
-    assert three["training_seconds"] == pytest.approx(40 / 3) and three["degenerate"] == ["x"]
-    assert three["reconstruction"]["values"] == [0.5]
+    def made(gen_ppl, kept=None, degenerate=()):
+        base = dict.fromkeys((field.name for field in fields(EvaluationEntry)), ())
+        measures = {"gen_ppl": {"mean": gen_ppl, "sd": 2.0, "values": [gen_ppl - 2, gen_ppl + 2]}}
+        model = ModelFacts(**nothing | {"reconstruction": kept})
+        return EvaluationEntry(**base | {"measures": measures, "model": model, "degenerate": degenerate})
+
+    one = over_trainings([made(10.0)], [10])
+    assert one.measures["gen_ppl"]["sd"] == 2.0 and one.reconstruction is None
+    three = over_trainings([made(10.0, 0.5), made(14.0, degenerate=["x"]), made(12.0)], [10, 20, 10])
+    assert (three.measures["gen_ppl"]["mean"], three.measures["gen_ppl"]["sd"]) == (12.0, 2.0)
+    assert three.training_seconds == pytest.approx(40 / 3) and three.degenerate == ["x"]
+    assert three.reconstruction["values"] == [0.5]

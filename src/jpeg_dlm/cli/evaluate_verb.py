@@ -17,6 +17,7 @@ from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
 
 if TYPE_CHECKING:
     from jpeg_dlm.api import Model
+    from jpeg_dlm.evaluation.entry import EvaluationResult
     from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
     from jpeg_dlm.evaluation.samples import SampleFile
     from jpeg_dlm.evaluation.sources import Source
@@ -81,10 +82,12 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     from jpeg_dlm import __version__
     from jpeg_dlm.cli.show import show
+    from jpeg_dlm.evaluation.entry import EvaluationResult
     from jpeg_dlm.evaluation.entry_tables import evaluation_tables
     from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
     from jpeg_dlm.machine.console import Console
     from jpeg_dlm.machine.dist import read_ranks
+    from jpeg_dlm.results.plain import plain
     from jpeg_dlm.results.resumable import Parts
     from jpeg_dlm.results.table import write_result
     from jpeg_dlm.scorers.scoring import build_scorer
@@ -95,10 +98,10 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
         asked["sampler"], args.mauve,
     )  # fmt: skip
     evaluation: Evaluation | None = None
-    entries, likelihoods, tasks = [], [], []
+    entries, tasks = [], {name: [] for name in ("likelihood", "continue", "infill")}
     for source in _sources(args, request, console):
         if args.likelihood and source.model:
-            likelihoods.append(_likelihood(source, args, parts, console))
+            tasks["likelihood"].append(_likelihood(source, args, parts, console))
         if asked["scorer"]:
             if evaluation is None:  # only now, so that errors of a source come before the download of a scorer
                 scorer = build_scorer(asked["scorer"], str(read_ranks(args.device, {}).device), console=console)
@@ -106,14 +109,13 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
             if args.task == "write":
                 entries += evaluation.entries(source)
             else:
-                tasks += _tasks(args.task, source, evaluation, args.context_scale)
-    result = evaluation.result(entries) if evaluation else {"version": __version__, "entries": []}
-    result |= ({"likelihood": likelihoods} if args.likelihood else {}) | ({args.task: tasks} if tasks else {})
-    result |= {"request": asked}
+                tasks[args.task] += _tasks(args.task, source, evaluation, args.context_scale)
+    tasks = {name: rows for name, rows in tasks.items() if rows or (name == "likelihood" and args.likelihood)}
+    result = evaluation.result(entries, tasks) if evaluation else EvaluationResult({"version": __version__}, [], tasks)
     tables = evaluation_tables(result)
     show(tables)
     if args.out:
-        write_result(args.out / "results", result, tables)
+        write_result(args.out / "results", plain(result) | {"request": asked}, tables)
         _draw(args.out, result, console)
     return 0
 
@@ -248,13 +250,13 @@ def _heldout(model: Model, args: argparse.Namespace, reference: SampleFile | Non
     return heldout_blocks(model, args.data, console)
 
 
-def _draw(out: Path, result: dict[str, Any], console: Console) -> None:
+def _draw(out: Path, result: EvaluationResult, console: Console) -> None:
+    from jpeg_dlm.evaluation.entry import of_models
     from jpeg_dlm.evaluation.entry_pictures import draw_lengths, draw_sweep
 
-    entries = [entry for entry in result["entries"] if entry["runs"][0]["lengths"]]
-    for i, entry in enumerate(entries):
-        draw_lengths(entry, out / ("lengths.png" if len(entries) == 1 else f"lengths-{i + 1}.png"))
-    swept = [entry for entry in result["entries"] if "sampler" in entry]
-    if len({(e["sampler_label"], e["evaluations"]) for e in swept}) > 1:
-        draw_sweep(swept, result["scorer"], out / "sweep.png")
-    console.say(f"Wrote {out / 'results.json'}, results.md{' and pictures' if entries else ''}.")
+    drawn = [(lengths, entry.label) for entry in result.entries if (lengths := entry.runs[0].lengths)]
+    for i, (lengths, label) in enumerate(drawn):
+        draw_lengths(lengths, label, out / ("lengths.png" if len(drawn) == 1 else f"lengths-{i + 1}.png"))
+    if len({(model.sampler_label, model.evaluations) for _, model in of_models(result.entries)}) > 1:
+        draw_sweep(result.entries, result.conditions["scorer"], out / "sweep.png")
+    console.say(f"Wrote {out / 'results.json'}, results.md{' and pictures' if drawn else ''}.")

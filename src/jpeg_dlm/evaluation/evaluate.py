@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from jpeg_dlm import __version__
 from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.errors import MissingPackageError
+from jpeg_dlm.evaluation.entry import EvaluationEntry, EvaluationResult, Frame, ModelFacts, ScoredRun
 from jpeg_dlm.evaluation.figures import TextFigures, figures, ids_are_the_scorers, mauve_or_reason
 from jpeg_dlm.evaluation.length_overlap import length_overlap
 from jpeg_dlm.evaluation.protocols import Protocol
 from jpeg_dlm.evaluation.sources import ModelSource, Real, Source, SourceTexts
-from jpeg_dlm.evaluation.summary import ScoredRun, summarize
+from jpeg_dlm.evaluation.summary import measures_of, notes, warnings, way
 from jpeg_dlm.machine.console import Console
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.rng import generator
@@ -54,17 +55,6 @@ class EvaluationRequest:
         return [{**self.sampler, **solver, **k} for solver, k in itertools.product(solvers, steps)]
 
 
-@dataclass(frozen=True)
-class Frame:
-    """Lengths and conventions shared by all runs of an entry; the first run fixes them to keep the figures comparable."""
-
-    limit: int  # most scored tokens of a text
-    cut: int | None  # most scored tokens of a real text, if real texts are not of the generated length
-    budget: int  # tokens of a text used for MAUVE
-    own_entropy: bool
-    ids: bool
-
-
 class Evaluation:
     """Evaluates sources by one scorer and one request; `parts` stores partial results."""
 
@@ -83,23 +73,19 @@ class Evaluation:
         }
         self._features: dict[Any, Any] = {}
 
-    def run(self, sources: Iterable[Source]) -> dict[str, Any]:
-        """Evaluate all sources and return the content of `results.json`."""
-        return self.result([entry for source in sources for entry in self.entries(source)])
+    def result(self, entries: Sequence[EvaluationEntry], tasks: Mapping[str, Any] | None = None) -> EvaluationResult:
+        """Return entries and the rows of other tasks together with the conditions of the evaluation."""
+        more = {"scorer_context": self.scorer.context, "mauve": self.request.mauve}
+        return EvaluationResult(self.conditions | more, entries, tasks or {})
 
-    def result(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the entries together with the conditions of the evaluation."""
-        more = {"scorer_context": self.scorer.context, "mauve": self.request.mauve, "entries": list(entries)}
-        return self.conditions | more
-
-    def entries(self, source: Source) -> list[dict[str, Any]]:
+    def entries(self, source: Source) -> list[EvaluationEntry]:
         """Return one entry for each point of the sweep."""
         variants = self.request.variants(source.model.config.sampler) if source.model else [{}]
         return [self.entry(source, variant) for variant in variants]
 
     # ------------------------------------------------------------ one system with one sampler
 
-    def entry(self, source: Source, sampler: dict[str, Any]) -> dict[str, Any]:
+    def entry(self, source: Source, sampler: dict[str, Any]) -> EvaluationEntry:
         """Evaluate all seeds of a source, and real text for comparison."""
         runs = source.runs(self.request.seeds)
         first = self.texts(source, runs[0], sampler)
@@ -108,19 +94,30 @@ class Evaluation:
         frame = self.frame(source, first, real)
         beside = self.real_figures(source, real, frame)
         parts = [self.scored(source, run, sampler, first if run == runs[0] else None, real, frame) for run in runs]
-        model = source.model
-        about: dict[str, Any] = {"name": source.name, "reference": real.origin, "frame": asdict(frame)}
-        if isinstance(source, ModelSource) and model is not None:
-            options = source.options(sampler)
-            about |= {
-                "method": model.config.method, "title": model.method.title, "preset": model.config.preset,
-                "config": to_dict(model.config),
-                "sampler": to_dict(options), "sampler_label": options.label(),
-                "evaluations": options.evaluations(model.config.data.token_len), "rate": model.config.rate, "seeds": runs,
-                "reconstruction": self.reconstruction(source, 4 * len(first.texts)),
-            }  # fmt: skip
-        about["identity"] = {k: v for k, v in source.identity(runs[0], sampler).items() if k != "seed"}
-        return about | asdict(summarize(parts, **beside))
+        measures = measures_of(parts)
+        return EvaluationEntry(
+            name=source.name,
+            reference=real.origin,
+            frame=frame,
+            model=self.facts(source, sampler, runs, len(first.texts)) if isinstance(source, ModelSource) else None,
+            identity={k: v for k, v in source.identity(runs[0], sampler).items() if k != "seed"},
+            measures=measures,
+            figures={"generated": parts[0].figures, **beside},
+            way_from_shuffled_to_real=way(measures["gen_ppl"]["mean"], beside["shuffled"].gen_ppl, beside["real"].gen_ppl),
+            entropy_gap=measures["entropy"]["mean"] - beside["real"].entropy,
+            degenerate=warnings(measures, beside["real"]),
+            notes=notes(parts, beside["real"]),
+            runs=parts,
+        )
+
+    def facts(self, source: ModelSource, sampler: dict[str, Any], seeds: Sequence[int], n: int) -> ModelFacts:
+        """Describe the model and the sampler of an entry of n texts."""
+        config, options = source.model.config, source.options(sampler)
+        return ModelFacts(
+            method=config.method, title=source.model.method.title, preset=config.preset, config=to_dict(config),
+            sampler=to_dict(options), sampler_label=options.label(), evaluations=options.evaluations(config.data.token_len),
+            rate=config.rate, seeds=seeds, reconstruction=self.reconstruction(source, 4 * n),
+        )  # fmt: skip
 
     def n(self, source: Source) -> int | None:
         return self.request.n or (self.protocol.n if source.model else None)

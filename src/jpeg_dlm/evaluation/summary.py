@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
+from jpeg_dlm.evaluation.entry import ScoredRun
 from jpeg_dlm.evaluation.figures import TextFigures
-from jpeg_dlm.results.spread import spread
+from jpeg_dlm.results.spread import Spread, spread
 from jpeg_dlm.wording import counted
 
 # Assumed: differences that seeds do not explain and that a reader should look at before believing a low perplexity.
@@ -20,55 +19,18 @@ DEGENERATE_ABOVE = 0.05  # share of texts that mostly repeat themselves, over re
 SPREAD = ("gen_ppl", "entropy", "distinct_1", "distinct_2", "distinct_3", "repetition_4", "degenerate_share")
 
 
-@dataclass(frozen=True)
-class ScoredRun:
-    """The scores of the texts of one seed, or of one file."""
-
-    run: int
-    identity: Mapping[str, Any]
-    figures: TextFigures
-    lengths: Mapping[str, Any] | None
-    mauve: Mapping[str, Any]  # `skipped` says why there is none
-    throughput: Mapping[str, float] | None
-    cut_lines: int
-    samples: Sequence[str]
-    texts_sha256: str
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The runs of an entry put together."""
-
-    measures: Mapping[str, Mapping[str, Any]]  # each a `spread`
-    figures: Mapping[str, TextFigures]  # of generated, real and shuffled text
-    way_from_shuffled_to_real: float | None
-    entropy_gap: float
-    degenerate: Sequence[str]
-    notes: Sequence[str]
-    runs: Sequence[ScoredRun]
-
-
-def summarize(runs: Sequence[ScoredRun], real: TextFigures, shuffled: TextFigures) -> Summary:
-    """Put the runs of an entry together and hold them against real and shuffled text."""
+def measures_of(runs: Sequence[ScoredRun]) -> dict[str, Spread]:
+    """Return the spread of each measure over runs; MAUVE, speed and overlap of lengths only where they were measured."""
     measures = {name: spread([getattr(run.figures, name) for run in runs]) for name in SPREAD}
     mauve = [run.mauve["mauve"] for run in runs if "mauve" in run.mauve]
     if len(mauve) == len(runs):
-        measures["mauve"] = spread(mauve) | {"kmeans_sd": statistics.fmean(run.mauve["kmeans_sd"] or 0.0 for run in runs)}
-    speed = [run.throughput["texts_per_second"] for run in runs if run.throughput]
-    if speed:
+        kmeans_sd = statistics.fmean(run.mauve["kmeans_sd"] or 0.0 for run in runs)
+        measures["mauve"] = {**spread(mauve), "kmeans_sd": kmeans_sd}
+    if speed := [run.throughput["texts_per_second"] for run in runs if run.throughput]:
         measures["texts_per_second"] = spread(speed)
-    overlap = [run.lengths["overlap"] for run in runs if run.lengths and run.lengths["enough"]]
-    if overlap:
+    if overlap := [run.lengths["overlap"] for run in runs if run.lengths and run.lengths["enough"]]:
         measures["length_overlap"] = spread(overlap)
-    return Summary(
-        measures=measures,
-        figures={"generated": runs[0].figures, "real": real, "shuffled": shuffled},
-        way_from_shuffled_to_real=way(measures["gen_ppl"]["mean"], shuffled.gen_ppl, real.gen_ppl),
-        entropy_gap=measures["entropy"]["mean"] - real.entropy,
-        degenerate=warnings(measures, real),
-        notes=notes(runs, real),
-        runs=runs,
-    )
+    return measures
 
 
 def way(generated: float, shuffled: float, real: float) -> float | None:
@@ -77,7 +39,7 @@ def way(generated: float, shuffled: float, real: float) -> float | None:
     return math.log(shuffled / generated) / span if abs(span) > 1e-9 else None
 
 
-def warnings(measures: Mapping[str, Any], real: TextFigures) -> list[str]:
+def warnings(measures: Mapping[str, Spread], real: TextFigures) -> list[str]:
     """Signs that a perplexity is low because the text is degenerate; empty when there are none."""
     found = []
     gap = real.entropy - measures["entropy"]["mean"]

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
+class Spread(TypedDict):
+    """A measure over seeds, as results hold it."""
+
+    mean: float
+    sd: float | None
+    values: list[float]
+    kmeans_sd: NotRequired[float]  # of MAUVE: the mean deviation over its own seeds
+
+
+def spread(values: Sequence[float]) -> Spread:
     """Return mean and sample deviation; one value has no deviation."""
     return {
         "mean": statistics.fmean(values),

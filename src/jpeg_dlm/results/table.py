@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from jpeg_dlm.files import write_atomic
+from jpeg_dlm.results.plain import plain
 
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(e[-+]?\d+)?( ?(±|to|of) ?[-+−]?\d[\d.,]*)?( ?(%|[A-Za-zµ]{1,3}))?")
 # Characters that hide, reorder or break what stands around them: controls, half surrogates, marks of writing direction.
@@ -57,7 +58,7 @@ class Table:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Table:
-        """Read what `asdict` makes of a table; whatever is no text becomes text."""
+        """Read what `plain` makes of a table; whatever is no text becomes text."""
         rows = (tuple(map(_read_cell, row)) for row in value["rows"])
         return cls(str(value["title"]), tuple(map(str, value["columns"])), tuple(rows), tuple(map(str, value["notes"])))
 
@@ -106,11 +107,11 @@ def markdown(tables: Iterable[Table]) -> str:
     )
 
 
-def write_result(stem: Path, result: Mapping[str, Any], tables: Sequence[Table], new: bool = False) -> list[Path]:
+def write_result(stem: Path, result: Any, tables: Sequence[Table], new: bool = False) -> list[Path]:
     """Write `STEM.json`, a result with its tables, and `STEM.md`, the tables alone; `new` refuses to replace the first."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     data, text = stem.with_suffix(".json"), stem.with_suffix(".md")
-    content = dict(result) | {"tables": [asdict(table) for table in tables]}
+    content = plain(result) | {"tables": plain(tables)}
     write_atomic(data, json.dumps(content, indent=1, ensure_ascii=False) + "\n", new=new)
     write_atomic(text, markdown(tables) + "\n")
     return [data, text]

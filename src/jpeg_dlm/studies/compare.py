@@ -11,7 +11,6 @@ after a stop.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -24,14 +23,15 @@ from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import override, to_dict
 from jpeg_dlm.encoders.frozen import tensors_sha256
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.evaluation.entry import EvaluationEntry
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.evaluation.throughput import Subject, measure
 from jpeg_dlm.methods.registry import for_method, method_class, names
-from jpeg_dlm.results.spread import spread
+from jpeg_dlm.results.plain import INLINED
 from jpeg_dlm.scorers.scoring import Scorer
 from jpeg_dlm.studies.budget import Budget, all_steps
-from jpeg_dlm.studies.scored import MEASURES, Scores
+from jpeg_dlm.studies.scored import Scores, TrainedScores, over_trainings
 from jpeg_dlm.studies.workshop import Workshop, parameter_count, training_seconds
 
 CACHED = ", KV cache"  # after the title of a system that is timed with its cache too
@@ -137,8 +137,28 @@ def train(rows: Mapping[str, CompareRow], workshop: Workshop, wait: bool = True)
 # ---------------------------------------------------------------- score
 
 
+@dataclass(frozen=True)
+class ScoredTraining:
+    """One training at a point."""
+
+    seed: int
+    run: str
+    model: str
+    training_seconds: float
+
+
+@dataclass(frozen=True)
+class ScoredPoint:
+    """The trainings of a system after a budget."""
+
+    budget: str
+    tokens_seen: int
+    scores: TrainedScores = field(metadata=INLINED)
+    runs: Sequence[ScoredTraining]
+
+
 def compare(asked: Comparison, workshop: Workshop, scorer: Callable[[], Scorer], request: EvaluationRequest) -> dict[str, Any]:
-    """Train, sample, score and time all methods; return the content of `compare.json`."""
+    """Train, sample, score and time all methods; return what `compare.json` holds."""
     rows = plan(asked, workshop)
     train(rows, workshop)
     return evaluate(asked, rows, workshop, scorer, request)
@@ -172,7 +192,7 @@ def _score(row: CompareRow, workshop: Workshop, scores: Scores, last: dict[str, 
     """Add to a record the scores of its points, from the first to the last."""
     if not row.models:
         return
-    found: dict[int, list[dict[str, Any]]] = {}
+    found: dict[int, list[tuple[EvaluationEntry, ScoredTraining]]] = {}
     for (seed, i), path in sorted(row.models.items(), key=lambda item: item[0][::-1]):
         point = row.points[seed][i]
         model = load(path, str(workshop.ranks.device))
@@ -180,36 +200,19 @@ def _score(row: CompareRow, workshop: Workshop, scores: Scores, last: dict[str, 
         title = f"{model.method.title}-{point.budget}-{seed}" if len(row.models) > 1 else model.method.title
         entry = scores.entry(ModelSource(model, title, 64, heldout), heldout)
         run = workshop.run_of(point.config)
-        found.setdefault(i, []).append({
-            "seed": seed, "run": run.name, "model": path.name, "entry": entry,
-            "training_seconds": training_seconds(run, point.step),
-        })  # fmt: skip
+        of = ScoredTraining(seed, run.name, path.name, training_seconds(run, point.step))
+        found.setdefault(i, []).append((entry, of))
         last.setdefault(name, model)
         if i == max(j for _, j in row.models) and seed == min(s for s, j in row.models if j == i):
             last[name] = model
-            row.record |= {"entry": entry, "parameters": parameter_count(model), "evaluations": entry["evaluations"]}
-    first = next(iter(row.points.values()))
-    row.record["points"] = [
-        {"budget": first[i].budget, "tokens_seen": first[i].tokens * workshop.ranks.world} | summary(runs)
-        for i, runs in sorted(found.items())
-    ]
-
-
-def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Summarize the trainings at a point: deviations are over training seeds if there are several, else over sampling seeds."""
-    entries = [run["entry"] for run in runs]
-    measures = {name: entries[0]["measures"][name] for name in MEASURES if name in entries[0]["measures"]}
-    if len(runs) > 1:
-        kept = [name for name in measures if all(name in entry["measures"] for entry in entries)]
-        measures = {name: spread([entry["measures"][name]["mean"] for entry in entries]) for name in kept}
-    codec = [entry["reconstruction"] for entry in entries if entry["reconstruction"] is not None]
-    return {
-        "measures": measures,
-        "reconstruction": spread(codec) if codec else None,
-        "training_seconds": statistics.fmean(run["training_seconds"] for run in runs),
-        "degenerate": sorted({sentence for entry in entries for sentence in entry["degenerate"]}),
-        "runs": [{name: value for name, value in run.items() if name != "entry"} for run in runs],
-    }
+            evaluations = model.config.sampler.evaluations(model.config.data.token_len)
+            row.record |= {"entry": entry, "parameters": parameter_count(model), "evaluations": evaluations}
+    first, world = next(iter(row.points.values())), workshop.ranks.world
+    row.record["points"] = []
+    for i, scored in sorted(found.items()):
+        entries, runs = zip(*scored, strict=True)
+        over = over_trainings(entries, [run.training_seconds for run in runs])
+        row.record["points"].append(ScoredPoint(first[i].budget, first[i].tokens * world, over, runs))
 
 
 def _timed(asked: Comparison, workshop: Workshop, models: Mapping[str, Model]) -> dict[str, Any]:

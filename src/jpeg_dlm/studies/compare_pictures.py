@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
+from jpeg_dlm.studies.compare import ScoredPoint
 from jpeg_dlm.studies.compare_report import scored_rows
 
 MARKERS = "os^DvPX*<>"  # beside the colors, which are fewer than the systems
@@ -27,23 +28,24 @@ def draw_comparison(result: Mapping[str, Any], path: Path) -> Path | None:
 def draw_curves(result: Mapping[str, Any], path: Path) -> Path | None:
     """Draw quality against training tokens; None if there is only one budget."""
     shown = [row for row in scored_rows(result) if len(row["points"]) > 1]
-    points = [(row["title"], [p["tokens_seen"] / 1e6 for p in row["points"]], row["points"]) for row in shown]
+    points = [(row["title"], [p.tokens_seen / 1e6 for p in row["points"]], row["points"]) for row in shown]
     return _draw(result, points, "quality against training", "million tokens", path)
 
 
 def _draw(
-    result: Mapping[str, Any], lines: list[tuple[str, list[float], list[Any]]], heading: str, x: str, path: Path
+    result: Mapping[str, Any], lines: list[tuple[str, list[float], list[ScoredPoint]]], heading: str, x: str, path: Path
 ) -> Path | None:
     if not lines:
         return None
     names = {
         "gen_ppl": f"Gen-PPL ({result['scorer']})", "entropy": "entropy (nats)", "mauve": "MAUVE", "words": "words that exist",
     }  # fmt: skip
-    names = {key: text for key, text in names.items() if all(key in p["measures"] for _, _, points in lines for p in points)}
+    taken = [point.scores.measures for _, _, points in lines for point in points]
+    names = {key: text for key, text in names.items() if all(key in measures for measures in taken)}
     figure, panels = new_figure(len(names), heading)
     for axes, (key, text) in zip(panels, names.items(), strict=True):
         for i, (title, places, points) in enumerate(lines):
-            measures = [point["measures"][key] for point in points]
+            measures = [point.scores.measures[key] for point in points]
             axes.errorbar(
                 places, [m["mean"] for m in measures], [m["sd"] or 0.0 for m in measures],
                 fmt=MARKERS[i % len(MARKERS)] + ("-" if len(places) > 1 else ""), ms=6, lw=1.2, capsize=3,

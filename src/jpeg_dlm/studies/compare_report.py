@@ -8,10 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 from jpeg_dlm.config_io import from_dict
+from jpeg_dlm.evaluation.entry import EvaluationEntry
 from jpeg_dlm.evaluation.paper import paper_tables
 from jpeg_dlm.results.spread import plus_minus
 from jpeg_dlm.results.table import Cell, Table
-from jpeg_dlm.studies.compare import CACHED
+from jpeg_dlm.studies.compare import CACHED, ScoredPoint
 from jpeg_dlm.studies.recipes import recipe_table
 from jpeg_dlm.studies.scored import HEADINGS, MEASURES, anchor_rows, cells
 
@@ -63,8 +64,8 @@ def _conditions(result: Mapping[str, Any]) -> str:
 
 
 def _spread(result: Mapping[str, Any]) -> str:
-    entry = next((row["entry"] for row in result["rows"] if "entry" in row), None)
-    texts = f"{len(entry['runs'])} x {entry['runs'][0]['figures']['texts']} texts" if entry else "no text"
+    entry: EvaluationEntry | None = next((row["entry"] for row in result["rows"] if "entry" in row), None)
+    texts = f"{len(entry.runs)} x {entry.runs[0].figures.texts} texts" if entry else "no text"
     trained = result["train_seeds"]
     if trained > 1:
         return f"± is the deviation over {trained} trainings, each the mean over {texts}."
@@ -74,20 +75,20 @@ def _spread(result: Mapping[str, Any]) -> str:
 def _own(row: Mapping[str, Any], speeds: Mapping[str, float]) -> list[str]:
     if not row.get("points"):
         return [row["title"], "failed", *[""] * (len(OURS) - 2)]
-    point = row["points"][-1]
+    point: ScoredPoint = row["points"][-1]
     return [
-        row["title"] + (" (degenerate?)" if point["degenerate"] else ""),
+        row["title"] + (" (degenerate?)" if point.scores.degenerate else ""),
         f"{row['parameters'] / 1e6:.2f} M",
-        *_training(point),
-        *cells(point["measures"]),
-        plus_minus(point["reconstruction"], 3),
+        *_along(point),
         str(row["evaluations"]),
         f"{speeds[row['title']]:.2f}" if row["title"] in speeds else "",
     ]
 
 
-def _training(point: Mapping[str, Any]) -> list[str]:
-    return [f"{point['tokens_seen'] / 1e6:.2f} M", f"{point['training_seconds'] / 60:.1f} min"]
+def _along(point: ScoredPoint) -> list[str]:
+    """The cells from the tokens seen to those reconstructed."""
+    training = [f"{point.tokens_seen / 1e6:.2f} M", f"{point.scores.training_seconds / 60:.1f} min"]
+    return [*training, *cells(point.scores.measures), plus_minus(point.scores.reconstruction, 3)]
 
 
 def _papers(row: Mapping[str, Any] | None) -> list[str]:
@@ -103,11 +104,7 @@ def _notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def curve_table(result: Mapping[str, Any]) -> Table:
     """Return a row for each system and budget."""
-    rows: list[Sequence[Cell]] = [
-        [row["title"], *_training(point), *cells(point["measures"]), plus_minus(point["reconstruction"], 3)]
-        for row in scored_rows(result)
-        for point in row["points"]
-    ]
+    rows: list[Sequence[Cell]] = [[row["title"], *_along(point)] for row in scored_rows(result) for point in row["points"]]
     rows += anchor_rows(result["anchors"], 2, 1)
     head = (
         f"The same systems after each budget: one training per system and seed at a constant learning rate, scored on the way "
@@ -116,28 +113,27 @@ def curve_table(result: Mapping[str, Any]) -> Table:
     return Table.of(head, ("system", *BEFORE[1:], *HEADINGS, AFTER[0]), rows)
 
 
-def at_time(points: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float] | None:
+def at_time(points: Sequence[ScoredPoint], seconds: float) -> dict[str, float] | None:
     """Return tokens and measures after so much training, linear in log time between two points; None outside of them."""
     for a, b in pairwise(points):
-        low, high = a["training_seconds"], b["training_seconds"]
+        low, high = a.scores.training_seconds, b.scores.training_seconds
         if low <= seconds <= high and low < high:
             share = math.log(seconds / low) / math.log(high / low)
-            both = [name for name in MEASURES if name in a["measures"] and name in b["measures"]]
-            values = {name: (a["measures"][name]["mean"], b["measures"][name]["mean"]) for name in both}
-            found = {name: x + share * (y - x) for name, (x, y) in values.items()}
-            return found | {"tokens": math.exp(math.log(a["tokens_seen"]) * (1 - share) + math.log(b["tokens_seen"]) * share)}
+            x, y = a.scores.measures, b.scores.measures
+            found = {name: x[name]["mean"] + share * (y[name]["mean"] - x[name]["mean"]) for name in x if name in y}
+            return found | {"tokens": math.exp(math.log(a.tokens_seen) * (1 - share) + math.log(b.tokens_seen) * share)}
     return None
 
 
 def time_table(result: Mapping[str, Any]) -> Table:
     """Return the systems after equal training time: the longest that all of them reached."""
     scored = scored_rows(result)
-    seconds = min(row["points"][-1]["training_seconds"] for row in scored)
+    seconds = min(row["points"][-1].scores.training_seconds for row in scored)
     rows: list[Sequence[Cell]] = []
     for row in scored:
         found = at_time(row["points"], seconds)
         if found is None:
-            first = row["points"][0]["training_seconds"] / 60
+            first = row["points"][0].scores.training_seconds / 60
             rows.append([row["title"], f"the first budget took {first:.1f} min", *[""] * len(HEADINGS)])
             continue
         values = {name: {"mean": found[name], "sd": None} for name in MEASURES if name in found}

@@ -89,7 +89,7 @@ def figures_of(generated: Sequence[int], real: Sequence[int], limit: int | None)
 # ---------------------------------------------------------------- table and picture
 
 
-def over_seeds(system: Mapping[str, Any], kind: str, *keys: str) -> dict[str, Any] | None:
+def over_seeds(system: Mapping[str, Any], kind: str, *keys: str) -> Mapping[str, Any] | None:
     """Return mean and deviation of a figure over seeds, or None if a run lacks it."""
     values: list[Any] = [run[kind] for run in system["runs"]]
     for key in keys:

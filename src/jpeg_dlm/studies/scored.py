@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import numpy as np
 
 from jpeg_dlm import __version__
 from jpeg_dlm.evaluation.anchors import ANCHORS, Anchor
+from jpeg_dlm.evaluation.entry import EvaluationEntry
 from jpeg_dlm.evaluation.evaluate import Evaluation
 from jpeg_dlm.evaluation.sources import ModelSource, Source, SourceTexts
-from jpeg_dlm.results.spread import plus_minus, spread
+from jpeg_dlm.results.spread import Spread, plus_minus, spread
 from jpeg_dlm.results.table import Cell, emphasis
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.known_text import KnownText
@@ -48,17 +50,16 @@ class Scores:
     """Scores sources with one evaluation; floors and ceiling are scored once for each held-out text."""
 
     evaluation: Evaluation
-    anchors: dict[str, Any] = field(default_factory=dict)
+    anchors: dict[str, dict[str, Spread]] = field(default_factory=dict)
 
-    def entry(self, source: Source, heldout: Blocks) -> dict[str, Any]:
-        """Return the entry of a source in `results.json`, with the measures by the training text."""
+    def entry(self, source: Source, heldout: Blocks) -> EvaluationEntry:
+        """Return the entry of a source with the measures by the training text."""
         entry = self.evaluation.entry(source, {})
         runs = source.runs(self.evaluation.request.seeds)
         found = [self._written(source, run, heldout) for run in runs]
-        entry["measures"] = dict(entry["measures"]) | {name: spread([f[name] for f in found]) for name in WRITTEN}
         if isinstance(source, ModelSource):
             self._bound(source, heldout)
-        return entry
+        return replace(entry, measures={**entry.measures, **{name: spread([f[name] for f in found]) for name in WRITTEN}})
 
     def _written(self, source: Source, run: int, heldout: Blocks) -> dict[str, float]:
         texts = self.evaluation.texts(source, run, {})
@@ -73,9 +74,35 @@ class Scores:
         for kind in ANCHORS:
             anchor = Anchor(kind, source)
             entry = self.entry(anchor, heldout)
-            if kind == "real" and not anchor.enough(entry["runs"][0]["figures"]["texts"]):
-                entry["measures"].pop("mauve", None)  # it would compare the texts with themselves
-            self.anchors[kind] = {name: entry["measures"][name] for name in MEASURES if name in entry["measures"]}
+            self.anchors[kind] = shown(entry)
+            if kind == "real" and not anchor.enough(entry.runs[0].figures.texts):
+                self.anchors[kind].pop("mauve", None)  # it would compare the texts with themselves
+
+
+def shown(entry: EvaluationEntry) -> dict[str, Spread]:
+    """Return the measures that tables show, where they were taken."""
+    return {name: entry.measures[name] for name in MEASURES if name in entry.measures}
+
+
+@dataclass(frozen=True)
+class TrainedScores:
+    """Scores over the trainings of one configuration."""
+
+    measures: Mapping[str, Spread]
+    reconstruction: Spread | None
+    training_seconds: float
+    degenerate: Sequence[str]
+
+
+def over_trainings(entries: Sequence[EvaluationEntry], seconds: Sequence[float]) -> TrainedScores:
+    """Summarize trainings: deviations are over training seeds if there are several, else over sampling seeds."""
+    measures = shown(entries[0])
+    if len(entries) > 1:
+        kept = [name for name in measures if all(name in entry.measures for entry in entries)]
+        measures = {name: spread([entry.measures[name]["mean"] for entry in entries]) for name in kept}
+    codec = [entry.reconstruction for entry in entries if entry.reconstruction is not None]
+    degenerate = sorted({sentence for entry in entries for sentence in entry.degenerate})
+    return TrainedScores(measures, spread(codec) if codec else None, statistics.fmean(seconds), degenerate)
 
 
 def cells(measures: Mapping[str, Any]) -> list[str]:

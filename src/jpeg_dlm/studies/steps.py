@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jpeg_dlm.evaluation.entry import EvaluationEntry, ModelFacts, of_models
 from jpeg_dlm.evaluation.entry_pictures import draw_sweep
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.paper import OWN, paper_tables
@@ -37,7 +38,7 @@ def common_protocol(sources: Sequence[ModelSource]) -> Protocol:
 def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
     """Evaluate every model at every number of steps; a model without steps, such as AR, is one point."""
     scorer, rules = asked.scorer(), common_protocol(sources)
-    entries: list[dict[str, Any]] = []
+    entries: list[EvaluationEntry] = []
     for source in sources:
         config = source.model.config
         steps = sweep_of(config.preset, config.sampler.steps) if hasattr(config.sampler, "steps") else ()
@@ -45,7 +46,7 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
         entries += Evaluation(scorer, request, asked.parts, asked.console).entries(source)
     result = {
         "scorer": scorer.name, "protocol": rules.name, "paper": paper_tables()["lm1b_steps"], "entries": entries,
-        "enough": {source.name: enough_steps([e for e in entries if e["name"] == source.name]) for source in sources},
+        "enough": {source.name: enough_steps(sweep(entries, source.name)) for source in sources},
     }  # fmt: skip
 
     def draw(path: Path) -> Path:
@@ -54,23 +55,28 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
     return StudyOutcome(result, [table(result)], draw)
 
 
-def enough_steps(entries: Sequence[Mapping[str, Any]]) -> int | None:
+def sweep(entries: Sequence[EvaluationEntry], name: str) -> list[tuple[int, float]]:
+    """Return steps and Gen-PPL of the entries of a model."""
+    own = [(entry, model.sampler) for entry, model in of_models(entries) if entry.name == name]
+    return [(sampler["steps"], entry.measures["gen_ppl"]["mean"]) for entry, sampler in own if "steps" in sampler]
+
+
+def enough_steps(swept: Sequence[tuple[int, float]]) -> int | None:
     """Return the fewest steps whose Gen-PPL is within `CLOSE` of the sweep's best; None for a model without a sweep."""
-    swept = [(e["sampler"]["steps"], e["measures"]["gen_ppl"]["mean"]) for e in entries if "steps" in e["sampler"]]
     best = min((ppl for _, ppl in swept), default=0.0)
     return min((steps for steps, ppl in swept if ppl <= (1 + CLOSE) * best), default=None)
 
 
 def table(result: Mapping[str, Any]) -> Table:
     """Return a table with our rows, real text, and the paper's rows, whose conditions the first line states."""
-    entries: Sequence[dict[str, Any]] = result["entries"]
-    rows: list[Sequence[Cell]] = [_own_row(entry) for entry in entries]
-    for real in {entry["figures"]["real"]["gen_ppl"]: entry["figures"]["real"] for entry in entries}.values():
-        rows.append([emphasis("real text"), "", "", f"{real['gen_ppl']:.1f}", f"{real['entropy']:.3f}", "", "", ""])
+    entries: Sequence[EvaluationEntry] = result["entries"]
+    rows: list[Sequence[Cell]] = [_own_row(entry, model) for entry, model in of_models(entries)]
+    for real in {real.gen_ppl: real for real in (entry.figures["real"] for entry in entries)}.values():
+        rows.append([emphasis("real text"), "", "", f"{real.gen_ppl:.1f}", f"{real.entropy:.3f}", "", "", ""])
     rows += [_paper_row(row) for row in result["paper"]["rows"]]
-    runs = entries[0]["runs"]
+    runs = entries[0].runs
     head = (
-        f"Gen-PPL by {result['scorer']}, protocol {result['protocol']}, {len(runs)} x {runs[0]['figures']['texts']} texts; "
+        f"Gen-PPL by {result['scorer']}, protocol {result['protocol']}, {len(runs)} x {runs[0].figures.texts} texts; "
         f"± is the deviation over seeds. The paper's rows: {OWN} on LM1B, r = {result['paper']['rate']:g}, "
         f"{paper_tables()['scorer']}, {result['paper']['seeds']} seeds."
     )
@@ -82,12 +88,12 @@ def table(result: Mapping[str, Any]) -> Table:
     return Table.of(head, COLUMNS, rows, sentences)
 
 
-def _own_row(entry: Mapping[str, Any]) -> list[str]:
-    m = entry["measures"]
+def _own_row(entry: EvaluationEntry, model: ModelFacts) -> list[str]:
+    m = entry.measures
     return [
-        f"{entry['name']} ({entry['title']})", str(entry["sampler"].get("steps", "")), str(entry["evaluations"]),
+        f"{entry.name} ({model.title})", str(model.sampler.get("steps", "")), str(model.evaluations),
         plus_minus(m["gen_ppl"], 1), plus_minus(m["entropy"], 3), plus_minus(m.get("mauve"), 3),
-        plus_minus(m.get("texts_per_second"), 2), "degenerate?" if entry["degenerate"] else "",
+        plus_minus(m.get("texts_per_second"), 2), "degenerate?" if entry.degenerate else "",
     ]  # fmt: skip
 
 

@@ -59,7 +59,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class StudyOutcome:
-    """`result` is plain JSON with everything that the table and the picture show."""
+    """`result` holds everything that the table and the picture show."""
 
     result: dict[str, Any]
     tables: Sequence[Table]

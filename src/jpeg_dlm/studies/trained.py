@@ -6,7 +6,6 @@ results of the others. If a variant fails, its row holds the error.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -18,12 +17,12 @@ from jpeg_dlm.api import load
 from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import override
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.evaluation.entry import EvaluationEntry
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.sources import ModelSource
-from jpeg_dlm.results.spread import spread
 from jpeg_dlm.scorers.scoring import Scorer
 from jpeg_dlm.studies.budget import Budget, all_steps
-from jpeg_dlm.studies.scored import MEASURES, Scores
+from jpeg_dlm.studies.scored import Scores, over_trainings, shown
 from jpeg_dlm.studies.study import StudyOutcome, Variant, read_base
 from jpeg_dlm.studies.variant_report import study_table
 from jpeg_dlm.studies.variants import TRAINING
@@ -124,7 +123,7 @@ def evaluate(
             with workshop.recorded(row.record, row.title):
                 trained = [config for config in row.configs if config.train.seed in row.runs]
                 found = [_scored(row, config, workshop, scores, batch, beside) for config in trained]
-                row.record |= summary(found) if found else {}
+                row.record |= summary(*zip(*found, strict=True)) if found else {}
     result = {
         "study": question.study, "title": study.title, "version": __version__, "preset": question.base.preset,
         "budget": asdict(question.budget) if question.budget else None, "scorer": scores.evaluation.scorer.name,
@@ -135,34 +134,27 @@ def evaluate(
     return StudyOutcome(result, [study_table(result)], partial(study.draw, result))
 
 
-def _scored(row: Row, config: Config, workshop: Workshop, scores: Scores, batch: int, beside: dict[str, Any]) -> dict[str, Any]:
-    """Score one trained run; add the figures of real and shuffled text to `beside`."""
+def _scored(
+    row: Row, config: Config, workshop: Workshop, scores: Scores, batch: int, beside: dict[str, Any]
+) -> tuple[EvaluationEntry, dict[str, Any]]:
+    """Return the scores of one trained run and its record; add the figures of real and shuffled text to `beside`."""
     run = row.runs[config.train.seed]
     model = load(run, str(workshop.ranks.device))
     heldout = workshop.blocks(Path(config.data.source), "heldout")
     entry = scores.entry(ModelSource(model, run.name, batch, heldout), heldout)
-    beside |= {name: entry["figures"][name] for name in ("real", "shuffled")}
-    return {
+    beside |= {name: asdict(entry.figures[name]) for name in ("real", "shuffled")}
+    return entry, {
         "run": run.name, "seed": config.train.seed, "steps": all_steps(config),
         "training_seconds": training_seconds(run), "parameters": parameter_count(model),
-        "measures": {name: entry["measures"][name] for name in MEASURES if name in entry["measures"]},
-        "reconstruction": entry["reconstruction"], "degenerate": entry["degenerate"], "notes": entry["notes"],
-        "samples": entry["runs"][0]["samples"][:SHOWN],
+        "measures": shown(entry), "reconstruction": entry.reconstruction, "degenerate": entry.degenerate,
+        "notes": entry.notes, "samples": entry.runs[0].samples[:SHOWN],
     }  # fmt: skip
 
 
-def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Summarize the runs of a row: deviations are over training seeds if there are several, else over sampling seeds."""
-    measures = runs[0]["measures"]
-    if len(runs) > 1:
-        names = [name for name in measures if all(name in run["measures"] for run in runs)]
-        measures = {name: spread([run["measures"][name]["mean"] for run in runs]) for name in names}
-    kept = [run["reconstruction"] for run in runs if run["reconstruction"] is not None]
+def summary(entries: Sequence[EvaluationEntry], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the scores of a row over its runs, and the runs."""
+    scores = over_trainings(entries, [run["training_seconds"] for run in runs])
     return {
-        "runs": list(runs),
-        "measures": measures,
-        "reconstruction": spread(kept) if kept else None,
-        "training_seconds": statistics.fmean(run["training_seconds"] for run in runs),
-        "parameters": runs[0]["parameters"],
-        "degenerate": sorted({sentence for run in runs for sentence in run["degenerate"]}),
-    }
+        "runs": list(runs), "measures": scores.measures, "reconstruction": scores.reconstruction,
+        "training_seconds": scores.training_seconds, "parameters": runs[0]["parameters"], "degenerate": scores.degenerate,
+    }  # fmt: skip
