@@ -12,6 +12,7 @@ from jpeg_dlm.flow.control import Control
 from jpeg_dlm.flow.guides import contains
 from jpeg_dlm.methods.base import FREE, Batch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.nn.dit import Context
 from jpeg_dlm.nn.spans import span_ends, token_spans
 from jpeg_dlm.presets import preset
 from jpeg_dlm.rng import RowNoise
@@ -224,6 +225,16 @@ def test_a_prompt_shorter_than_a_span_and_a_hole_are_left_to_the_guide():
     assert known.undetermined(given(2, tokens)) is None
     out = method.sample(method.config.sampler, RowNoise(0, range(B)), None, hole)
     assert torch.equal(torch.where(hole < 0, hole, out), hole)
+
+
+def test_latents_are_held_after_a_context_too():
+    method, tokens = made(model__context_blocks=1, data__packing="padded"), rows()
+    before = Context(RowNoise(5, range(B)).normal("context", N, D), torch.ones(B, N, dtype=torch.bool))
+    held, alone = Seen(), Seen()
+    for seen, writer in ((held, method.latent_sampler.after(before, 2.0)), (alone, method.latent_sampler)):
+        writer.sample(method.config.sampler, RowNoise(0, range(B)), seen, given(5, tokens))
+    assert torch.equal(held.tokens[-1][:, :5], alone.tokens[-1][:, :5])
+    assert not torch.allclose(held.states[-1][:, 2:], alone.states[-1][:, 2:], atol=1e-3)
 
 
 def test_a_guide_moves_the_other_latents_alone():
