@@ -10,6 +10,7 @@ from jpeg_dlm.encoders import build_encoder
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.control import Control
 from jpeg_dlm.flow.guides import contains
+from jpeg_dlm.flow.known import Known
 from jpeg_dlm.methods.base import FREE, Batch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.nn.dit import Context
@@ -194,6 +195,16 @@ def test_complete_spans_of_a_prompt_are_its_latents_on_their_way_and_at_its_end(
     for found in seen.tokens:  # of every prediction, and at the end
         assert torch.equal(found[:, : ENDS[fixed - 1]], own)
     assert torch.equal(out[:, :length], tokens[:, :length])  # what is given is kept in any case
+
+
+def test_the_network_sees_known_latents_without_noise():
+    noise = RowNoise(0, range(B))
+    z, x, state = (noise.normal(name, N, D) for name in ("z", "x", "state"))
+    there = torch.tensor([[True, True, False, False]] * 2 + [[False] * 4])
+    known, seen = Known(z, there, there[:, SPANS]), []
+    out = known.within(lambda *inputs: seen.append(inputs) or x)(state, 0.3, None)
+    for found, other in ((seen[0][0], state), (out, x)):
+        assert torch.equal(found[there], z[there]) and torch.equal(found[~there], other[~there])
 
 
 def test_other_seeds_and_batches_share_the_fixed_spans_and_differ_after_them():

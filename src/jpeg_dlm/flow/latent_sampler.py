@@ -173,7 +173,7 @@ class LatentSampler:
     def holding(self, known: Known) -> LatentSampler:
         """Return the sampler of rows with some known latents: predictions there are exact, and so is what is decoded.
 
-        A solver takes a state whose prediction is constant along the line t z + (1 - t) eps, with the row's own noise.
+        A solver moves a state whose prediction is constant along the line t z + (1 - t) eps, with the row's own noise.
         """
         decode = self.logits
         return replace(
