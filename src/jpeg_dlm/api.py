@@ -101,6 +101,8 @@ class Model:
             raise UsageError("The number of samples and the batch must be at least 1, the first sample at least 0.")
         if given is not None:
             check_given(given, n, self.config.data.token_len, self.config.data.vocab_size)
+            if self.writer.latent_sampler and self.writer.latent_sampler.known:
+                self.complete_method()  # a causal codec encodes what is given
         if control is not None and control.strength != 1:
             require("guides", self.writer)
         options = self.sampler_options(**sampler)

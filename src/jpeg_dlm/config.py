@@ -70,6 +70,7 @@ class EncoderConfig:
     std: float = opt(0.2, "feature deviation for scale 'fixed' (ELF's constant for T5-small)")
     depth: int = opt(4, "layers of the 'small' encoder")
     heads: int = opt(4, "attention heads of the 'small' encoder")
+    causal: bool = opt(False, "features of a token see no later token, as model.codec causal needs; of 'small' and 'random'")
     mask_prob: float = opt(0.3, "share of tokens masked while pretraining the 'small' encoder (assumed)")
     keep_weight: float = opt(0.2, "weight of predicting unmasked tokens, which preserves token identity (measured)")
 
@@ -191,6 +192,11 @@ def validate(config: Config) -> Config:
         (
             e.kind != "small" or (e.heads >= 1 and e.feature_dim % (2 * e.heads) == 0),
             f"encoder.feature_dim {e.feature_dim} must be a multiple of 2 * encoder.heads {e.heads}",
+        ),
+        (
+            not e.causal or e.kind not in ("hf", "flan-t5-small"),
+            f"encoder.causal needs an encoder that is trained so, and '{e.kind}' attends in both directions: use "
+            "--encoder.kind small",
         ),
         (e.scale != "fixed" or e.std > 0, "encoder.std must be positive"),
         (d.vocab_size >= 8, "data.vocab_size must be at least 8"),

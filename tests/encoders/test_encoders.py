@@ -1,6 +1,8 @@
 """Frozen encoders: equal to transformers called directly, independent of padding, and frozen."""
 
+import json
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -218,6 +220,42 @@ def test_small_encoder_survives_its_folder(tmp_path):
     assert torch.equal(by_folder(x), build_encoder(config, 50)(x))
     with pytest.raises(UsageError, match="config has"):
         build_encoder(config, 51)
+
+
+def test_a_causal_encoder_sees_no_later_token():
+    causal = SmallEncoder(50, 16, 2, 2, causal=True).initialize(1)
+    x = tokens(3, 7)
+    h = causal.hidden(x)
+    for i in range(7):
+        torch.testing.assert_close(causal.hidden(x[:, : i + 1]), h[:, : i + 1])
+    # In one block, a token sees what a bidirectional encoder shows it of the row that ends with it.
+    both = SmallEncoder(50, 16, 1, 2).initialize(1)
+    one = SmallEncoder(50, 16, 1, 2, causal=True).initialize(1)
+    ends = torch.stack([both.hidden(x[:, : i + 1])[:, -1] for i in range(7)], dim=1)
+    torch.testing.assert_close(one.hidden(x), ends)
+    mask = padding([7, 4, 0], 7)
+    padded = causal.hidden(x, mask)
+    assert padded.isfinite().all() and torch.equal(padded[mask], causal.hidden(torch.where(mask, x, 9), mask)[mask])
+    torch.testing.assert_close(padded[1, :4], h[1, :4])
+
+
+def test_a_folder_tells_a_causal_encoder_from_others(tmp_path):
+    for causal in (False, True):
+        save_small_encoder(tmp_path / str(causal), SmallEncoder(50, 16, 2, 2, causal).initialize(1))
+    assert "causal" not in (tmp_path / "False" / CONFIG_FILE).read_text()  # which earlier versions read
+    config = EncoderConfig(kind="small", name=str(tmp_path / "True"), feature_dim=16, depth=2, heads=2, causal=True)
+    plain = replace(config, name=str(tmp_path / "False"), causal=False)
+    assert load_small_encoder(tmp_path / "True").causal and not load_small_encoder(tmp_path / "False").causal
+    # The weights are the same, the features are not, so cached ones must not be taken for each other.
+    assert build_encoder(config, 50).fingerprint != build_encoder(plain, 50).fingerprint
+    for wrong in (replace(config, causal=False), replace(plain, causal=True)):
+        with pytest.raises(UsageError, match="config has"):
+            build_encoder(wrong, 50)
+    (tmp_path / "True" / CONFIG_FILE).write_text(
+        json.dumps({"vocab_size": 50, "feature_dim": 16, "depth": 2, "heads": 2, "causal": 1})
+    )
+    with pytest.raises(CheckpointError, match="wrong type"):
+        load_small_encoder(tmp_path / "True")
 
 
 @pytest.mark.parametrize("damage", ["no config", "no weights", "cut weights", "other sizes", "unknown key", "not json"])

@@ -131,6 +131,8 @@ SIZES = [
     {"model.time_tokens": 1, "model.sc_tokens": 3, "model.mode_tokens": 2, "model.freq_dim": 6, "model.latent_len": 12},
     {"model.context_blocks": 2, "data.packing": "padded"},
     {"model.context_blocks": 1, "data.packing": "padded", "model.shared": False},
+    {"model.codec": "causal", "encoder.causal": True, "model.depth": 2},
+    {"model.codec": "causal", "encoder.causal": True, "model.context_blocks": 1, "data.packing": "padded"},
 ]
 
 

@@ -72,6 +72,8 @@ def test_latents_and_tokens_are_those_of_the_method(solver, grid):
         {"model__depth": 1, "model__codec_layers": 1},
         {"model__time_tokens": 1, "model__sc_tokens": 2, "model__mode_tokens": 3, "model__heads": 4},
         {"model__context_blocks": 2, "data__packing": "padded"},
+        {"model__codec": "causal", "encoder__causal": True},
+        {"model__codec": "causal", "encoder__causal": True, "model__shared": False},
     ],
     ids=lambda changes: ",".join(changes),
 )

@@ -81,6 +81,7 @@ def by_folded(method: JpegDlm, z: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 VARIANTS = {
     "paper": {}, "switches": SWITCHES, "separate": SWITCHES | {"model.shared": False}, "context": CONTEXT,
     "separate-context": CONTEXT | {"model.shared": False},
+    "causal": SWITCHES | {"model.codec": "causal", "encoder.causal": True},
 }  # fmt: skip
 
 

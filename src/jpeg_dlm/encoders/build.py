@@ -26,11 +26,15 @@ class FrozenSmallEncoder(FrozenEncoder):
     def raw_features(self, tokens_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
         return self.model.hidden(tokens_BL, mask_BL, self.layer)
 
+    @property
+    def conditions(self) -> str:
+        return super().conditions + (", causal" if self.model.causal else "")
+
 
 def build_encoder(config: EncoderConfig, vocab_size: int, seed: int = 0, folder: Path | None = None) -> FrozenEncoder:
     """Build the frozen encoder of `config`; `folder` holds a trained 'small' encoder, or the statistics of other kinds."""
     if config.kind == "random":
-        model = SmallEncoder(vocab_size, config.feature_dim, config.depth, config.heads).initialize(seed)
+        model = SmallEncoder(vocab_size, config.feature_dim, config.depth, config.heads, config.causal).initialize(seed)
         return FrozenSmallEncoder(model, f"random (untrained, F={config.feature_dim}, depth {config.depth})", config)
     if config.kind == "small":
         return _build_small(config, vocab_size, folder)
@@ -66,11 +70,11 @@ def _build_small(config: EncoderConfig, vocab_size: int, folder: Path | None) ->
             "or train one with --train.encoder-steps 3000."
         )
     model = load_small_encoder(next((place for place in places if (place / CONFIG_FILE).is_file()), places[0]))
-    wanted = (vocab_size, config.feature_dim, config.depth, config.heads)
-    found = (model.vocab_size, model.feature_dim, model.depth, model.heads)
+    wanted = (vocab_size, config.feature_dim, config.depth, config.heads, config.causal)
+    found = (model.vocab_size, model.feature_dim, model.depth, model.heads, model.causal)
     if wanted != found:
         raise UsageError(
-            f"The trained encoder has (vocabulary, feature_dim, depth, heads) {found}, but the config has {wanted}: "
+            f"The trained encoder has (vocabulary, feature_dim, depth, heads, causal) {found}, but the config has {wanted}: "
             "change the config or train another encoder."
         )
     return FrozenSmallEncoder(model, f"small (trained here, F={model.feature_dim}, depth {model.depth})", config)

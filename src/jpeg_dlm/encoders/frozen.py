@@ -78,10 +78,15 @@ class FrozenEncoder(nn.Module):
         return h_BLF if self.scale == "none" else (h_BLF - self.feature_mean) / self.feature_std
 
     @property
+    def conditions(self) -> str:
+        """Everything besides the weights that raw features depend on."""
+        return f"layer {self.layer}"
+
+    @property
     def weights_fingerprint(self) -> str:
-        """sha256 of the weights and the layer; identifies raw features."""
+        """sha256 of the weights and the conditions; identifies raw features."""
         if not self._weights_sha256:  # computed once, as the weights are frozen
-            self._weights_sha256 = tensors_sha256(self.model.state_dict(), f"layer {self.layer}")
+            self._weights_sha256 = tensors_sha256(self.model.state_dict(), self.conditions)
         return self._weights_sha256
 
     @property

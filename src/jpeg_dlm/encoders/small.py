@@ -1,4 +1,4 @@
-"""The text encoder that this project trains itself: a small bidirectional transformer, and its two files on disk.
+"""The text encoder that this project trains itself: a small transformer, and its two files on disk.
 
 Shapes: B batch, L tokens, F feature width, V vocabulary. It is small enough to ship, so no download is needed.
 `methods/encoder_pretraining.py` trains it, `encoders/frozen.py` uses it frozen.
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from jpeg_dlm.errors import CheckpointError, UsageError, reason_of
 from jpeg_dlm.files import check_listed, load_tensors, write_atomic, write_sealed
+from jpeg_dlm.nn.spans import visible
 from jpeg_dlm.rng import derive_seed
 from jpeg_dlm.strict_json import parse_json
 
@@ -65,22 +66,23 @@ class _Block(nn.Module):
 
 
 class SmallEncoder(nn.Module):
-    """Pre-norm bidirectional transformer with rotary positions and an output head tied to the embedding.
+    """Pre-norm transformer with rotary positions and an output head tied to the embedding.
 
-    The embedding has one more row than the vocabulary: `mask_id`, so masked training needs no mask token in the tokenizer.
+    It is bidirectional; with `causal`, a token attends to itself and the tokens before it. The embedding has one more row
+    than the vocabulary: `mask_id`, so masked training needs no mask token in the tokenizer.
     """
 
     feature_mean: Tensor
     feature_std: Tensor
 
-    def __init__(self, vocab_size: int, feature_dim: int, depth: int, heads: int) -> None:
+    def __init__(self, vocab_size: int, feature_dim: int, depth: int, heads: int, causal: bool = False) -> None:
         super().__init__()
         if heads < 1 or feature_dim % (2 * heads):
             raise UsageError(f"encoder.feature_dim {feature_dim} must be a multiple of 2 * encoder.heads ({heads}).")
         if depth < 1 or vocab_size < 1:
             raise UsageError("encoder.depth and data.vocab_size must be at least 1.")
         self.vocab_size, self.feature_dim, self.depth, self.heads = vocab_size, feature_dim, depth, heads
-        self.mask_id = vocab_size
+        self.mask_id, self.causal = vocab_size, causal
         inner = 8 * math.ceil(feature_dim / 3)  # SwiGLU: two thirds of 4 F, rounded up to a multiple of 8
         self.embedding = nn.Embedding(vocab_size + 1, feature_dim)
         self.blocks = nn.ModuleList(_Block(feature_dim, heads, inner) for _ in range(depth))
@@ -105,10 +107,7 @@ class SmallEncoder(nn.Module):
 
     def hidden(self, tokens_BL: Tensor, mask_BL: Tensor | None = None, layer: int = -1) -> Tensor:
         """Return features h_BLF with gradients; `mask_BL` is True at real tokens, layer -1 is the last after the final norm."""
-        keys = None
-        if mask_BL is not None:
-            # A row without real tokens attends to its padding: a softmax over no keys would be NaN.
-            keys = (mask_BL | ~mask_BL.any(dim=1, keepdim=True))[:, None, None, :]
+        keys = self._keys(mask_BL, tokens_BL.shape[1], tokens_BL.device)
         stop = self.layer_index(layer)
         # Embedding rows have norm about 1, which suits the tied head; scale them to unit variance.
         x_BLF = self.embedding(tokens_BL) * self.feature_dim**0.5
@@ -116,6 +115,14 @@ class SmallEncoder(nn.Module):
         for block in list(self.blocks)[:stop]:
             x_BLF = block(x_BLF, rotary, keys)
         return self.final_norm(x_BLF) if stop == self.depth else x_BLF
+
+    def _keys(self, mask_BL: Tensor | None, length: int, device: torch.device) -> Tensor | None:
+        """Return the attention mask; a softmax over no keys would be NaN, so padding may attend to padding."""
+        if self.causal:
+            places_L = torch.arange(length, device=device)
+            past_LL = visible(places_L, places_L)
+            return past_LL if mask_BL is None else mask_BL[:, None, None, :] & past_LL | (places_L == places_L[:, None])
+        return None if mask_BL is None else (mask_BL | ~mask_BL.any(dim=1, keepdim=True))[:, None, None, :]
 
     def layer_index(self, layer: int) -> int:
         """Return the number of blocks before hidden state `layer` (0 is the embedding, `depth` or -1 the last)."""
@@ -160,6 +167,7 @@ class SmallEncoderInfo:
     heads: int
     tokenizer_fingerprint: str = ""
     format: int = 1
+    causal: bool = False
 
 
 def save_small_encoder(folder: Path, encoder: SmallEncoder, tokenizer_fingerprint: str = "") -> Path:
@@ -168,11 +176,14 @@ def save_small_encoder(folder: Path, encoder: SmallEncoder, tokenizer_fingerprin
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    info = SmallEncoderInfo(encoder.vocab_size, encoder.feature_dim, encoder.depth, encoder.heads, tokenizer_fingerprint)
+    sizes = encoder.vocab_size, encoder.feature_dim, encoder.depth, encoder.heads
+    info = asdict(SmallEncoderInfo(*sizes, tokenizer_fingerprint, causal=encoder.causal))
+    if not encoder.causal:
+        del info["causal"]  # earlier versions do not know it
     tensors = {name: tensor.detach().cpu().float().contiguous() for name, tensor in encoder.state_dict().items()}
     (folder / CONFIG_FILE).unlink(missing_ok=True)
     write_atomic(folder / WEIGHTS_FILE, save(tensors))
-    write_sealed(folder, [WEIGHTS_FILE], CONFIG_FILE, json.dumps(asdict(info), indent=1) + "\n")
+    write_sealed(folder, [WEIGHTS_FILE], CONFIG_FILE, json.dumps(info, indent=1) + "\n")
     return folder
 
 
@@ -189,7 +200,8 @@ def read_small_encoder_info(folder: Path) -> SmallEncoderInfo:
             values: Any = parse_json(file.read(DESCRIPTION_BYTES))
         info = SmallEncoderInfo(**values)
         sizes = (info.vocab_size, info.feature_dim, info.depth, info.heads, info.format)
-        if {type(n) for n in sizes} != {int} or not isinstance(info.tokenizer_fingerprint, str):
+        others = (type(info.tokenizer_fingerprint), type(info.causal))
+        if {type(n) for n in sizes} != {int} or others != (str, bool):
             raise TypeError("a field has the wrong type")
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"'{path}' does not describe an encoder ({error}): train the encoder again.") from error
@@ -209,7 +221,7 @@ def load_small_encoder(folder: Path) -> SmallEncoder:
             raise UsageError("some tensors are not floats, or there are more layers than tensors")
         if tensors["embedding.weight"].shape != (info.vocab_size + 1, info.feature_dim):
             raise UsageError("the embedding has another size")
-        encoder = SmallEncoder(info.vocab_size, info.feature_dim, info.depth, info.heads)
+        encoder = SmallEncoder(info.vocab_size, info.feature_dim, info.depth, info.heads, info.causal)
         encoder.load_state_dict(tensors, strict=True)
         check_statistics(encoder.feature_mean, encoder.feature_std, info.feature_dim)
     except (RuntimeError, KeyError, UsageError) as error:

@@ -20,6 +20,7 @@ OPSET = 20  # the first with Gelu
 IR_VERSION = 9  # that of the opset
 LARGEST = (1 << 31) - (1 << 20)  # bytes of weights: a protobuf holds less than 2 GiB, nodes included
 BATCH = "batch"  # the name of the free size
+UNSEEN = -1e9  # added to a score: its exponential is 0, and unlike infinity it makes no NaN
 
 
 def onnx_package() -> Any:
@@ -98,10 +99,12 @@ class Graph:
         """(B, S, heads * C) to (B, heads, S, C)."""
         return self.op("Transpose", self.op("Reshape", x, self.constant([0, 0, heads, -1])), perm=[0, 2, 1, 3])
 
-    def attention(self, q: str, k: str, v: str) -> str:
-        """softmax(q k^T) v of (B, heads, S, C), heads side by side again; the scale is the caller's."""
-        scores = self.op("Softmax", self.op("MatMul", q, self.op("Transpose", k, perm=[0, 1, 3, 2])), axis=-1)
-        y = self.op("Transpose", self.op("MatMul", scores, v), perm=[0, 2, 1, 3])
+    def attention(self, q: str, k: str, v: str, seen: Tensor | None = None) -> str:
+        """softmax(q k^T) v of (B, heads, S, C) over keys that are seen, heads side by side again; the caller scales."""
+        scores = self.op("MatMul", q, self.op("Transpose", k, perm=[0, 1, 3, 2]))
+        if seen is not None:
+            scores = self.op("Add", scores, self.constant(torch.where(seen, 0.0, UNSEEN)))
+        y = self.op("Transpose", self.op("MatMul", self.op("Softmax", scores, axis=-1), v), perm=[0, 2, 1, 3])
         return self.op("Reshape", y, self.constant([0, 0, -1]))
 
     def split(self, x: str, sizes: Sequence[int]) -> list[str]:

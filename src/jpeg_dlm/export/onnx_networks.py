@@ -56,7 +56,7 @@ def logits(g: Graph, folded: Folded, z: str, w: str) -> str:
     """f(z, t = 1) in decode mode, then D and W: (B, L, V)."""
     dit = folded.predictor
     time = g.for_each_row(dit.time.tokens_of(torch.ones(1, device=dit.mode.device)), z)
-    predicted = head(g, folded.decode_head, states(g, dit, z, None, time, w, g.for_each_row(dit.mode, z)))
+    predicted = head(g, folded.decode_head, states(g, dit, z, None, time, w, g.for_each_row(dit.mode, z), folded.decode_seen))
     if folded.decode_residual:
         predicted = g.op("Add", predicted, z)
     x = decompressed(g, folded.decoder, predicted)
@@ -64,14 +64,16 @@ def logits(g: Graph, folded: Folded, z: str, w: str) -> str:
     return g.linear(g.op("Gelu", h), *folded.decoder.lm_head)
 
 
-def states(g: Graph, dit: FoldedDiT, z: str, s: str | None, time: str, w: str, mode: str) -> str:
+def states(
+    g: Graph, dit: FoldedDiT, z: str, s: str | None, time: str, w: str, mode: str, seen: Tensor | None = None
+) -> str:  # fmt: skip
     """Hidden states (B, N, H) of the latents."""
     x = g.linear(z, *dit.in_z)
     x = x if s is None else g.op("Add", x, g.linear(s, *dit.in_s))
     none = [g.for_each_row(dit.none, z)] if dit.none.shape[1] else []
     x = g.op("Concat", time, scalar_tokens(g, dit.scale, w), mode, *none, g.linear(x, *dit.widen), axis=1)
     for b in dit.blocks:
-        x = block(g, b, x, dit.cos, dit.sin)
+        x = block(g, b, x, dit.cos, dit.sin, seen)
     return g.op("Slice", x, g.constant([dit.prefix]), g.constant([len(dit.cos)]), g.constant([1]))
 
 
@@ -83,13 +85,13 @@ def scalar_tokens(g: Graph, scalar: FoldedScalar, x_B: str) -> str:
     return g.op("Add", g.op("Unsqueeze", y, g.constant([1])), g.constant(scalar.learned))
 
 
-def block(g: Graph, b: FoldedBlock, x: str, cos: Tensor, sin: Tensor) -> str:
-    x = g.op("Add", x, self_attention(g, b, g.unit_rms(x, b.qkv.inputs, NORM_EPS), cos, sin))
+def block(g: Graph, b: FoldedBlock, x: str, cos: Tensor, sin: Tensor, seen: Tensor | None) -> str:
+    x = g.op("Add", x, self_attention(g, b, g.unit_rms(x, b.qkv.inputs, NORM_EPS), cos, sin, seen))
     gate, up = g.split(g.linear(g.unit_rms(x, b.w12.inputs, NORM_EPS), *b.w12), [b.w3.inputs] * 2)
     return g.op("Add", x, g.linear(g.op("Mul", g.silu(gate), up), *b.w3))
 
 
-def self_attention(g: Graph, b: FoldedBlock, x: str, cos: Tensor, sin: Tensor) -> str:
+def self_attention(g: Graph, b: FoldedBlock, x: str, cos: Tensor, sin: Tensor, seen: Tensor | None) -> str:
     width, size = b.proj.inputs, len(b.q_gain)
     order = torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])
     rows = (torch.arange(b.heads)[:, None] * size + order).flatten()  # the channels of all heads, halves for pairs
@@ -99,7 +101,7 @@ def self_attention(g: Graph, b: FoldedBlock, x: str, cos: Tensor, sin: Tensor) -
         rotary(g, g.rms_norm(g.heads(y, b.heads), gain[order], NORM_EPS), cos[:, order], sin[:, order])
         for y, gain in ((q, b.q_gain * size**-0.5), (k, b.k_gain))
     )
-    return g.linear(g.attention(q, k, g.heads(v, b.heads)), *b.proj)
+    return g.linear(g.attention(q, k, g.heads(v, b.heads), seen), *b.proj)
 
 
 def rotary(g: Graph, x: str, cos: Tensor, sin: Tensor) -> str:
@@ -123,18 +125,18 @@ def decompressed(g: Graph, decoder: FoldedDecoder, z: str) -> str:
     kv = g.split(g.linear(g.unit_rms(ctx, width, CODEC_EPS), *decoder.kv_ctx), [width] * 2 * len(decoder.layers))
     x = g.for_each_row(decoder.queries[None], z)
     for layer, ctx_k, ctx_v in zip(decoder.layers, kv[::2], kv[1::2], strict=True):
-        x = g.op("Add", x, cross_attention(g, layer, x, ctx_k, ctx_v))
+        x = g.op("Add", x, cross_attention(g, layer, x, ctx_k, ctx_v, decoder.seen))
         ones = g.constant(torch.ones(width))
         h = g.op("LayerNormalization", x, ones, axis=-1, epsilon=layer.layer_norm_eps)
         x = g.op("Add", x, g.linear(g.op("Gelu", g.linear(h, *layer.widen)), *layer.narrow))
     return x
 
 
-def cross_attention(g: Graph, layer: FoldedLayer, x: str, ctx_k: str, ctx_v: str) -> str:
+def cross_attention(g: Graph, layer: FoldedLayer, x: str, ctx_k: str, ctx_v: str, seen: Tensor | None) -> str:
     """Tokens attend to the latents, of which keys and values are given, and to themselves."""
     width, size = layer.out.inputs, len(layer.q_gain)
     q, own_k, own_v = g.split(g.linear(g.unit_rms(x, width, CODEC_EPS), *layer.qkv), [width] * 3)
     k, v = (g.op("Concat", other, own, axis=1) for other, own in ((ctx_k, own_k), (ctx_v, own_v)))
     q = g.rms_norm(g.heads(q, layer.heads), layer.q_gain * size**-0.5, CODEC_EPS)
     k = g.unit_rms(g.heads(k, layer.heads), size, CODEC_EPS)
-    return g.linear(g.attention(q, k, g.heads(v, layer.heads)), *layer.out)
+    return g.linear(g.attention(q, k, g.heads(v, layer.heads), seen), *layer.out)

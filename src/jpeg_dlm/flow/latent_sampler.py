@@ -17,6 +17,7 @@ from jpeg_dlm.config import Config
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.control import Control, Steering, keep_given, steering
 from jpeg_dlm.flow.grids import make_grid
+from jpeg_dlm.flow.known import Known
 from jpeg_dlm.flow.sampler_config import SamplerConfig
 from jpeg_dlm.flow.solvers import SOLVERS, OnStep, Predict, stochastic, stochastic_times
 from jpeg_dlm.nn.dit import Context, DiT
@@ -95,6 +96,7 @@ class LatentSampler:
     networks: LatentNetworks | None = None
     supports: frozenset[Ability] = frozenset()
     logits: Callable[[Tensor, float], Tensor] | None = None  # those of `tokens`, with a gradient, where control is supported
+    known: Callable[[Tensor], Known | None] | None = None  # given ids (B, L) to latents that they determine: causal codecs
 
     @property
     def latent_sampler(self) -> LatentSampler:
@@ -106,6 +108,9 @@ class LatentSampler:
         control: Control | None = None,
     ) -> Tensor:  # fmt: skip
         """Token ids (B, L), a row for each of the noise; `watch` sees what the latents themselves decode to."""
+        if given_BL is not None and self.known and (known := self.known(given_BL)):
+            writer = replace(self.holding(known), known=None)
+            return keep_given(writer.sample(sampler, noise, watch, known.undetermined(given_BL), control), given_BL)
         m = self.config.model
         z = noise.normal("sample", m.latent_len, m.latent_dim)  # z ~ N(0, I), one generator per row
         grid = grid_of(sampler, noise.shared("grid"))
@@ -171,6 +176,19 @@ class LatentSampler:
         if steer is None:
             return solve(self_conditioned(denoise), z, times, on_step)
         return steer.refined(solve(self_conditioned(steered(denoise, steer)), z, times, on_step))
+
+    def holding(self, known: Known) -> LatentSampler:
+        """Return the sampler of rows with some known latents: predictions there are exact, and so is what is decoded.
+
+        A solver moves a state whose prediction is constant along the line t z + (1 - t) eps, with the row's own noise.
+        """
+        decode = self.logits
+        return replace(
+            self,
+            denoiser=lambda times, w, **more: known.within(self.denoiser(times, w, **more)),
+            tokens=lambda z, w: self.tokens(known.put(z), w),
+            logits=decode and (lambda z, w: decode(known.put(z), w)),  # so a guide moves the other latents alone
+        )
 
     def after(self, context: Context, scale: float = 1.0) -> LatentSampler:
         """Return the sampler of blocks that follow a context, row by row.

@@ -37,7 +37,7 @@ class EncoderPretraining(Trainable):
     @classmethod
     def from_config(cls, config: Config, encoder: nn.Module | None = None) -> EncoderPretraining:
         e = config.encoder
-        model = SmallEncoder(config.data.vocab_size, e.feature_dim, e.depth, e.heads).initialize(config.train.seed)
+        model = SmallEncoder(config.data.vocab_size, e.feature_dim, e.depth, e.heads, e.causal).initialize(config.train.seed)
         return cls(model, e.mask_prob, e.keep_weight)
 
     def corrupt(self, tokens_BL: Tensor, mask_BL: Tensor | None, noise: RowNoise) -> tuple[Tensor, Tensor]:

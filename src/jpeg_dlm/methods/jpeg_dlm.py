@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from jpeg_dlm.config import Config
 from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.flow.control import Control
+from jpeg_dlm.flow.known import Known
 from jpeg_dlm.flow.latent_sampler import Denoise, LatentSampler, Watch
 from jpeg_dlm.flow.path import guidance_scale, guided_target, interpolate, logit_normal, mixed_times, per_row, per_sample
 from jpeg_dlm.flow.sampler_config import SamplerConfig
@@ -42,6 +43,7 @@ from jpeg_dlm.methods.common.regularizers import sigreg, unit_directions, varian
 from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel, JpegDlmObjective
 from jpeg_dlm.nn.dit import Context, DiT, linear_estimate
 from jpeg_dlm.nn.perceiver import Compressor, Decompressor
+from jpeg_dlm.nn.spans import complete_spans
 from jpeg_dlm.nn.token_loss import linear_cross_entropy
 from jpeg_dlm.rng import RowNoise
 
@@ -53,6 +55,7 @@ def build_dit(config: Config, context_blocks: int = 0) -> DiT:
     return DiT(
         m.latent_len, m.latent_dim, m.bottleneck_dim, m.hidden, m.depth, m.heads, m.mlp_ratio, m.freq_dim, m.time_tokens,
         m.sc_tokens, m.mode_tokens, m.dropout, m.denoise_skip, context_blocks * m.latent_len,
+        m.codec == "causal",
     )  # fmt: skip
 
 
@@ -92,7 +95,7 @@ class JpegDlm(Method):
         self.encoder = encoder
         codec_sizes = (
             config.data.token_len, m.latent_len, config.encoder.feature_dim, m.latent_dim, m.bottleneck_dim,
-            m.codec_layers, m.codec_heads, m.codec_mlp_ratio, m.dropout, m.position_scale,
+            m.codec_layers, m.codec_heads, m.codec_mlp_ratio, m.dropout, m.position_scale, m.codec == "causal",
         )  # fmt: skip
         self.compressor = Compressor(*codec_sizes)
         self.target = copy.deepcopy(self.compressor).requires_grad_(False)
@@ -332,7 +335,8 @@ class JpegDlm(Method):
     def latent_sampler(self) -> LatentSampler:
         """z ~ N(0, I), then z <- z + (t' - t) v along the grid with x = f(z, t; s, w) and s <- x, then tokens of z."""
         return LatentSampler(
-            self.title, self.config, self.device, self.denoiser, self.tokens, self, self.supports, self.logits
+            self.title, self.config, self.device, self.denoiser, self.tokens, self, self.supports, self.logits,
+            self.known_latents if self.config.model.codec == "causal" else None,
         )  # fmt: skip
 
     def denoiser(self, times: Sequence[float], w: float, context: Context | None = None) -> Denoise:
@@ -365,6 +369,13 @@ class JpegDlm(Method):
     def encode(self, batch: Batch) -> Tensor:
         """Encode clean text to standardized latents (B, N, D) with the target compressor."""
         return self.target_latents(self.features(batch), batch.mask_BL)
+
+    def known_latents(self, given_BL: Tensor) -> Known | None:
+        """Return the latents of complete spans at the beginning of rows, with a causal codec; None if there are none."""
+        there_BN, held_BL = complete_spans(given_BL >= 0, self.config.model.latent_len)
+        if not there_BN.any():
+            return None
+        return Known(self.encode(Batch(given_BL.clamp_min(0), held_BL)), there_BN, held_BL)
 
     @torch.no_grad()
     def reconstruction(self, batch: Batch, sampler: SamplerConfig | None = None) -> Tensor:

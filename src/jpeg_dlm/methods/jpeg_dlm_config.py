@@ -36,6 +36,9 @@ class JpegDlmModel:
     )
     position_scale: float = opt(0.0, "scale of codec position tables; 0 means D**-0.5 (released)")
     context_blocks: int = opt(0, "preceding blocks of a document whose clean latents the DiT also sees (not in the paper: 0)")
+    codec: Literal["perceiver", "causal"] = opt(
+        "perceiver", "'causal': latent n depends on tokens up to the end of its span, (n + 1) L / N, alone (paper: perceiver)"
+    )
 
     def checks(self, config: Config) -> Checks:
         d, m = config.data, self
@@ -59,6 +62,10 @@ class JpegDlmModel:
             (0 <= m.dropout < 1, "model.dropout must lie in [0, 1)"),
             (min(m.time_tokens, m.sc_tokens, m.mode_tokens) >= 1, "each kind of prefix token is needed at least once"),
             (m.context_blocks >= 0, "model.context_blocks must not be negative"),
+            (
+                m.codec == "perceiver" or config.encoder.causal,
+                "model.codec 'causal' needs features that see no later token: use --encoder.causal true",
+            ),
             (
                 not m.context_blocks or (d.packing == "padded" and not d.whole and not d.frame),
                 "model.context_blocks needs documents of several rows: use --data.packing padded without data.whole and "

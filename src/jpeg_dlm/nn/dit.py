@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from jpeg_dlm.nn.lean import norm_linear, rms_norm, swiglu_linear
 from jpeg_dlm.nn.precision import fp32_island
+from jpeg_dlm.nn.spans import sequence_mask
 
 NORM_EPS = 1e-6  # (released)
 
@@ -89,7 +90,7 @@ class InputProjection(nn.Module):
 
 
 class Attention(nn.Module):
-    """Bidirectional self-attention with RMS-normed q and k, then rotary positions."""
+    """Self-attention with RMS-normed q and k, then rotary positions; bidirectional, unless a mask is given."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -99,14 +100,14 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(hidden // heads, eps=NORM_EPS)
         self.proj = nn.Linear(hidden, hidden)
 
-    def forward(self, x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
         """Norm x with `gain`, then attend."""
         (qkv,) = norm_linear(x, gain, NORM_EPS, (self.qkv.weight, self.qkv.bias))
         q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)  # B S heads head_dim
         rope = cos[:, None], sin[:, None]
         q = rms_norm(q, self.q_norm.weight, NORM_EPS, rope).to(v.dtype)
         k = rms_norm(k, self.k_norm.weight, NORM_EPS, rope).to(v.dtype)
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen)
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
@@ -132,8 +133,8 @@ class DitBlock(nn.Module):
         self.mlp = SwiGLU(hidden, ratio)
         self.dropout = dropout
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + F.dropout(self.attn(x, self.norm1.weight, cos, sin), self.dropout, self.training)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
+        x = x + F.dropout(self.attn(x, self.norm1.weight, cos, sin, seen), self.dropout, self.training)
         return x + F.dropout(self.mlp(x, self.norm2.weight), self.dropout, self.training)
 
 
@@ -193,8 +194,9 @@ class LatentTransformer(nn.Module):
                 nn.init.zeros_(module.linear.weight)
 
     def states(
-        self, z_BND: Tensor, t_B: Tensor, s_BND: Tensor | None, w_B: Tensor, decode_B: Tensor, context: Context | None = None
-    ) -> Tensor:
+        self, z_BND: Tensor, t_B: Tensor, s_BND: Tensor | None, w_B: Tensor, decode_B: Tensor, context: Context | None = None,
+        seen: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return fp32 hidden states (B, N, H) of the latents; rows with `decode_B` are in decode mode."""
         with fp32_island(z_BND):
             z_BND = z_BND.float()
@@ -203,7 +205,7 @@ class LatentTransformer(nn.Module):
             before = [self._context(len(z_BND), context)] if self.context_len else []
             x_BSH = torch.cat([self._prefix(t_B, w_B, decode_B), *before, x_BNH], dim=1)
         for block in self.blocks:
-            x_BSH = block(x_BSH, self.rope_cos, self.rope_sin)
+            x_BSH = block(x_BSH, self.rope_cos, self.rope_sin, seen)
         return x_BSH[:, self.prefix :].float()
 
     def _prefix(self, t_B: Tensor, w_B: Tensor, decode_B: Tensor) -> Tensor:
@@ -227,12 +229,17 @@ class LatentTransformer(nn.Module):
 
 
 class DiT(LatentTransformer):
-    """f(z, t; s, w) in two modes: denoise (flow matching) and decode (joint-embedding prediction at t = 1)."""
+    """f(z, t; s, w) in two modes: denoise (flow matching) and decode (joint-embedding prediction at t = 1).
+
+    With `causal`, in decode mode a latent attends to the prefix and the latents up to itself, and the prefix to itself.
+    """
+
+    decode_seen: Tensor | None
 
     def __init__(
         self, latent_len: int, dim: int, bottleneck: int, hidden: int, depth: int, heads: int, ratio: float,
         freq_dim: int, time_tokens: int, sc_tokens: int, mode_tokens: int, dropout: float, denoise_skip: bool = False,
-        context_len: int = 0,
+        context_len: int = 0, causal: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(
             latent_len, dim, bottleneck, hidden, depth, heads, ratio,
@@ -241,6 +248,7 @@ class DiT(LatentTransformer):
         self.denoise_skip = denoise_skip
         self.denoise_head = Head(hidden, dim)
         self.decode_head = Head(hidden, dim)
+        self.register_buffer("decode_seen", sequence_mask(self.prefix, latent_len) if causal else None, persistent=False)
         self.initialize()
 
     def forward(
@@ -252,7 +260,10 @@ class DiT(LatentTransformer):
         `context` is that of the rows in denoise mode: decoding is about a single block.
         """
         decode_B = torch.arange(len(t_B), device=t_B.device) < decode_rows
-        x_BNH = self.states(z_BND, t_B, s_BND, w_B, decode_B, context)
+        seen = self.decode_seen if decode_rows else None
+        if seen is not None and decode_rows < len(t_B):
+            seen = seen | ~decode_B[:, None, None, None]
+        x_BNH = self.states(z_BND, t_B, s_BND, w_B, decode_B, context, seen)
         with fp32_island(x_BNH):
             if decode_rows == len(x_BNH):
                 return self.decode_head(x_BNH)

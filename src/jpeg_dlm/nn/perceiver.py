@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.nn.lean import gelu_linear, norm_linear, rms_norm
+from jpeg_dlm.nn.spans import compressor_mask, decompressor_mask
 
 # rms_norm adds eps to the mean square; 1e-16 equals the floor of 1e-8 on the RMS up to rounding (released).
 NORM_EPS = 1e-16
@@ -58,8 +59,11 @@ class PerceiverAttention(nn.Module):
         self.q_norm, self.k_norm = CodecRMSNorm(dim // heads), CodecRMSNorm(dim // heads)
         self.out = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, x: Tensor, ctx: Tensor, ctx_mask: Tensor | None = None) -> Tensor:
-        """Attend from `x` to itself and `ctx`; `x` may be one row shared by the batch (learned queries), projected once."""
+    def forward(self, x: Tensor, ctx: Tensor, ctx_mask: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
+        """Attend from `x` to itself and `ctx`; `x` may be one row shared by the batch (learned queries), projected once.
+
+        `ctx_mask` (B, context) is False at padding; `seen` (queries, keys) is the mask of a causal codec.
+        """
         q, own = norm_linear(
             x, self.norm_latents.gamma, NORM_EPS, (self.to_q.weight, None), (self.to_kv_latents.weight, None)
         )  # fmt: skip
@@ -70,17 +74,18 @@ class PerceiverAttention(nn.Module):
         q = self.q_norm(q.unflatten(-1, (self.heads, -1))).to(v.dtype).expand(len(ctx), -1, -1, -1)
         k = self.k_norm(k).to(v.dtype)
         y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=self._mask(ctx_mask, x.shape[1])
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=self._mask(ctx_mask, x.shape[1], seen)
         )
         return self.out(y.transpose(1, 2).flatten(2))
 
-    def _mask(self, ctx_mask: Tensor | None, n_own: int) -> Tensor | None:
-        """Return the attention mask, which excludes padded context and includes all latents."""
+    def _mask(self, ctx_mask: Tensor | None, n_own: int, seen: Tensor | None) -> Tensor | None:
+        """Return the attention mask, which excludes padded context and includes all latents that are seen."""
         if ctx_mask is None:
-            return None
+            return seen
         own = ctx_mask.new_ones(ctx_mask.shape[0], n_own)
         parts = [ctx_mask, own] if self.context_first else [own, ctx_mask]
-        return torch.cat(parts, dim=1)[:, None, None, :]
+        mask = torch.cat(parts, dim=1)[:, None, None, :]
+        return mask if seen is None else mask & seen
 
 
 class Bottleneck(nn.Module):
@@ -114,8 +119,8 @@ class CompressorLayer(nn.Module):
         self.attn = PerceiverAttention(dim, heads, context_first=False)
         self.ffn = FeedForward(dim, ratio, dropout)
 
-    def forward(self, x: Tensor, ctx: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.attn(x, ctx, mask)
+    def forward(self, x: Tensor, ctx: Tensor, mask: Tensor | None, seen: Tensor | None = None) -> Tensor:
+        x = x + self.attn(x, ctx, mask, seen)
         return x + self.ffn(x)
 
 
@@ -127,8 +132,8 @@ class DecompressorLayer(nn.Module):
         self.ffn = FeedForward(dim, ratio, dropout)
         self.ffn_gate = Gate()
 
-    def forward(self, x: Tensor, ctx: Tensor) -> Tensor:
-        x = x + self.attn_gate(self.attn(x, ctx))
+    def forward(self, x: Tensor, ctx: Tensor, seen: Tensor | None = None) -> Tensor:
+        x = x + self.attn_gate(self.attn(x, ctx, None, seen))
         return x + self.ffn_gate(self.ffn(x))
 
 
@@ -138,11 +143,16 @@ def position_table(length: int, dim: int) -> nn.Embedding:
 
 
 class Compressor(nn.Module):
-    """C: features (B, L, F) to latents (B, N, D), each of RMS 1 before the output gain."""
+    """C: features (B, L, F) to latents (B, N, D), each of RMS 1 before the output gain.
+
+    With `causal`, latent n attends to the tokens of its span and before, and to the latents up to itself.
+    """
+
+    seen: Tensor | None
 
     def __init__(
         self, token_len: int, latent_len: int, feature_dim: int, dim: int, bottleneck: int,
-        layers: int, heads: int, ratio: float, dropout: float, position_scale: float,
+        layers: int, heads: int, ratio: float, dropout: float, position_scale: float, causal: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.position_scale = position_scale or dim**-0.5
@@ -153,21 +163,27 @@ class Compressor(nn.Module):
         self.pos_emb = position_table(token_len, dim)
         self.layers = nn.ModuleList(CompressorLayer(dim, heads, ratio, dropout) for _ in range(layers))
         self.output_norm = CodecRMSNorm(dim)
+        self.register_buffer("seen", compressor_mask(token_len, latent_len) if causal else None, persistent=False)
 
     def forward(self, h_BLF: Tensor, mask_BL: Tensor | None = None) -> Tensor:
         ctx_BLD = self.in_proj(h_BLF) + self.position_scale * self.pos_emb.weight
         z_BND = self.latent_norm(self.latents)[None]  # one row until it attends to the context
         for layer in self.layers:
-            z_BND = layer(z_BND, ctx_BLD, mask_BL)
+            z_BND = layer(z_BND, ctx_BLD, mask_BL, self.seen)
         return self.output_norm(z_BND)
 
 
 class Decompressor(nn.Module):
-    """D: latents (B, N, D) to features (B, L, F); no final norm."""
+    """D: latents (B, N, D) to features (B, L, F); no final norm.
+
+    With `causal`, a token attends to the latents and tokens of its span and before.
+    """
+
+    seen: Tensor | None
 
     def __init__(
         self, token_len: int, latent_len: int, feature_dim: int, dim: int, bottleneck: int,
-        layers: int, heads: int, ratio: float, dropout: float, position_scale: float,
+        layers: int, heads: int, ratio: float, dropout: float, position_scale: float, causal: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.position_scale = position_scale or dim**-0.5
@@ -178,11 +194,12 @@ class Decompressor(nn.Module):
         self.pos_latent = position_table(latent_len, dim)
         self.layers = nn.ModuleList(DecompressorLayer(dim, heads, ratio, dropout) for _ in range(layers))
         self.out_proj = Bottleneck(dim, bottleneck, feature_dim)
+        self.register_buffer("seen", decompressor_mask(token_len, latent_len) if causal else None, persistent=False)
 
     def forward(self, z_BND: Tensor) -> Tensor:
         query = self.query_gate(self.query_ffn(self.base_query)).float()  # no residual here (released)
         x_BLD = query + self.position_scale * self.pos_emb.weight  # one row until it attends to the context
         ctx_BND = z_BND + self.position_scale * self.pos_latent.weight
         for layer in self.layers:
-            x_BLD = layer(x_BLD, ctx_BND)
+            x_BLD = layer(x_BLD, ctx_BND, self.seen)
         return self.out_proj(x_BLD).float()

@@ -39,6 +39,7 @@ class Engine:
         self.denoise_head, self.decode_head = full_precision(*folded.denoise_head), full_precision(*folded.decode_head)
         self.decoder = FastDecoder(folded.decoder, make, compile)
         self.denoise_skip, self.decode_residual = folded.denoise_skip, folded.decode_residual
+        self.decode_seen = folded.decode_seen
 
     @torch.inference_mode()
     def denoiser(self, times: Sequence[float], w: float, context: Context | None = None) -> Denoise:
@@ -65,7 +66,7 @@ class Engine:
     def decode_latents(self, z: Tensor, w: float) -> Tensor:
         """f(z, t = 1) in decode mode."""
         (prefix,) = self.predictor.prefixes([1.0], w, decode=True)
-        zhat = predicted(self.decode_head, self.predictor.states(z, None, prefix))
+        zhat = predicted(self.decode_head, self.predictor.states(z, None, prefix, seen_SS=self.decode_seen))
         return zhat + z if self.decode_residual else zhat
 
 
@@ -82,5 +83,5 @@ def accelerated(writer: Writer, dtype: Dtype = "fp32", compile: bool = False) ->
     engine = Engine(sampler.networks, dtype, compile)
     return LatentSampler(
         sampler.title, sampler.config, engine.device, engine.denoiser, engine.tokens,
-        supports=sampler.supports, logits=sampler.logits,
+        supports=sampler.supports, logits=sampler.logits, known=sampler.known,
     )  # fmt: skip

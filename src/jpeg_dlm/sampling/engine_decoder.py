@@ -34,7 +34,7 @@ class FastLayer(nn.Module):
         """Queries, keys and values of the tokens themselves."""
         return self.qkv.of_unit_rms(x_MD, NORM_EPS)
 
-    def forward(self, x_MD: Tensor, own: Tensor, kv_ctx_BN2D: Tensor) -> Tensor:
+    def forward(self, x_MD: Tensor, own: Tensor, kv_ctx_BN2D: Tensor, seen: Tensor | None) -> Tensor:
         """`own` (1 or B, L, 3 D) may be common to all samples."""
         batch, d = len(kv_ctx_BN2D), x_MD.shape[1]
         q, own_kv = own.split([d, 2 * d], dim=-1)
@@ -42,7 +42,7 @@ class FastLayer(nn.Module):
         k, v = kv.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         q = (unit_rms(q.float(), NORM_EPS) * self.gain).to(v.dtype).expand(batch, -1, -1, -1)
-        y = F.scaled_dot_product_attention(q, unit_rms(k.float(), NORM_EPS).to(v.dtype), v)
+        y = F.scaled_dot_product_attention(q, unit_rms(k.float(), NORM_EPS).to(v.dtype), v, attn_mask=seen)
         x_MD = self.out.add_to(x_MD, y.transpose(1, 2).reshape(-1, d))
         h_MD = F.layer_norm(x_MD, (d,), eps=self.layer_norm_eps)
         return self.narrow.add_to(x_MD, F.gelu(self.widen(h_MD)))
@@ -55,6 +55,7 @@ class FastDecoder(nn.Module):
     own_first: Tensor
     shift: Tensor
     spread: Tensor
+    seen: Tensor | None
 
     def __init__(self, folded: FoldedDecoder, make: MakeLinear, compile: bool) -> None:
         super().__init__()
@@ -64,6 +65,7 @@ class FastDecoder(nn.Module):
         self.register_buffer("own_first", layers[0].own(self.queries)[None])
         self.register_buffer("spread", folded.spread)
         self.register_buffer("shift", folded.shift)
+        self.register_buffer("seen", folded.seen)
         self.kv_ctx = make(*folded.kv_ctx)
         self.down, self.up, self.lm_head = (full_precision(*w) for w in (folded.down, folded.up, folded.lm_head))
         if compile:
@@ -84,7 +86,7 @@ class FastDecoder(nn.Module):
         for i, (layer, kv_ctx) in enumerate(zip(cast("list[FastLayer]", self.layers), kv_layers, strict=True)):
             if i:
                 own = layer.own(x_MD).unflatten(0, (batch, length))
-            x_MD = layer(x_MD, own, kv_ctx)
+            x_MD = layer(x_MD, own, kv_ctx, self.seen)
         return x_MD
 
     def most_probable(self, x_MD: Tensor) -> Tensor:

@@ -29,22 +29,23 @@ class FastBlock(nn.Module):
         self.qkv, self.proj, self.w12, self.w3 = (make(*w) for w in (block.qkv, block.proj, block.w12, block.w3))
         self.register_buffer("gain", torch.stack([block.q_gain, block.k_gain])[:, None])
 
-    def forward(self, x_MH: Tensor, cis: Tensor, batch: int) -> Tensor:
-        y_MH = self.attend(x_MH, cis, batch)
+    def forward(self, x_MH: Tensor, cis: Tensor, batch: int, seen_SS: Tensor | None = None) -> Tensor:
+        y_MH = self.attend(x_MH, cis, batch, seen_SS)
         if self.skip:
             x_MH = x_MH.view(batch, -1, x_MH.shape[1])[:, self.skip :].flatten(0, 1)
         x_MH = self.proj.add_to(x_MH, y_MH)
         gate, up = self.w12.of_unit_rms(x_MH, NORM_EPS).chunk(2, dim=-1)
         return self.w3.add_to(x_MH, F.silu(gate).mul_(up))
 
-    def attend(self, x_MH: Tensor, cis: Tensor, batch: int) -> Tensor:
+    def attend(self, x_MH: Tensor, cis: Tensor, batch: int, seen_SS: Tensor | None) -> Tensor:
         """`cis` (S, 1, 1, head_dim / 2) turns pairs of channels as complex numbers, in one pass."""
         qkv = self.qkv.of_unit_rms(x_MH, NORM_EPS).view(batch, -1, 3, self.heads, x_MH.shape[1] // self.heads)
         v = qkv[:, :, 2]
         qk = unit_rms(qkv[:, :, :2].float(), NORM_EPS).mul_(self.gain)
         qk = torch.view_as_real(torch.view_as_complex(qk.unflatten(-1, (-1, 2))) * cis).flatten(-2).to(v.dtype)
         q, k, v = (part.transpose(1, 2) for part in (qk[:, self.skip :, 0], qk[:, :, 1], v))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, x_MH.shape[1])
+        seen = None if seen_SS is None else seen_SS[self.skip :]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2).reshape(-1, x_MH.shape[1])
 
 
 class FastDiT(nn.Module):
@@ -77,7 +78,8 @@ class FastDiT(nn.Module):
         return torch.where(context.present_BC[..., None], x_BCH, self.none)
 
     def states(
-        self, z_BND: Tensor, s_BND: Tensor | None, prefix_PH: Tensor, context_BCH: Tensor | None = None
+        self, z_BND: Tensor, s_BND: Tensor | None, prefix_PH: Tensor, context_BCH: Tensor | None = None,
+        seen_SS: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Hidden states (B, N, H); the sequence is one buffer that blocks write over."""
         batch, n = z_BND.shape[:2]
@@ -91,5 +93,5 @@ class FastDiT(nn.Module):
         x_BSH[:, self.prefix :] = self.widen(u).unflatten(0, (batch, n))
         x_MH = x_BSH.flatten(0, 1)
         for block in self.blocks:
-            x_MH = block(x_MH, self.cis, batch)
+            x_MH = block(x_MH, self.cis, batch, seen_SS)
         return x_MH.unflatten(0, (batch, n))

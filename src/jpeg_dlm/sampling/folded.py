@@ -161,6 +161,7 @@ class FoldedDecoder:
     down: Weights
     up: Weights
     lm_head: Weights
+    seen: Tensor | None  # (L, N + L), the mask of a causal codec
 
 
 def gate_value(gate: Gate) -> Tensor:
@@ -188,6 +189,7 @@ def fold_decoder(networks: LatentNetworks) -> FoldedDecoder:
         kv_ctx=Weights(torch.cat([layer.attn.to_kv_ctx.weight * layer.attn.norm_ctx.gamma for layer in layers])),
         layers=tuple(map(fold_layer, layers)), down=Weights(d.out_proj.down.weight.clone()),
         up=Weights(first.weight @ d.out_proj.up.weight, first.bias.clone()), lm_head=copied(networks.lm_head),
+        seen=d.seen,
     )  # fmt: skip
 
 
@@ -202,6 +204,7 @@ class Folded:
     denoise_head: Weights
     denoise_skip: bool  # x = c_skip(t) z + c_out(t) head
     predictor: FoldedDiT  # of the decode evaluation; the same object where the network is shared
+    decode_seen: Tensor | None  # (S, S), the mask of that evaluation for a causal codec
     decode_head: Weights
     decode_residual: bool  # zhat = z + head
     decoder: FoldedDecoder
@@ -215,5 +218,6 @@ def fold(networks: LatentNetworks) -> Folded:
     return Folded(
         dit=folded, denoise_head=fold_head(dit.denoise_head), denoise_skip=dit.denoise_skip,
         predictor=folded if predictor is dit else fold_dit(predictor), decode_head=fold_head(predictor.decode_head),
+        decode_seen=predictor.decode_seen,
         decode_residual=networks.config.model.decode_residual, decoder=fold_decoder(networks),
     )  # fmt: skip
