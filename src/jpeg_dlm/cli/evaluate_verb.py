@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +82,7 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     from jpeg_dlm.cli.show import show
     from jpeg_dlm.evaluation.entry_tables import evaluation_tables
     from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
+    from jpeg_dlm.evaluation.tasks import task_results
     from jpeg_dlm.machine.console import Console
     from jpeg_dlm.machine.dist import read_ranks
     from jpeg_dlm.results.resumable import Parts
@@ -106,7 +106,7 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
             if args.task == "write":
                 entries += evaluation.entries(source)
             else:
-                tasks += _tasks(args.task, source, evaluation, args.context_scale)
+                tasks += task_results(args.task, source, evaluation, args.context_scale)
     result = evaluation.result(entries) if evaluation else {"version": __version__, "entries": []}
     result |= ({"likelihood": likelihoods} if args.likelihood else {}) | ({args.task: tasks} if tasks else {})
     result |= {"request": asked}
@@ -138,20 +138,6 @@ def _likelihood(source: Any, args: argparse.Namespace, parts: Parts, console: Co
     depends = about | {"kind": "likelihood", "version": __version__, "n": args.n, "draws": args.likelihood_draws}
     depends |= {"seed": args.seed, "batch": args.batch, "heldout": source.heldout.fingerprint if source.heldout else None}
     return about | parts.get_or_make(f"likelihood-{source.name}", depends, make)
-
-
-def _tasks(task: str, source: Any, evaluation: Evaluation, scale: float) -> list[dict[str, Any]]:
-    """Return the continuation or the infilling of a model's held-out text for every sampler and seed."""
-    from jpeg_dlm.evaluation.continuation import continuation
-    from jpeg_dlm.evaluation.infill import infill
-
-    request, n = evaluation.request, evaluation.request.n or evaluation.protocol.n
-    do = infill if task == "infill" else partial(continuation, mauve=request.mauve, scale=scale)
-    return [
-        do(source, evaluation.scorer, n, seed, sampler, evaluation.parts, evaluation.console)
-        for sampler in request.variants(source.model.config.sampler)
-        for seed in request.seeds
-    ]
 
 
 def _asked(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from jpeg_dlm.methods.registry import for_method, method_class, names
 from jpeg_dlm.results.spread import spread
 from jpeg_dlm.scorers.scoring import Scorer
 from jpeg_dlm.studies.budget import Budget, all_steps
+from jpeg_dlm.studies.compare_tasks import perform, summarized
 from jpeg_dlm.studies.scored import MEASURES, Scores
 from jpeg_dlm.studies.workshop import Workshop, parameter_count, training_seconds
 
@@ -48,6 +49,7 @@ class Comparison:
     batch: int = 16  # for timing
     repeats: int = 5
     train_seeds: int = 1
+    tasks: tuple[str, ...] = ()  # beside free writing, at the last budget
 
 
 @dataclass(frozen=True)
@@ -159,35 +161,43 @@ def evaluate(
         scores = Scores(Evaluation(scorer(), request, workshop.parts, workshop.console))
         for name, row in rows.items():
             with workshop.recorded(row.record, row.record["title"]):
-                _score(row, workshop, scores, last, name)
+                _score(row, workshop, scores, last, name, asked.tasks)
         speed = _timed(asked, workshop, last)
     budgets = [asdict(budget) for budget in asked.budgets]
     return scores.evaluation.conditions | {
         "version": __version__, "preset": asked.base.preset, "budgets": budgets, "train_seeds": asked.train_seeds,
         "rows": [row.record for row in rows.values()], "anchors": scores.anchors, "speed": speed,
+        **({"tasks": list(asked.tasks)} if asked.tasks else {}),
     }  # fmt: skip
 
 
-def _score(row: CompareRow, workshop: Workshop, scores: Scores, last: dict[str, Model], name: str) -> None:
-    """Add to a record the scores of its points, from the first to the last."""
+def _score(
+    row: CompareRow, workshop: Workshop, scores: Scores, last: dict[str, Model], name: str, tasks: Sequence[str]
+) -> None:
+    """Add to a record the scores of its points, from the first to the last, and what its last models do in tasks."""
     if not row.models:
         return
     found: dict[int, list[dict[str, Any]]] = {}
+    done: list[dict[str, Any]] = []
     for (seed, i), path in sorted(row.models.items(), key=lambda item: item[0][::-1]):
         point = row.points[seed][i]
         model = load(path, str(workshop.ranks.device))
         heldout = workshop.blocks(Path(point.config.data.source), "heldout")
         title = f"{model.method.title}-{point.budget}-{seed}" if len(row.models) > 1 else model.method.title
-        entry = scores.entry(ModelSource(model, title, 64, heldout), heldout)
+        source = ModelSource(model, title, 64, heldout)
+        entry = scores.entry(source, heldout)
         run = workshop.run_of(point.config)
         found.setdefault(i, []).append({
             "seed": seed, "run": run.name, "model": path.name, "entry": entry,
             "training_seconds": training_seconds(run, point.step),
         })  # fmt: skip
         last.setdefault(name, model)
-        if i == max(j for _, j in row.models) and seed == min(s for s, j in row.models if j == i):
+        at_end = i == max(j for _, j in row.models)
+        done += [perform(tasks, source, scores.evaluation)] if tasks and at_end else []
+        if at_end and seed == min(s for s, j in row.models if j == i):
             last[name] = model
             row.record |= {"entry": entry, "parameters": parameter_count(model), "evaluations": entry["evaluations"]}
+    row.record |= {"tasks": summarized(done)} if tasks else {}
     first = next(iter(row.points.values()))
     row.record["points"] = [
         {"budget": first[i].budget, "tokens_seen": first[i].tokens * workshop.ranks.world} | summary(runs)
