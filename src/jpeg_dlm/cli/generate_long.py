@@ -33,7 +33,8 @@ def write_long(args: argparse.Namespace, model: Model, options: dict[str, Any]) 
     long = LongTexts.of(model, args.prompt, args.length, args.context_scale, guide, args.strength)
     if long.notice:
         print(long.notice, file=sys.stderr)
-    wanted = {"seed": args.seed, "batch": args.batch, "watch": each_block(model) if args.watch else None} | options
+    watch, decoded = each_block(model) if args.watch else None, long.counter()
+    wanted = {"seed": args.seed, "batch": args.batch, "watch": watch, "decoded": decoded} | options
     began = time.monotonic()
     if args.stream:
         count = stream(long, args.n, wanted)
@@ -49,6 +50,8 @@ def write_long(args: argparse.Namespace, model: Model, options: dict[str, Any]) 
                 print(" ".join(map(str, row)) if texts is None else f"[{i}] {texts[i]}")
     said = f"{counted(args.n, 'text')}, {count:,} new tokens in {time.monotonic() - began:.1f} s"
     print(said, file=sys.stderr)
+    if decoded is not None:
+        print(decoded.sentence, file=sys.stderr)
     return 0
 
 
