@@ -82,6 +82,7 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     from jpeg_dlm.cli.show import show
     from jpeg_dlm.evaluation.entry_tables import evaluation_tables
     from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
+    from jpeg_dlm.evaluation.sources import ModelSource
     from jpeg_dlm.evaluation.tasks import task_results
     from jpeg_dlm.machine.console import Console
     from jpeg_dlm.machine.dist import read_ranks
@@ -105,7 +106,7 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
                 evaluation = Evaluation(scorer, request, parts, console)
             if args.task == "write":
                 entries += evaluation.entries(source)
-            else:
+            elif isinstance(source, ModelSource):  # `_sources` refused the others
                 tasks += task_results(args.task, source, evaluation, args.context_scale)
     result = evaluation.result(entries) if evaluation else {"version": __version__, "entries": []}
     result |= ({"likelihood": likelihoods} if args.likelihood else {}) | ({args.task: tasks} if tasks else {})
