@@ -163,6 +163,14 @@ def test_a_guide_is_asked_in_every_block(model):
     assert len(asked) >= (steps + 1) * max(sum(p.sample == i for p in pieces) for i in (0, 1))  # and in refinement
 
 
+@pytest.mark.parametrize(("guide", "said"), [
+    (lambda x: x.sum(), "one loss per row"), (lambda x: x.flatten(1).sum(1) * math.nan, "not finite"),
+])  # fmt: skip
+def test_a_guide_that_cannot_guide_is_one_sentence(model, guide, said):
+    with pytest.raises(UsageError, match=said):
+        model.generate(2, length=2 * L, guide=guide)
+
+
 @pytest.mark.parametrize("length", [0, -3, 1.5, True])
 def test_impossible_lengths(model, length):
     with pytest.raises(UsageError, match="length"):

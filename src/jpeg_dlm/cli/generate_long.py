@@ -24,9 +24,11 @@ UNFINISHED = "�"  # how a tokenizer of bytes shows a character of which only t
 
 def write_long(args: argparse.Namespace, model: Model, options: dict[str, Any]) -> int:
     """Write what `generate` was asked for; all is checked before the first block."""
+    if args.prompt is not None and args.template is not None:
+        raise UsageError("Give a prompt or a template, not both.")
     for name, asked in (("--template", args.template), ("--svg", args.svg), ("--html", args.html)):
         if asked:
-            raise UsageError(f"{name} is about a single block: leave out --length, --stream and --context-scale.")
+            raise UsageError(f"{name} is about a single block: leave out --prompt, --length, --stream and --context-scale.")
     if args.stream and (args.out or args.tokens):
         raise UsageError("--stream prints texts: leave out --out and --tokens.")
     guide = model.contains(*args.contains) if args.contains else None
