@@ -29,7 +29,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--train-only", action="store_true", help="train without scoring, to share the work of a command")
     parser.add_argument(
-        "--tasks", default="", metavar="NAMES",
+        "--tasks", metavar="NAMES",
         help="also measure infill, continue or both: templates filled in, prompts continued, made of held-out text",
     )  # fmt: skip
     parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="as for evaluate")
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     budgets = parse_tokens(args.tokens) if args.tokens else (parse_budget(args.budget),) if args.budget else ()
     asked = compare.Comparison(
         base, compare.method_names(args.methods), budgets, shared, args.batch, args.repeats, args.train_seeds,
-        task_names(args.tasks),
+        task_names(args.tasks or ""),
     )  # fmt: skip
     request = EvaluationRequest(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
     workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet))
