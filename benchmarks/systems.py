@@ -1,10 +1,11 @@
 """JPEG-DLM with everything together, beside AR and ELF at the paper's sizes: fastest type and fewest evaluations.
 
-python benchmarks/run.py systems            # LM1B at batch 1, 2, 8, 64, with random weights
+python benchmarks/run.py systems            # LM1B and OWT-1024 at batch 1, 2, 8 and 64, with random weights
+python benchmarks/run.py systems --short    # LM1B at batch 1
 
 Evaluations of diffusion samplers all take the same time, so one evaluation and one decoding are timed and added up. AR with a
 KV cache is timed as a whole. Without one, a token costs the more the later it comes: tokens at the middles of equal parts of
-a text are timed.
+a text are timed. Large batches of long texts are timed in part, and the note above the table says so.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from matplotlib.axes import Axes
 from sampling import TIME
 from torch import Tensor
 from workers import clock
@@ -35,10 +38,13 @@ from jpeg_dlm.results.table import markdown_table
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.sampling.engine import accelerated
 
-PRESET, BATCHES = "lm1b", (1, 2, 8, 64)
+PRESETS, BATCHES = ("lm1b", "owt1024"), (1, 2, 8, 64)
 PARTS = 4  # of a text, in the middle of each of which AR without a cache is timed
+POSITIONS = 8192  # most positions of a timed evaluation: from here on a text takes the same time in a larger batch (assumed)
 DECODED = 8  # most rows decoded at once, since the logits of more would take gigabytes
-REPEATED = 8  # largest batch that is timed twice
+WHOLE = 8192  # most tokens of a batch for which AR with a cache is timed as a whole
+TOKENS = 8  # tokens in the middle of each part that are timed otherwise
+REPEATED = 1024  # most tokens of a batch that is timed twice
 AR, CACHED, ELF = "AR, no KV cache", "AR, KV cache", "ELF"
 
 
@@ -52,36 +58,73 @@ class System:
     seconds: Callable[[int], float]
 
 
-def measure(short: bool = False, batches: Sequence[int] | None = None, changes: Mapping[str, Any] | None = None) -> dict:
-    """Time every system at every batch; `changes` override options of the preset."""
-    base = override(preset(PRESET), changes or {})
-    batches = batches or (BATCHES[:1] if short else BATCHES)
-    rows = []
-    for system in systems(base):
-        seconds = {batch: min(system.seconds(batch) for _ in range(2 if batch <= REPEATED else 1)) for batch in batches}
-        rows.append({
-            "system": system.name, "evaluations": system.evaluations, "paper": system.paper,
-            "texts_per_s": {batch: batch / spent for batch, spent in seconds.items()},
-        })  # fmt: skip
-        first = rows[0]["texts_per_s"]
-        rows[-1]["ratio"] = {batch: speed / first[batch] for batch, speed in rows[-1]["texts_per_s"].items()}
+def measure(
+    short: bool = False, presets: Sequence[str] = (), batches: Sequence[int] = (), changes: Mapping[str, Any] | None = None
+) -> dict:
+    """Time every system at every batch; `changes` override options of the presets."""
+    presets, batches = presets or PRESETS[: 1 if short else None], batches or BATCHES[: 1 if short else None]
+    tables, rows = [], []
+    for name in presets:
+        base = override(preset(name), changes or {})
+        found = [row_of(system, base, batches) for system in systems(base)]
+        for row in found:
+            row["ratio"] = {batch: speed / found[0]["texts_per_s"][batch] for batch, speed in row["texts_per_s"].items()}
+        tables += [note(base, batches), table(found, batches), winner(found, batches)]
+        rows += found
+    return {
+        "title": f"Systems at the sizes of {' and '.join(presets)}",
+        "markdown": "\n\n".join(tables) + "\n",
+        "rows": rows,
+        "ratios": {
+            f"{r['preset']}, {r['system']}, batch {b}": r["ratio"][b] for r in rows if r["system"] != AR for b in batches
+        },
+    }
+
+
+def row_of(system: System, base: Config, batches: Sequence[int]) -> dict[str, Any]:
+    length = base.data.token_len
+    seconds = {b: min(system.seconds(b) for _ in range(2 if b * length <= REPEATED else 1)) for b in batches}
+    return {
+        "preset": base.preset, "system": system.name, "evaluations": system.evaluations, "paper": system.paper,
+        "texts_per_s": {batch: batch / spent for batch, spent in seconds.items()},
+    }  # fmt: skip
+
+
+def note(base: Config, batches: Sequence[int]) -> str:
+    """Say what the figures are, and which of them were timed in part."""
+    length = base.data.token_len
+    most = max(1, POSITIONS // length)
+    said = f"{base.preset}: texts of {length} tokens per second, and the ratio to {AR}; random weights. "
+    said += f"{AR} was timed at {PARTS} tokens of a text, diffusion by one evaluation and one decoding, both scaled to all."
+    if max(batches) > most:
+        said += f" At batches above {most}, {AR} and {ELF} were timed with {most} texts, JPEG-DLM with as many positions."
+    if max(batches) * length > WHOLE:
+        said += f" At batches above {WHOLE // length}, {CACHED} was timed at {PARTS * TOKENS} tokens of a text."
+    return said
+
+
+def table(rows: Sequence[Mapping[str, Any]], batches: Sequence[int]) -> str:
     cells = [
         [r["system"], str(r["evaluations"]), *(f"{r['texts_per_s'][b]:.3g} ({r['ratio'][b]:.2f}x)" for b in batches),
          f"{r['paper']:g}x" if r["paper"] else ""]
         for r in rows
     ]  # fmt: skip
-    heading = ["system", "evaluations", *(f"batch {b}" for b in batches), "paper, batch 64 on a GPU"]
-    note = f"Texts per second, and the ratio to {AR}; random weights, {base.data.token_len} tokens."
-    return {
-        "title": f"Systems at the sizes of {base.preset}",
-        "markdown": f"{note}\n\n{markdown_table(heading, cells)}\n",
-        "rows": rows,
-        "ratios": {f"{r['system']}, batch {b}": r["ratio"][b] for r in rows[1:] for b in batches},
-    }
+    return markdown_table(["system", "evaluations", *(f"batch {b}" for b in batches), "paper, batch 64 on a GPU"], cells)
+
+
+def winner(rows: Sequence[Mapping[str, Any]], batches: Sequence[int]) -> str:
+    """Say how the last system compares with AR with a cache, and at which batches that wins."""
+    cached, last = next(r for r in rows if r["system"] == CACHED), rows[-1]
+    gain = {b: last["texts_per_s"][b] / cached["texts_per_s"][b] for b in batches}
+    said = ", ".join(f"{gain[b]:.2f}x at batch {b}" for b in batches)
+    wins = [str(b) for b in batches if gain[b] < 1]
+    return f"{last['system']} against {CACHED}: {said}. " + (
+        f"{CACHED} wins at batch {', '.join(wins)}." if wins else f"{CACHED} wins at none of them."
+    )
 
 
 def systems(base: Config) -> list[System]:
-    """Return the systems, each with its own network, which goes when the next one is timed."""
+    """Return the systems in the order of the table."""
     ar, elf, own = built(base, "ar"), built(base, "elf"), built(base, "jpeg-dlm")
     assert isinstance(ar, Ar) and isinstance(elf, Elf) and isinstance(own, JpegDlm)
     length, paper_ar = base.data.token_len, paper_figures(base.preset, ar.title)
@@ -114,20 +157,41 @@ def timed(act: Callable[[], object]) -> float:
         return clock() - began
 
 
+def middles(length: int) -> list[int]:
+    """Return the positions in the middle of each part of a text."""
+    return [int((part + 0.5) * length / PARTS) for part in range(PARTS)]
+
+
 def without_cache(ar: Ar, batch: int) -> float:
     """Return the seconds of a batch: the cost of tokens in the middle of each part, times the length of a part."""
     length, sampler = ar.config.data.token_len, replace(ar.config.sampler, kv_cache=False)
-
-    def one_token(position: int) -> float:
-        given_BL = torch.full((batch, length), 1)
-        given_BL[:, position] = FREE
-        return timed(lambda: ar.sample(sampler, RowNoise(0, range(batch)), given_BL=given_BL))
-
-    return sum(one_token(int((part + 0.5) * length / PARTS)) for part in range(PARTS)) * length / PARTS
+    rows = min(batch, max(1, POSITIONS // length))
+    spent = [
+        timed(lambda i=i: ar.sample(sampler, RowNoise(0, range(rows)), given_BL=free(rows, length, i))) for i in middles(length)
+    ]
+    return sum(spent) * length / PARTS * batch / rows
 
 
 def with_cache(ar: Ar, batch: int) -> float:
-    return timed(lambda: ar.sample(replace(ar.config.sampler, kv_cache=True), RowNoise(0, range(batch))))
+    """Return the seconds of a batch, or of tokens in the middle of each part, which follow a cache as if it had been filled."""
+    length, sampler, noise = ar.config.data.token_len, replace(ar.config.sampler, kv_cache=True), RowNoise(0, range(batch))
+    if batch * length <= WHOLE:
+        return timed(lambda: ar.sample(sampler, noise))
+    count, spent = min(TOKENS, length // PARTS), 0.0
+    for i in middles(length):
+        filled = ar.backbone.new_cache(batch, length + ar.before)
+        for cache in filled:
+            cache.length = i + ar.before - 1
+        with mock.patch.object(ar.backbone, "new_cache", return_value=filled):
+            spent += timed(lambda i=i: ar.sample(sampler, noise, given_BL=free(batch, length, i, count)))
+    return spent * length / (PARTS * count)
+
+
+def free(batch: int, length: int, start: int, count: int = 1) -> Tensor:
+    """Return rows in which all tokens but `count` of them are given."""
+    given_BL = torch.full((batch, length), 1)
+    given_BL[:, start : start + count] = FREE
+    return given_BL
 
 
 def elf_seconds(elf: Elf, batch: int, evaluations: int) -> float:
@@ -144,21 +208,28 @@ def own_seconds(writer: LatentSampler, batch: int, evaluations: int) -> float:
 
 def diffusion(evaluate: Callable[[Tensor], object], decode: Callable[[Tensor], object], z: Tensor, evaluations: int) -> float:
     """Return the seconds of all evaluations, of which the last decodes."""
-    rows = min(len(z), DECODED)
+    batch = len(z)
+    z = z[: max(1, POSITIONS // z.shape[1])]
+    few = z[:DECODED]
     timed(lambda: evaluate(z[:1]))  # packs weights, if they are packed at the first use
-    return (evaluations - 1) * timed(lambda: evaluate(z)) + timed(lambda: decode(z[:rows])) * len(z) / rows
+    return batch * ((evaluations - 1) * timed(lambda: evaluate(z)) / len(z) + timed(lambda: decode(few)) / len(few))
 
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:
-    """Draw the ratios: a group of bars for each batch, a color for each system."""
-    figure, (axes,) = new_figure(1, result["title"])
-    rows = result["rows"]
+    """Draw the ratios: a panel for each size, a group of bars for each batch, a color for each system."""
+    presets = list(dict.fromkeys(row["preset"] for row in result["rows"]))
+    figure, panels = new_figure(len(presets), result["title"])
+    for axes, name in zip(panels, presets, strict=True):
+        bars(axes, name, [row for row in result["rows"] if row["preset"] == name])
+    return save_png(figure, path)
+
+
+def bars(axes: Axes, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     batches, width = list(rows[0]["ratio"]), 0.84 / len(rows)
     for i, row in enumerate(rows):
         places = [place + (i - (len(rows) - 1) / 2) * width for place in range(len(batches))]
         heights = [row["ratio"][batch] for batch in batches]
         axes.bar(places, heights, width, color=LINE_COLORS[i % len(LINE_COLORS)], label=row["system"])
     axes.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
-    dress(axes, "", f"speed, {AR} = 1", "")
+    dress(axes, name, f"speed, {AR} = 1", "")
     axes.legend(fontsize=6.5, frameon=False, labelcolor=INK)
-    return save_png(figure, path)

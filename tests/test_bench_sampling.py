@@ -70,15 +70,55 @@ def test_a_peak_is_measured_for_every_type(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_system_is_timed_at_every_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(systems, "PRESET", "smoke")
-    result = systems.measure(batches=(1, 9), changes=MICRO)
-    rows = {row["system"]: row for row in result["rows"]}
-    assert list(rows)[:3] == [systems.AR, systems.CACHED, systems.ELF] and len(rows) == 6
+    monkeypatch.setattr(systems, "POSITIONS", 5 * 12)
+    monkeypatch.setattr(systems, "WHOLE", 8 * 12)
+    result = systems.measure(presets=["smoke", "tiny"], batches=(1, 9), changes=MICRO)
+    rows = {row["system"]: row for row in result["rows"] if row["preset"] == "smoke"}
+    assert list(rows)[:3] == [systems.AR, systems.CACHED, systems.ELF] and len(rows) == 6 and len(result["rows"]) == 12
     evaluations = {name: row["evaluations"] for name, row in rows.items()}
     assert evaluations[systems.AR] == MICRO["data.token_len"] and evaluations["JPEG-DLM, fp32, all steps"] == 4
     assert all(row["texts_per_s"][batch] > 0 for row in rows.values() for batch in (1, 9))
-    assert set(rows[systems.AR]["ratio"].values()) == {1.0} and len(result["ratios"]) == 10
-    assert result["markdown"].count("\n| ") == 2 + len(rows) and systems.draw(result, tmp_path / "systems.png").exists()
+    assert set(rows[systems.AR]["ratio"].values()) == {1.0} and len(result["ratios"]) == 20
+    assert result["ratios"]["smoke, AR, KV cache, batch 9"] == rows[systems.CACHED]["ratio"][9]
+    said = result["markdown"]
+    assert said.count("\n| ") == 2 * (2 + len(rows)) and systems.draw(result, tmp_path / "systems.png").exists()
+    assert "At batches above 5, AR, no KV cache and ELF were timed with 5 texts" in said
+    assert "At batches above 8, AR, KV cache was timed at 32 tokens of a text." in said
+
+
+def test_where_ar_with_a_cache_wins_is_said():
+    rows = [{"system": name, "texts_per_s": {1: a, 8: b}} for name, a, b in (("AR, KV cache", 2.0, 6.0), ("last", 4.0, 3.0))]
+    assert systems.winner(rows, (1, 8)) == (
+        "last against AR, KV cache: 2.00x at batch 1, 0.50x at batch 8. AR, KV cache wins at batch 8."
+    )
+
+
+def test_ar_with_a_cache_is_timed_at_tokens_that_follow_a_filled_one(monkeypatch: pytest.MonkeyPatch):
+    ar = systems.built(override(preset("smoke"), MICRO | {"data.token_len": 32}), "ar")
+    seen, now = [], [0.0]
+
+    def states(tokens_BL, cache, states=ar.backbone.states):
+        seen.append((len(tokens_BL), tokens_BL.shape[1], cache[0].length))
+        now[0] += 1
+        return states(tokens_BL, cache)
+
+    monkeypatch.setattr(ar.backbone, "states", states)
+    monkeypatch.setattr(systems, "clock", lambda: now[0])
+    monkeypatch.setattr(systems, "WHOLE", 0)
+    monkeypatch.setattr(systems, "TOKENS", 2)
+    assert systems.with_cache(ar, 3) == 32  # an evaluation for each token
+    assert seen == [(3, 1, i + k) for i in (4, 12, 20, 28) for k in (0, 1)]
+
+
+def test_evaluations_of_large_batches_are_scaled(monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr(systems, "clock", lambda: now[0])
+    monkeypatch.setattr(systems, "POSITIONS", 40)
+
+    def spend(each):
+        return lambda z: now.__setitem__(0, now[0] + each * len(z))
+
+    assert systems.diffusion(spend(1.0), spend(3.0), torch.zeros(16, 10, 2), evaluations=5) == 16 * (4 * 1 + 3)
 
 
 def test_ar_without_a_cache_costs_what_its_tokens_cost(monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,8 @@ from jpeg_dlm.flow.guides import Guide
 from jpeg_dlm.flow.latent_sampler import Watch
 from jpeg_dlm.methods.base import Batch, require
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
-from jpeg_dlm.sampling.long_text import BlockWriter, NewText
+from jpeg_dlm.sampling.given import Decoded
+from jpeg_dlm.sampling.long_text import BlockWriter, NewText, given_rows, head_of
 from jpeg_dlm.texts import Texts
 
 if TYPE_CHECKING:
@@ -59,9 +60,16 @@ class LongTexts:
             return None
         return f"The prompt has {tokens} tokens, of which the model sees the last {seen}."
 
+    def counter(self) -> Decoded | None:
+        """Return a counter, for `pieces`, of the prompt's tokens that latents decode to; None if no block is completed."""
+        size = self.model.config.data.token_len
+        given = given_rows([head_of(prompt, size) for prompt in self.prompts], size)
+        return None if given is None else Decoded(given[0] if len(given) == 1 else given)
+
     def pieces(
-        self, n: int = 1, *, seed: int = 0, first: int = 0, batch: int = 64, watch: Watch | None = None, **sampler: Any
-    ) -> Iterator[NewText]:
+        self, n: int = 1, *, seed: int = 0, first: int = 0, batch: int = 64, watch: Watch | None = None,
+        decoded: Decoded | None = None, **sampler: Any,
+    ) -> Iterator[NewText]:  # fmt: skip
         """Yield what follows the prompts of samples `first` to `first + n - 1` of `seed`, block by block."""
         counts = {"n": n, "seed": seed, "first": first, "batch": batch}
         n, seed, first, batch = (whole_number(value, name) for name, value in counts.items())
@@ -82,7 +90,8 @@ class LongTexts:
         for start in range(first, first + n, batch):
             samples = range(start, min(start + batch, first + n))
             prompts = [self.prompt_of(sample - first) for sample in samples]
-            yield from blocks.pieces(options, seed, samples, prompts, self.length, watch if start == first else None)
+            seen = watch if start == first else None
+            yield from blocks.pieces(options, seed, samples, prompts, self.length, seen, decoded)
 
     def prompt_of(self, place: int) -> Sequence[int]:
         return self.prompts[0] if len(self.prompts) == 1 else self.prompts[place]

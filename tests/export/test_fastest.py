@@ -1,9 +1,13 @@
-"""The fastest form is chosen by a measurement in a child process, which runtimes that are missing or crash do not harm."""
+"""The fastest form is chosen by a measurement, which runtimes and products that are missing or crash do not harm."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +19,13 @@ from jpeg_dlm import load
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config_io import override
 from jpeg_dlm.export import fastest
-from jpeg_dlm.export.fastest import CLEARLY, MEASURED, PLAIN, WORTH_TOKENS, Form, available_forms, ranked, shape_of
+from jpeg_dlm.export.fastest import CLEARLY, MEASURED, PLAIN, TOOK, WORTH_TOKENS, Form, available_forms, ranked, shape_of
 from jpeg_dlm.export.folder import EXPORT_FILE, weights_key, write_exported
 from jpeg_dlm.folders.model_folder import ModelParts, bundled_folder, read_model, write_model
 from jpeg_dlm.machine import cpu
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.presets import preset
+from jpeg_dlm.sampling.linear import Int8Linear
 
 INT8 = Form("torch", "int8")
 DIES = "import os, signal; os.kill(os.getpid(), signal.SIGILL)\n"
@@ -48,14 +53,16 @@ def forms_of(folder: Path, reduced: bool = False) -> list[Form]:
 
 
 def with_seconds(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> list[list[str]]:
-    """A child that answers by runtime; the names that it was asked for."""
-    asked = []
+    """Answers by runtime or type, here and in a child; the names that were asked for in each measurement."""
+    asked, measure = [], fastest.measure
 
-    def child(config, forms):
+    def measuring(config, forms, child):
         asked.append([form.name for form in forms])
-        return [seconds[form.runtime if form.dtype == "fp32" else form.dtype] for form in forms]
+        return measure(config, forms, child)
 
-    monkeypatch.setattr(fastest, "run_child", child)
+    monkeypatch.setattr(fastest, "measure", measuring)
+    monkeypatch.setattr(fastest, "run_child", lambda config, forms: [seconds[form.runtime] for form in forms])
+    monkeypatch.setattr(fastest, "form_seconds", lambda config, dtype, _: seconds["torch" if dtype == "fp32" else dtype])
     return asked
 
 
@@ -66,11 +73,38 @@ def findings_file() -> Path:
 # ---------------------------------------------------------------- real children
 
 
-def test_every_form_is_timed_in_a_real_child(model):
+def test_every_form_is_timed(model):
     forms = forms_of(model, reduced=True)
     assert [form.name for form in forms if form.dtype != "bf16"] == ["torch fp32", "torch int8", "openvino fp32"]
+    torch.manual_seed(3)
+    drawn = torch.get_rng_state()
     seconds = fastest.measure(CONFIG, forms, fastest.run_child)
-    assert list(seconds) == [form.name for form in forms] and all(0 < s < 10 for s in seconds.values())
+    assert list(seconds) == [*(form.name for form in forms), TOOK] and all(0 < s < 60 for s in seconds.values())
+    assert seconds[TOOK] > sum(seconds[form.name] for form in forms)
+    assert torch.equal(torch.get_rng_state(), drawn)  # random weights of the measurement are nobody else's business
+    assert all(0 < s < 10 for s in fastest.run_child(CONFIG, forms))  # a child times any of them
+
+
+def test_forms_of_torch_need_no_other_interpreter(monkeypatch):
+    monkeypatch.setattr(fastest, "run_child", lambda *asked: pytest.fail("started"))
+    assert set(ranked(CONFIG, [PLAIN, INT8])) == {PLAIN, INT8}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_copy_of_the_process_computes_whatever_threads_it_had(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.randn(512, 512) @ torch.randn(512, 512)  # starts the threads
+        assert fastest.harmless() == (sys.platform == "linux") and torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_copy_that_does_not_end_is_given_up(monkeypatch):
+    monkeypatch.setattr(fastest, "try_layers", lambda: time.sleep(60))
+    monkeypatch.setattr(fastest, "COPY_SECONDS", 0.1)
+    assert not fastest.harmless()
 
 
 def test_a_runtime_that_kills_its_process_is_out_and_those_behind_it_are_still_timed(model, tmp_path, monkeypatch):
@@ -87,7 +121,9 @@ def test_a_runtime_that_kills_its_process_is_out_and_those_behind_it_are_still_t
 
 
 def test_products_that_kill_the_process_are_not_taken(tmp_path, monkeypatch):
-    """The instruction traps inside the child: nothing but the signal tells so."""
+    """The instruction traps in a copy of the process and in a child: nothing but the signal tells so."""
+    monkeypatch.setattr(Int8Linear, "integer_product", lambda *product: os.kill(os.getpid(), signal.SIGILL))
+    assert not fastest.harmless()
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
         "def trap(frame, event, arg):\n"
@@ -113,7 +149,8 @@ def test_a_runtime_that_fails_in_the_child_is_out(model, tmp_path, monkeypatch):
 
 def test_an_interpreter_that_does_not_start_leaves_torch(model, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert ranked(CONFIG, forms_of(model, reduced=True)) == [PLAIN]
+    assert ranked(CONFIG, forms_of(model)) == [PLAIN]
+    assert {form.runtime for form in ranked(override(CONFIG, {"model.depth": 2}), forms_of(model, reduced=True))} == {"torch"}
 
 
 # ---------------------------------------------------------------- the choice
@@ -198,7 +235,8 @@ def test_a_damaged_cache_is_measured_anew(value, monkeypatch):
     findings_file().parent.mkdir()
     findings_file().write_text(value.replace("NAME", MEASURED + shape_of(CONFIG)))
     assert ranked(CONFIG, [PLAIN, INT8]) == [INT8, PLAIN] and len(asked) == 1
-    assert json.loads(findings_file().read_text())[MEASURED + shape_of(CONFIG)] == {"torch fp32": 1.0, "torch int8": 0.5}
+    stored = json.loads(findings_file().read_text())[MEASURED + shape_of(CONFIG)]
+    assert stored == {"torch fp32": 1.0, "torch int8": 0.5, TOOK: stored[TOOK]}
 
 
 # ---------------------------------------------------------------- the command line
@@ -219,9 +257,9 @@ def test_the_doctor_shows_what_was_measured(monkeypatch, capsys):
     with_seconds(monkeypatch, torch=1.0, int8=0.5, bf16=2.0)
     ranked(CONFIG, [PLAIN, INT8])
     assert main(["doctor"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = [re.sub(r"in \d+\.\d s", "in 0.1 s", line) for line in capsys.readouterr().out.splitlines()]
     assert "Bundled model: generate takes torch fp32, generate --dtype auto takes torch int8" in lines
-    assert f"  {shape_of(CONFIG)}: torch fp32 1.00x, torch int8 2.00x (measured)" in lines
+    assert f"  {shape_of(CONFIG)}: torch fp32 1.00x, torch int8 2.00x (measured in 0.1 s)" in lines
 
 
 def test_only_other_runtimes_have_a_place_in_the_cache(model, capsys):

@@ -200,6 +200,8 @@ def test_sample_files():
         "a 'b c.txt' --protocol lm1b -n 12 --seeds 2 --seed 3 --steps 4,8 --solver euler,heun --scorer hf:x --reference r.txt",
         "m --likelihood --likelihood-draws 4 --data t.txt",
         "m --sampler.grid-mean -1.5 --sampler.grid uniform",
+        "m --task infill -n 8",
+        "m --task continue --context-scale 2.5",
     ],
 )
 def test_the_command_asks_for_the_same(words):

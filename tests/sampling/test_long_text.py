@@ -15,6 +15,7 @@ from jpeg_dlm.cli.main import main
 from jpeg_dlm.config_io import override
 from jpeg_dlm.continuing import LongTexts
 from jpeg_dlm.errors import DataError, UsageError
+from jpeg_dlm.flow.latent_sampler import LatentSampler
 from jpeg_dlm.folders.model_folder import ModelParts, write_model
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.nn.dit import Context
@@ -162,6 +163,14 @@ def test_a_guide_is_asked_in_every_block(model):
     assert len(asked) >= (steps + 1) * max(sum(p.sample == i for p in pieces) for i in (0, 1))  # and in refinement
 
 
+@pytest.mark.parametrize(("guide", "said"), [
+    (lambda x: x.sum(), "one loss per row"), (lambda x: x.flatten(1).sum(1) * math.nan, "not finite"),
+])  # fmt: skip
+def test_a_guide_that_cannot_guide_is_one_sentence(model, guide, said):
+    with pytest.raises(UsageError, match=said):
+        model.generate(2, length=2 * L, guide=guide)
+
+
 @pytest.mark.parametrize("length", [0, -3, 1.5, True])
 def test_impossible_lengths(model, length):
     with pytest.raises(UsageError, match="length"):
@@ -198,6 +207,36 @@ def test_streaming_prints_the_same_texts(model, prompt, capsys):
     assert main(words(model, *asked, "--stream", "--watch")) == 0
     streamed = capsys.readouterr()
     assert streamed.out == plain.out and streamed.err.count("step   0/3") == 3  # the blocks of the first text
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_line_says_how_many_tokens_of_the_prompt_latents_decode_to(model, batch, capsys, monkeypatch):
+    steered, integrate = [], LatentSampler.integrate
+
+    def recording(self, z, grid, sampler, watch=None, steer=None):
+        tokens = integrate(self, z, grid, sampler, watch, steer)
+        steered.extend(tokens.tolist() if steer else [])  # blocks with given tokens, before these are put in place
+        return tokens
+
+    monkeypatch.setattr(LatentSampler, "integrate", recording)
+    text = "The farmer plants corn in the valley"
+    head = model.tokenizer.encode(text)[L:]
+    assert 0 < len(head) < L
+    assert main(words(model, "--prompt", text, "--length", "30", "-n", "3", "--batch", str(batch))) == 0
+    kept = sum(a == b for row in steered for a, b in zip(row, head, strict=False))
+    rest = "" if kept == 3 * len(head) else "; the others were put in their place"
+    line = f"{kept} of {3 * len(head)} given tokens are what the latents decode to{rest}."
+    assert line in capsys.readouterr().err and len(steered) == 3
+    assert main(words(model, "--prompt", text, "--length", "30", "-n", "3", "--stream")) == 0
+    assert line in capsys.readouterr().err
+    assert main(words(model, "--length", "3", "-n", "1")) == 0
+    assert "given token" not in capsys.readouterr().err
+
+
+def test_prompts_of_whole_blocks_are_context_and_no_block_is_completed(model):
+    assert LongTexts(model, [[5] * 2 * L], L).counter() is None
+    found = LongTexts(model, [[5] * 2 * L, [6] * (L + 2)], L).counter()
+    assert found is not None and found.given.tolist() == [[-1] * L, [6, 6, *[-1] * (L - 2)]]
 
 
 def test_files_hold_texts_of_their_own_length(model, tmp_path):

@@ -27,6 +27,7 @@ from jpeg_dlm.studies.budget import parse_budget, parse_tokens
 from jpeg_dlm.studies.compare import Comparison, ScoredPoint, compare, method_names, points_of
 from jpeg_dlm.studies.compare_pictures import draw_comparison, draw_curves
 from jpeg_dlm.studies.compare_report import at_time, compare_table, compare_tables
+from jpeg_dlm.studies.compare_tasks import summarized, task_names
 from jpeg_dlm.studies.scored import TrainedScores
 from jpeg_dlm.studies.study import read_base
 from jpeg_dlm.studies.workshop import StudyStopped, Workshop
@@ -75,6 +76,56 @@ def test_two_systems(corpus_file, byte_gpt2, tmp_path, monkeypatch):
     monkeypatch.setattr(workshop_module, "train_run", lambda *a, **k: pytest.fail("trained twice"))
     again = run(asked(corpus_file, "jpeg-dlm,ar"), tmp_path, byte_gpt2)
     assert again == result
+
+
+def test_tasks_are_columns_and_what_a_system_does_not_do_is_a_footnote(corpus_file, byte_gpt2, tmp_path, monkeypatch):
+    from jpeg_dlm.methods.mdlm import Mdlm
+
+    monkeypatch.setattr(Mdlm, "supports", frozenset({"templates"}))
+    both = replace(asked(corpus_file, "mdlm,jpeg-dlm", "2steps"), tasks=task_names("continue, infill"))
+    result = run(both, tmp_path, byte_gpt2)
+    mdlm, jpeg = result["rows"]
+    assert result["tasks"] == ["infill", "continue"] and "error" not in mdlm
+    assert mdlm["tasks"]["continue"]["reason"].startswith("MDLM does not take prompts: use ar, ")
+    for row in (mdlm, jpeg):
+        found = row["tasks"]["infill"]
+        each = [r["scores"]["filled"]["perplexity"] for r in found["results"]]  # a seed each
+        assert found["measures"]["perplexity"]["mean"] == pytest.approx(sum(each) / 2) and len(each) == 2
+        assert found["measures"]["kept"] == {"mean": 1.0, "sd": 0.0, "values": [1.0, 1.0]}
+    assert mdlm["tasks"]["infill"]["real"] == jpeg["tasks"]["infill"]["real"]  # held against the very same text
+    table = compare_table(result)
+    assert "MAUVE of continuations" not in table.columns  # not measured
+    place = [table.columns.index(name) for name in ("perplexity of filled texts", "given another prompt")]
+    cells = {str(row[0]).split(" (deg")[0]: [str(row[i]) for i in place] for row in table.rows}
+    spread = jpeg["tasks"]["continue"]["measures"]["elsewhere"]
+    assert cells["JPEG-DLM"][1] == f"{spread['mean']:.1f} ± {spread['sd']:.1f}"
+    assert cells["MDLM"][0] and cells["MDLM"][1] == "" and cells["words shuffled"] == ["", ""]
+    real = [
+        jpeg["tasks"][task]["results"][0]["scores"][of] for task, of in (("infill", "real"), ("continue", "real_elsewhere"))
+    ]
+    assert cells["real text"] == [f"{score['perplexity']:.1f}" for score in real]
+    filled, continued, refused = table.notes
+    assert filled.startswith("Infilling: 4 held-out texts, ") and "filled from other texts" in filled
+    assert "of 4 held-out texts" in continued and refused == mdlm["tasks"]["continue"]["reason"]
+    json.dumps(plain(result))
+
+    # Asked again with one task less, nothing is written or scored anew.
+    monkeypatch.setattr("jpeg_dlm.api.Model.sample", lambda *a, **k: pytest.fail("sampled twice"))
+    again = run(replace(both, tasks=("infill",)), tmp_path, byte_gpt2)
+    assert again["rows"][1]["tasks"]["infill"] == jpeg["tasks"]["infill"] and "continue" not in again["rows"][1]["tasks"]
+    with pytest.raises(UsageError, match="Unknown task 'fill': choose some of infill,continue"):
+        task_names("infill,fill")
+
+
+def test_deviations_in_tasks_are_over_trainings_if_there_are_several():
+    def model(*recovered):
+        scores = {name: {"perplexity": 2.0} for name in ("filled", "real", "other")}
+        return {"infill": {"results": [{"kept": 1.0, "recovered": r, "scores": scores} for r in recovered]}}
+
+    [one], two = [summarized([model(0.2, 0.4)])], summarized([model(0.2, 0.4), model(0.5, 0.7)])
+    assert one["infill"]["measures"]["recovered"]["values"] == [0.2, 0.4]
+    assert two["infill"]["measures"]["recovered"]["values"] == pytest.approx([0.3, 0.6])
+    assert len(two["infill"]["results"]) == 4
 
 
 @pytest.mark.slow
@@ -204,6 +255,12 @@ def test_the_command(corpus_file, byte_gpt2, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert shown.strip() == (tmp_path / "out" / "compare.md").read_text().strip() and "| MDLM |" in shown
     assert (tmp_path / "out" / "compare.png").is_file()
+    assert main([*words, "--out", str(tmp_path / "out"), "--train.batch", "4", "--tasks", "infill"]) == 0
+    assert "perplexity of filled texts" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "out"), "--out", str(tmp_path / "page")]) == 0
+    page = (tmp_path / "page" / "report.md").read_text()
+    assert "perplexity of filled texts" in page and "--tasks infill" in page
+    capsys.readouterr()
     assert main(["compare", "--methods", "arr", "--out", str(tmp_path)]) == 2
     assert "Unknown method 'arr'" in capsys.readouterr().err
     assert main(["compare", "--out", str(tmp_path), "--model.hiden", "8"]) == 2

@@ -28,6 +28,10 @@ def add_arguments(parser: Parser) -> None:
         "--train-seeds", type=whole(1), default=1, help="trainings per system; if several, deviations are over them"
     )
     parser.add_argument("--train-only", action="store_true", help="train without scoring, to share the work of a command")
+    parser.add_argument(
+        "--tasks", metavar="NAMES",
+        help="also measure infill, continue or both: templates filled in, prompts continued, made of held-out text",
+    )  # fmt: skip
     parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="as for evaluate")
     parser.add_argument("-n", type=whole(1), default=256, help="texts per seed")
     parser.add_argument("--seeds", type=whole(1), default=3, help="number of sampling seeds")
@@ -55,6 +59,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from jpeg_dlm.studies.budget import parse_budget, parse_tokens
     from jpeg_dlm.studies.compare_pictures import draw_comparison, draw_curves
     from jpeg_dlm.studies.compare_report import compare_tables
+    from jpeg_dlm.studies.compare_tasks import task_names
     from jpeg_dlm.studies.study import read_base
     from jpeg_dlm.studies.workshop import Workshop
 
@@ -65,8 +70,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     base, shared = read_base(args.preset, args.data, parse_overrides(rest))
     budgets = parse_tokens(args.tokens) if args.tokens else (parse_budget(args.budget),) if args.budget else ()
     asked = compare.Comparison(
-        base, compare.method_names(args.methods), budgets, shared, args.batch, args.repeats, args.train_seeds
-    )
+        base, compare.method_names(args.methods), budgets, shared, args.batch, args.repeats, args.train_seeds,
+        task_names(args.tasks or ""),
+    )  # fmt: skip
     request = EvaluationRequest(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
     workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet))
     rows = compare.plan(asked, workshop)

@@ -76,7 +76,7 @@ def cpu_line() -> str:
 
 def form_lines() -> list[str]:
     """Describe the speed of every form that was measured on this machine, the bundled model's first."""
-    from jpeg_dlm.export.fastest import MEASURED, PLAIN, available_forms, ranked, shape_of
+    from jpeg_dlm.export.fastest import MEASURED, PLAIN, TOOK, available_forms, ranked, shape_of
     from jpeg_dlm.folders.model_folder import bundled_folder, read_model
     from jpeg_dlm.machine.cpu import findings
 
@@ -85,11 +85,12 @@ def form_lines() -> list[str]:
     lines = [f"Bundled model: generate takes {exact}, generate --dtype auto takes {auto}"]
     shapes = {name.removeprefix(MEASURED): found for name, found in findings().items() if name.startswith(MEASURED)}
     for shape in sorted(shapes, key=lambda shape: shape != shape_of(parts.config)):
+        took = shapes[shape].pop(TOOK, None)
         seconds = {form: value for form, value in shapes[shape].items() if isinstance(value, float)}
         base = seconds.get(PLAIN.name)
         known = [f"{form} {base / value:.2f}x" if base else form for form, value in seconds.items()]
         failed = [f"{form} does not run" for form in shapes[shape] if form not in seconds]
-        lines.append(f"  {shape}: {', '.join(known + failed)} (measured)")
+        lines.append(f"  {shape}: {', '.join(known + failed)} (measured{f' in {took:.1f} s' if took else ''})")
     return lines
 
 

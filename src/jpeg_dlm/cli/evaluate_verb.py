@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +84,8 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     from jpeg_dlm.evaluation.entry import EvaluationResult
     from jpeg_dlm.evaluation.entry_tables import evaluation_tables
     from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
+    from jpeg_dlm.evaluation.sources import ModelSource
+    from jpeg_dlm.evaluation.tasks import task_results
     from jpeg_dlm.machine.console import Console
     from jpeg_dlm.machine.dist import read_ranks
     from jpeg_dlm.results.plain import plain
@@ -108,8 +109,8 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
                 evaluation = Evaluation(scorer, request, parts, console)
             if args.task == "write":
                 entries += evaluation.entries(source)
-            else:
-                tasks[args.task] += _tasks(args.task, source, evaluation, args.context_scale)
+            elif isinstance(source, ModelSource):  # `_sources` refused the others
+                tasks[args.task] += task_results(args.task, source, evaluation, args.context_scale)
     tasks = {name: rows for name, rows in tasks.items() if rows or (name == "likelihood" and args.likelihood)}
     result = evaluation.result(entries, tasks) if evaluation else EvaluationResult({"version": __version__}, [], tasks)
     tables = evaluation_tables(result)
@@ -140,20 +141,6 @@ def _likelihood(source: Any, args: argparse.Namespace, parts: Parts, console: Co
     depends = about | {"kind": "likelihood", "version": __version__, "n": args.n, "draws": args.likelihood_draws}
     depends |= {"seed": args.seed, "batch": args.batch, "heldout": source.heldout.fingerprint if source.heldout else None}
     return about | parts.get_or_make(f"likelihood-{source.name}", depends, make)
-
-
-def _tasks(task: str, source: Any, evaluation: Evaluation, scale: float) -> list[dict[str, Any]]:
-    """Return the continuation or the infilling of a model's held-out text for every sampler and seed."""
-    from jpeg_dlm.evaluation.continuation import continuation
-    from jpeg_dlm.evaluation.infill import infill
-
-    request, n = evaluation.request, evaluation.request.n or evaluation.protocol.n
-    do = infill if task == "infill" else partial(continuation, mauve=request.mauve, scale=scale)
-    return [
-        do(source, evaluation.scorer, n, seed, sampler, evaluation.parts, evaluation.console)
-        for sampler in request.variants(source.model.config.sampler)
-        for seed in request.seeds
-    ]
 
 
 def _asked(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:

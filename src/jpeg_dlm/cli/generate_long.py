@@ -24,16 +24,19 @@ UNFINISHED = "�"  # how a tokenizer of bytes shows a character of which only t
 
 def write_long(args: argparse.Namespace, model: Model, options: dict[str, Any]) -> int:
     """Write what `generate` was asked for; all is checked before the first block."""
+    if args.prompt is not None and args.template is not None:
+        raise UsageError("Give a prompt or a template, not both.")
     for name, asked in (("--template", args.template), ("--svg", args.svg), ("--html", args.html)):
         if asked:
-            raise UsageError(f"{name} is about a single block: leave out --length, --stream and --context-scale.")
+            raise UsageError(f"{name} is about a single block: leave out --prompt, --length, --stream and --context-scale.")
     if args.stream and (args.out or args.tokens):
         raise UsageError("--stream prints texts: leave out --out and --tokens.")
     guide = model.contains(*args.contains) if args.contains else None
     long = LongTexts.of(model, args.prompt, args.length, args.context_scale, guide, args.strength)
     if long.notice:
         print(long.notice, file=sys.stderr)
-    wanted = {"seed": args.seed, "batch": args.batch, "watch": each_block(model) if args.watch else None} | options
+    watch, decoded = each_block(model) if args.watch else None, long.counter()
+    wanted = {"seed": args.seed, "batch": args.batch, "watch": watch, "decoded": decoded} | options
     began = time.monotonic()
     if args.stream:
         count = stream(long, args.n, wanted)
@@ -49,6 +52,8 @@ def write_long(args: argparse.Namespace, model: Model, options: dict[str, Any]) 
                 print(" ".join(map(str, row)) if texts is None else f"[{i}] {texts[i]}")
     said = f"{counted(args.n, 'text')}, {count:,} new tokens in {time.monotonic() - began:.1f} s"
     print(said, file=sys.stderr)
+    if decoded is not None:
+        print(decoded.sentence, file=sys.stderr)
     return 0
 
 

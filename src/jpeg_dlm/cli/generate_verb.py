@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from jpeg_dlm.api import Model
     from jpeg_dlm.methods.base import Watch
     from jpeg_dlm.report.moments import Recorder
-    from jpeg_dlm.sampling.given import Decoded
 
 DTYPES = ("exact", "auto", "fp32", "bf16", "int8")  # the last three are those of `sampling.linear`, which imports torch
 SLOW_S = 10.0  # seconds of sampling above which an export to another runtime is suggested (assumed)
@@ -101,6 +100,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from jpeg_dlm.continuing import context_blocks
     from jpeg_dlm.export.fastest import PLAIN
     from jpeg_dlm.files import write_atomic
+    from jpeg_dlm.flow.latent_sampler import together
+    from jpeg_dlm.sampling.given import Decoded
 
     model = load(args.checkpoint, args.device, args.dtype, args.compile)
     if args.length or args.stream or args.context_scale != 1 or (args.prompt is not None and context_blocks(model)):
@@ -118,11 +119,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if model.form is not None and args.dtype in ("exact", "auto") and model.form != PLAIN:
         print(f"Sampling with {model.form.name}, the fastest form on this machine (measured).", file=sys.stderr)
     watch, picture = watchers(args, model, given)
-    decoded = None
-    if given is not None and "guides" in model.writer.supports:
-        decoded, watch = counting(given, watch)
+    decoded = Decoded(given) if given is not None and "guides" in model.writer.supports else None
     began = time.monotonic()
-    tokens = model.sample(args.n, seed=args.seed, batch=args.batch, watch=watch, **asked, **options)
+    tokens = model.sample(args.n, seed=args.seed, batch=args.batch, watch=together(decoded, watch), **asked, **options)
     seconds = time.monotonic() - began
     texts = None if args.tokens else model.to_text(tokens, given)
     if args.out:
@@ -137,11 +136,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         print(f"Wrote {path}.", file=sys.stderr)
     print(f"{counted(args.n, 'text')} of {tokens.shape[1]} tokens in {seconds:.1f} s", file=sys.stderr)
     if decoded is not None:
-        print(
-            f"{decoded.kept:,} of {counted(decoded.tokens, 'given token')} are what the latents decode to"
-            f"{'' if decoded.kept == decoded.tokens else '; the others were put in their place'}.",
-            file=sys.stderr,
-        )
+        print(decoded.sentence, file=sys.stderr)
     if seconds > SLOW_S and on_cpu and model.form == PLAIN and args.checkpoint:
         print(
             "OpenVINO may be faster on this CPU. After  "
@@ -157,21 +152,12 @@ def watchers(args: argparse.Namespace, model: Model, given: Tensor | None) -> tu
     """Return what the sampler shall call at each step, and the part of it that records a picture."""
     if not args.watch and not args.svg and not args.html:
         return None, None
-    from jpeg_dlm.cli.watch import Watcher, together
+    from jpeg_dlm.cli.watch import Watcher
+    from jpeg_dlm.flow.latent_sampler import together
     from jpeg_dlm.report.moments import Recorder
 
     picture = Recorder(model, given) if args.svg or args.html else None
-    seen = [Watcher(model, given)] if args.watch else []
-    return together(*seen, *([picture] if picture else [])), picture
-
-
-def counting(given: Tensor, watch: Watch | None) -> tuple[Decoded, Watch]:
-    """Return a counter of given tokens that latents decode to, and what the sampler shall call for it and for `watch`."""
-    from jpeg_dlm.cli.watch import together
-    from jpeg_dlm.sampling.given import Decoded
-
-    decoded = Decoded(given)
-    return decoded, together(decoded, *([watch] if watch else []))
+    return together(Watcher(model, given) if args.watch else None, picture), picture
 
 
 def pictures(args: argparse.Namespace, recorder: Recorder | None) -> Iterator[tuple[Path, str]]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from rich.console import Console
 from rich.live import Live
@@ -15,8 +13,6 @@ from rich.text import Text
 from torch import Tensor
 
 from jpeg_dlm.api import Model
-from jpeg_dlm.flow.latent_sampler import Prediction
-from jpeg_dlm.methods.base import Watch
 from jpeg_dlm.report.moments import readable, rows_shown
 
 Aged = tuple[str, int]  # a word, and for how many moments it has stood at its place
@@ -59,19 +55,6 @@ class Watcher:
         """Return the text with each word colored by how long it has stood at its place: gray is new, green is settled."""
         self.words = aged(text, self.words)
         return Text(" ").join(Text(word, AGES[min(age, len(AGES) - 1)]) for word, age in self.words)
-
-
-def together(*watchers: Watch) -> Watch:
-    """Return one watcher that calls all of these, which share what the sampler decodes for a step."""
-
-    def see(step: int, steps: int, t: float, tokens: Callable[[], Tensor]) -> None:
-        shared = functools.cache(tokens)
-        if isinstance(tokens, Prediction):
-            shared = replace(tokens, decode=shared)
-        for watcher in watchers:
-            watcher(step, steps, t, shared)
-
-    return see
 
 
 def aged(text: str, before: Sequence[Aged]) -> list[Aged]:

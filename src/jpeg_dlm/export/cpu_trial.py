@@ -27,12 +27,17 @@ MODEL = (
 
 
 def try_torch() -> None:
-    """Run training under autocast with attention, then the prepared layers of the sampler with few and many rows."""
+    """Run training under autocast with attention, then the prepared layers of the sampler."""
     layer, x = torch.nn.Linear(WIDTH, WIDTH), torch.randn(4, 8, 64, WIDTH // 8, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         q = x.bfloat16()
         y = F.scaled_dot_product_attention(q, q, q)
         layer(y.transpose(1, 2).flatten(2)).float().square().mean().backward()
+    try_layers()
+
+
+def try_layers() -> None:
+    """Run the prepared layers of the sampler with few and many rows."""
     weight, bias = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH)
     for rows in (1, FEW_ROWS, 2 * FEW_ROWS):
         x_MK = torch.randn(rows, WIDTH)

@@ -1,17 +1,22 @@
 """Choose the fastest form of a model on this machine: torch's engine in some type, or an exported form that is there.
 
-One evaluation is timed in each form, once per machine and model size, in a child process that a runtime may kill. The findings
-are kept beside those of `jpeg_dlm.machine.cpu`, under the same key of CPU, kernel and versions.
+One evaluation is timed in each form, once per machine and model size: exported forms in a child process that a runtime may
+kill, torch's forms in this process, after a copy of it has survived their products, which spares the start of another one. The
+findings are kept beside those of `jpeg_dlm.machine.cpu`, under the same key of CPU, kernel and versions.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +27,8 @@ import torch
 from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.errors import CheckpointError, UsageError
+from jpeg_dlm.export.cpu_trial import try_layers
+from jpeg_dlm.export.fastest_trial import form_seconds, positions, texts_at_once
 from jpeg_dlm.export.folder import EXPORT_BYTES, EXPORT_FILE, FORMATS, exports_folder, weights_key
 from jpeg_dlm.files import load_json
 from jpeg_dlm.flow.latent_sampler import networks_of
@@ -31,8 +38,9 @@ from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel
 from jpeg_dlm.sampling.linear import Dtype, computes_in_bf16
 
 MEASURED = "seconds of an evaluation: "  # how the names of findings begin
-ROWS = 352  # positions of all timed texts together, about (assumed: 8 texts at LM1B sizes, where ratios have settled)
+TOOK = "measuring"  # beside the names of forms: the seconds that the measurement took
 CHILD_SECONDS = 120  # after which a child counts as killed (assumed: importing torch and opening a large file take seconds)
+COPY_SECONDS = 10  # after which a copy of this process is given up, and a child tries instead (assumed)
 # Smallest speedup over torch in fp32 that is worth another runtime, and worth other tokens (assumed).
 CLEARLY, WORTH_TOKENS = 1.05, 1.2
 
@@ -118,15 +126,45 @@ def speeds_of(config: Config, forms: Sequence[Form], child: Child | None = None)
 
 
 def measure(config: Config, forms: Sequence[Form], child: Child) -> Seconds:
-    """Time the forms in one child; where it ends in the middle, that form is out and another child goes on behind it."""
-    found: Seconds = {}
-    while len(found) < len(forms):
-        left = forms[len(found) :]
+    """Time torch's forms here and the others in one child.
+
+    Where the child ends in the middle, that form is out and another child goes on behind it.
+    """
+    began = time.perf_counter()
+    safe = any(form.folder is None and form != PLAIN for form in forms) and harmless()
+    here = [form for form in forms if form == PLAIN or (form.folder is None and safe)]
+    found = {form.name: form_seconds(config, form.dtype, None) for form in here}
+    left = [form for form in forms if form not in here]
+    while left:
         answers = child(config, left)[: len(left)]
-        found |= {form.name: answer for form, answer in zip(left, answers, strict=False)}
-        if len(answers) < len(left):
-            found[left[len(answers)].name] = None
-    return found
+        found |= {form.name: answer for form, answer in zip(left, [*answers, None], strict=False)}
+        left = left[len(answers) + 1 :]
+    return {form.name: found[form.name] for form in forms} | {TOOK: time.perf_counter() - began}
+
+
+def harmless() -> bool:
+    """Return True if a copy of this process survives torch's products of reduced types; False if that cannot be tried."""
+    if not hasattr(os, "fork") or sys.platform == "darwin":  # there, a copy may not compute
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the copy has one thread, and the time it gets is limited
+        copy = os.fork()
+    if copy == 0:
+        with contextlib.suppress(BaseException):
+            faulthandler.disable()  # its end is an answer, not a fault
+            torch.set_num_threads(1)  # the threads of torch are not copied
+            try_layers()
+            os._exit(0)
+        os._exit(1)
+    until = time.monotonic() + COPY_SECONDS
+    while time.monotonic() < until:
+        ended, status = os.waitpid(copy, os.WNOHANG)
+        if ended:
+            return status == 0
+        time.sleep(0.005)
+    os.kill(copy, signal.SIGKILL)
+    os.waitpid(copy, 0)
+    return False
 
 
 def run_child(config: Config, forms: Sequence[Form]) -> list[float | None]:
@@ -144,15 +182,6 @@ def run_child(config: Config, forms: Sequence[Form]) -> list[float | None]:
     except OSError:
         return []
     return [json.loads(line) for line in said.decode().splitlines()]
-
-
-def texts_at_once(m: JpegDlmModel) -> int:
-    """Return how many texts are timed together."""
-    return max(1, min(8, ROWS // positions(m)))
-
-
-def positions(m: JpegDlmModel) -> int:
-    return m.latent_len + m.time_tokens + m.sc_tokens + m.mode_tokens
 
 
 def shape_of(config: Config) -> str:

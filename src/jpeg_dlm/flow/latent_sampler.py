@@ -5,9 +5,9 @@ The two networks are callables, so the same algorithm runs on torch's networks, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -42,6 +42,20 @@ class Prediction:
 
     def __call__(self) -> Tensor:
         return self.decode()
+
+
+def together(*watchers: Watch | None) -> Watch | None:
+    """Return one watcher that calls all of these, which share what the sampler decodes for a step; None if there are none."""
+    there = [watcher for watcher in watchers if watcher]
+
+    def see(step: int, steps: int, t: float, tokens: Callable[[], Tensor]) -> None:
+        shared = functools.cache(tokens)
+        if isinstance(tokens, Prediction):
+            shared = replace(tokens, decode=shared)
+        for watcher in there:
+            watcher(step, steps, t, shared)
+
+    return see if there else None
 
 
 class Writer(Protocol):
@@ -195,7 +209,7 @@ class LatentSampler:
 
         A scale other than 1 is classifier-free guidance: x = x_without + scale (x_with - x_without), in two evaluations.
         """
-        return replace(self, denoiser=partial(context_guided, self.denoiser, context=context, scale=scale))
+        return replace(self, denoiser=functools.partial(context_guided, self.denoiser, context=context, scale=scale))
 
 
 def context_guided(

@@ -190,7 +190,8 @@ def evaluate_command(asked: Mapping[str, Any], mauve: str | None = None) -> str:
         "--protocol": asked["protocol"], "-n": asked["n"], "--seeds": len(seeds), "--seed": seeds[0],
         "--steps": ",".join(map(str, asked["steps"])), "--solver": ",".join(asked["solvers"]), "--scorer": asked["scorer"],
         "--data": asked["data"], "--reference": asked["reference"], "--likelihood-draws": asked.get("likelihood_draws"),
-        "--mauve": mauve, **{f"--sampler.{name.replace('_', '-')}": value for name, value in asked["sampler"].items()},
+        "--task": asked.get("task"), "--context-scale": asked.get("context_scale"), "--mauve": mauve,
+        **{f"--sampler.{name.replace('_', '-')}": value for name, value in asked["sampler"].items()},
         "--out": "AGAIN",
     }  # fmt: skip
     words = [word for name, value in options.items() if value not in (None, "") for word in (name, str(value))]

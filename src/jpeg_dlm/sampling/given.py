@@ -17,6 +17,7 @@ from jpeg_dlm.methods.base import FREE
 from jpeg_dlm.sampling.sampler import rows_of
 from jpeg_dlm.text.rows import Layout
 from jpeg_dlm.text.tokenizer import TextTokenizer
+from jpeg_dlm.wording import counted
 
 _HOLE = re.compile(r"\[MASK(?::(\d+))?\]")
 # Characters that a tokenizer rarely merges with the text after them: a letter before punctuation, brackets before words.
@@ -102,3 +103,9 @@ class Decoded:
         self.rows += len(found)
         self.tokens += int((given_BL >= 0).sum())
         self.kept += int(((found == given_BL) & (given_BL >= 0)).sum())
+
+    @property
+    def sentence(self) -> str:
+        """The count in words."""
+        rest = "" if self.kept == self.tokens else "; the others were put in their place"
+        return f"{self.kept:,} of {counted(self.tokens, 'given token')} are what the latents decode to{rest}."

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from jpeg_dlm.flow.control import Control
-from jpeg_dlm.flow.latent_sampler import LatentSampler, Watch
+from jpeg_dlm.flow.latent_sampler import LatentSampler, Watch, together
 from jpeg_dlm.flow.sampler_config import SamplerConfig
 from jpeg_dlm.methods.base import FREE
 from jpeg_dlm.nn.dit import Context
@@ -42,22 +42,22 @@ class BlockWriter:
     @torch.no_grad()
     def pieces(
         self, sampler: SamplerConfig, seed: int, samples: Sequence[int], prompts: Sequence[Sequence[int]], length: int,
-        watch: Watch | None = None,
+        watch: Watch | None = None, decoded: Watch | None = None,
     ) -> Iterator[NewText]:  # fmt: skip
         """Yield the text of samples after their prompts, block by block, up to `length` ids or the end of the document.
 
         Whole blocks of a prompt are the context, and the block in which it ends is completed. Noise depends on the seed, the
-        sample and the number of the block alone. `watch` sees the first sample.
+        sample and the number of the block alone. `watch` sees the first sample, `decoded` the blocks that prompts begin.
         """
         first, size = samples[0], self.writer.config.data.token_len
-        heads = [list(prompt[len(prompt) - len(prompt) % size :]) for prompt in prompts]
+        heads = [head_of(prompt, size) for prompt in prompts]
         context = self.context([prompt[: len(prompt) - len(head)] for prompt, head in zip(prompts, heads, strict=True)])
         block = 0
         written = [0] * len(heads)
         while samples:
             noise = RowNoise(seed, samples, block, self.writer.device)
-            seen = watch if samples[0] == first else None
-            tokens_BL = self.block(sampler, noise, seen, context, self.given(heads))
+            seen = together(watch if samples[0] == first else None, decoded if any(heads) else None)
+            tokens_BL = self.block(sampler, noise, seen, context, given_rows(heads, size, self.writer.device))
             going = []
             for i, (sample, row) in enumerate(zip(samples, tokens_BL.tolist(), strict=True)):
                 ids = row[len(heads[i]) :]
@@ -94,12 +94,17 @@ class BlockWriter:
             z_BKND[present_BK] = self.encode(rows)
         return Context(z_BKND.flatten(1, 2), present_BK.repeat_interleave(m.latent_len, dim=1))
 
-    def given(self, heads: Sequence[Sequence[int]]) -> Tensor | None:
-        """Return rows (B, L) that begin with these ids; None if there are none."""
-        if not any(heads):
-            return None
-        size = self.writer.config.data.token_len
-        return torch.tensor([[*head, *[FREE] * (size - len(head))] for head in heads], device=self.writer.device)
+
+def head_of(prompt: Sequence[int], size: int) -> list[int]:
+    """Return the ids of a prompt that begin a block and do not fill it."""
+    return list(prompt[len(prompt) - len(prompt) % size :])
+
+
+def given_rows(heads: Sequence[Sequence[int]], size: int, device: torch.device | str = "cpu") -> Tensor | None:
+    """Return rows (B, L) that begin with these ids; None if there are none."""
+    if not any(heads):
+        return None
+    return torch.tensor([[*head, *[FREE] * (size - len(head))] for head in heads], device=device)
 
 
 def moved(context: Context, z_BND: Tensor) -> Context:

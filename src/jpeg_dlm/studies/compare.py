@@ -31,6 +31,7 @@ from jpeg_dlm.methods.registry import for_method, method_class, names
 from jpeg_dlm.results.plain import INLINED
 from jpeg_dlm.scorers.scoring import Scorer
 from jpeg_dlm.studies.budget import Budget, all_steps
+from jpeg_dlm.studies.compare_tasks import perform, summarized
 from jpeg_dlm.studies.scored import Scores, TrainedScores, over_trainings
 from jpeg_dlm.studies.workshop import Workshop, parameter_count, training_seconds
 
@@ -48,6 +49,7 @@ class Comparison:
     batch: int = 16  # for timing
     repeats: int = 5
     train_seeds: int = 1
+    tasks: tuple[str, ...] = ()  # beside free writing, at the last budget
 
 
 @dataclass(frozen=True)
@@ -179,34 +181,42 @@ def evaluate(
         scores = Scores(Evaluation(scorer(), request, workshop.parts, workshop.console))
         for name, row in rows.items():
             with workshop.recorded(row.record, row.record["title"]):
-                _score(row, workshop, scores, last, name)
+                _score(row, workshop, scores, last, name, asked.tasks)
         speed = _timed(asked, workshop, last)
     budgets = [asdict(budget) for budget in asked.budgets]
     return scores.evaluation.conditions | {
         "version": __version__, "preset": asked.base.preset, "budgets": budgets, "train_seeds": asked.train_seeds,
         "rows": [row.record for row in rows.values()], "anchors": scores.anchors, "speed": speed,
+        **({"tasks": list(asked.tasks)} if asked.tasks else {}),
     }  # fmt: skip
 
 
-def _score(row: CompareRow, workshop: Workshop, scores: Scores, last: dict[str, Model], name: str) -> None:
-    """Add to a record the scores of its points, from the first to the last."""
+def _score(
+    row: CompareRow, workshop: Workshop, scores: Scores, last: dict[str, Model], name: str, tasks: Sequence[str]
+) -> None:
+    """Add to a record the scores of its points, from the first to the last, and what its last models do in tasks."""
     if not row.models:
         return
     found: dict[int, list[tuple[EvaluationEntry, ScoredTraining]]] = {}
+    done: list[dict[str, Any]] = []
     for (seed, i), path in sorted(row.models.items(), key=lambda item: item[0][::-1]):
         point = row.points[seed][i]
         model = load(path, str(workshop.ranks.device))
         heldout = workshop.blocks(Path(point.config.data.source), "heldout")
         title = f"{model.method.title}-{point.budget}-{seed}" if len(row.models) > 1 else model.method.title
-        entry = scores.entry(ModelSource(model, title, 64, heldout), heldout)
+        source = ModelSource(model, title, 64, heldout)
+        entry = scores.entry(source, heldout)
         run = workshop.run_of(point.config)
         of = ScoredTraining(seed, run.name, path.name, training_seconds(run, point.step))
         found.setdefault(i, []).append((entry, of))
         last.setdefault(name, model)
-        if i == max(j for _, j in row.models) and seed == min(s for s, j in row.models if j == i):
+        at_end = i == max(j for _, j in row.models)
+        done += [perform(tasks, source, scores.evaluation)] if tasks and at_end else []
+        if at_end and seed == min(s for s, j in row.models if j == i):
             last[name] = model
             evaluations = model.config.sampler.evaluations(model.config.data.token_len)
             row.record |= {"entry": entry, "parameters": parameter_count(model), "evaluations": evaluations}
+    row.record |= {"tasks": summarized(done)} if tasks else {}
     first, world = next(iter(row.points.values())), workshop.ranks.world
     row.record["points"] = []
     for i, scored in sorted(found.items()):

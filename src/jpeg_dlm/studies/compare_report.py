@@ -8,11 +8,13 @@ from itertools import pairwise
 from typing import Any
 
 from jpeg_dlm.config_io import from_dict
+from jpeg_dlm.evaluation.anchors import ANCHORS
 from jpeg_dlm.evaluation.entry import EvaluationEntry
 from jpeg_dlm.evaluation.paper import paper_tables
 from jpeg_dlm.results.spread import plus_minus
 from jpeg_dlm.results.table import Cell, Table
 from jpeg_dlm.studies.compare import CACHED, ScoredPoint
+from jpeg_dlm.studies.compare_tasks import real_cells, task_cells, task_columns, task_notes
 from jpeg_dlm.studies.recipes import recipe_table
 from jpeg_dlm.studies.scored import HEADINGS, MEASURES, anchor_rows, cells
 
@@ -39,16 +41,20 @@ def compare_table(result: Mapping[str, Any], paper_set: str = "lm1b") -> Table:
     """Our columns, then the paper's for the same system, which are of another scorer, text and size."""
     speeds = {row["name"]: row["ratio"] for row in result["speed"]["rows"]}
     paper = {row["method"]: row for row in paper_tables()["main"][paper_set]}
+    tasks = task_columns(result)
+    none = [""] * len(tasks)
     rows: list[Sequence[Cell]] = []
     for row in result["rows"]:
         title, beside = row["title"], paper.get(row["title"])
-        rows.append(_own(row, speeds) + _papers(beside))
+        rows.append(_own(row, speeds) + task_cells(row, tasks) + _papers(beside))
         if (cached := title + CACHED) in speeds:
             papers = f"{beside['speed_kv_cache']:g}" if beside else ""
-            rows.append([cached, *[""] * (len(OURS) - 2), f"{speeds[cached]:.2f}", "", "", "", papers])
-    rows += anchor_rows(result["anchors"], len(BEFORE), len(AFTER) + len(PAPER))
-    heading = [*OURS, *(f"paper, {paper_set}: {name}" for name in PAPER)]
-    return Table.of(_conditions(result), heading, rows, _notes(result["rows"]))
+            rows.append([cached, *[""] * (len(OURS) - 2), f"{speeds[cached]:.2f}", *none, "", "", "", papers])
+    for anchor in anchor_rows(result["anchors"], len(BEFORE), len(AFTER)):
+        real = str(anchor[0]) == ANCHORS["real"]
+        rows.append([*anchor, *(real_cells(result["rows"], tasks) if real else none), *[""] * len(PAPER)])
+    heading = [*OURS, *(column.heading for column in tasks), *(f"paper, {paper_set}: {name}" for name in PAPER)]
+    return Table.of(_conditions(result), heading, rows, _notes(result["rows"]) + task_notes(result))
 
 
 def _conditions(result: Mapping[str, Any]) -> str:
