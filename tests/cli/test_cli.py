@@ -16,7 +16,7 @@ import torch
 from conftest import micro_flags
 
 from jpeg_dlm import files
-from jpeg_dlm.api import Model
+from jpeg_dlm.api import Model, load
 from jpeg_dlm.cli.main import VERBS, build_parser, main
 from jpeg_dlm.cli.options import GROUPS
 from jpeg_dlm.cli.values import SOLVERS
@@ -330,6 +330,18 @@ def test_nothing_is_overwritten(finished, corpus_file, tmp_path, capsys):
     assert "already holds results" in refusal(capsys, ["evaluate", finished, "--out", tmp_path], 2)
     assert "already exists" in refusal(capsys, ["export", finished, "--out", tmp_path], 1)
     assert (tmp_path / "results.json").read_text() == "{}"
+
+
+def test_export_stores_the_options_of_the_sampler(finished, tmp_path, capsys):
+    out = tmp_path / "model"
+    stored = ["--sampler.solver", "sde", "--sampler.gamma", "0.5", "--sampler.fast-solver", "sde"]
+    assert main([str(word) for word in ("export", finished, "--out", out, *stored)]) == 0
+    capsys.readouterr()
+    sampler = load(out).config.sampler
+    assert (sampler.solver, sampler.gamma, sampler.fast_solver) == ("sde", 0.5, "sde")
+    assert "sampler.gamma" in refusal(capsys, ["export", finished, "--out", tmp_path / "no", "--sampler.gamma", "-1"], 2)
+    assert "--model.depth" in refusal(capsys, ["export", finished, "--out", tmp_path / "no", "--model.depth", "2"], 2)
+    assert not (tmp_path / "no").exists()
 
 
 def test_a_run_that_only_trained_its_encoder_counts_as_a_run(finished, corpus_file, tmp_path, capsys):

@@ -142,6 +142,9 @@ def test_the_fast_sampler_has_its_own_scale_and_keeps_the_rest():
     assert [fast.grid for fast in plain.values()] == ["uniform", "quantile", "quantile"]
     assert {fast.evaluations(1) for fast in plain.values()} == {FAST_EVALUATIONS}
     assert fast.fast() == fast and SamplerConfig(steps=2).fast() == SamplerConfig(steps=2)
+    noisy = SamplerConfig(solver="sde", gamma=0.5, fast_solver="sde", times=TIMES).fast()  # stored times are those of an ODE
+    assert (noisy.solver, noisy.gamma, noisy.grid, noisy.evaluations(1)) == ("sde", 2.0, "quantile", FAST_EVALUATIONS)
+    assert SamplerConfig(gamma=0.5).fast().gamma == 0.5 and noisy.fast() == noisy
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from jpeg_dlm.cli.options import document_options, parse_overrides
 from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.wording import command
@@ -24,12 +26,17 @@ def add_arguments(parser: Parser) -> None:
     )
     said = "; ".join(f"{name}: {text}" for name, text in FORMATS.items())
     parser.add_argument("--format", choices=FORMATS, default="safetensors", metavar="NAME", help=said)
+    document_options(parser, ("sampler",))
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    from jpeg_dlm.config import validate
+    from jpeg_dlm.config_io import override
     from jpeg_dlm.folders.model_folder import read_model, write_model
 
+    changes = parse_overrides(rest)
     parts = read_model(args.checkpoint)
+    parts = replace(parts, config=validate(override(parts.config, changes)))
     if args.format == "safetensors":
         if args.out is None:
             raise UsageError("Name the folder to write with --out.")

@@ -21,7 +21,9 @@ def add_arguments(parser: Parser) -> None:
         help="network evaluations per text, including the decoding one",
     )  # fmt: skip
     parser.add_argument(
-        "--solver", choices=("euler", "heun", "multistep"), help="solver of the fast sampler (default: its own)"
+        "--solver",
+        choices=("euler", "heun", "multistep"),
+        help="solver of the fast sampler (default: its own, or multistep if that is sde)",
     )
     parser.add_argument("--w", type=positive, help="guidance scale of the fast sampler (default: the model's)")
     parser.add_argument("--rows", type=whole(1), default=64, help="texts that the search samples")
@@ -45,8 +47,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     config = model.config
     if model.writer.latent_sampler is None:
         raise UsageError(f"{model.writer.title} has no sampling times to tune: use a jpeg-dlm model.")
+    own = config.sampler.fast_solver
     sampler = replace(
-        config.sampler, fast_solver=args.solver or config.sampler.fast_solver,
+        config.sampler, fast_solver=args.solver or ("multistep" if own == "sde" else own),  # times are those of an ODE
         fast_w=config.sampler.fast_w if args.w is None else args.w,
     )  # fmt: skip
     sampler = validate(replace(config, sampler=sampler)).sampler

@@ -31,7 +31,8 @@ class SamplerConfig:
         "default", "'released' draws random numbers in the order of the authors' code"
     )
     times: tuple[float, ...] = opt((), "K+1 times from 0 to 1, found by `jpeg-dlm tune` and stored with a model")
-    fast_solver: Literal["euler", "heun", "multistep"] = opt("multistep", "solver of the fast sampler (measured)")
+    fast_solver: Literal["euler", "heun", "multistep", "sde"] = opt("multistep", "solver of the fast sampler (measured)")
+    fast_gamma: float = opt(2.0, "gamma of the fast sampler, if it is 'sde' (ELF: 2 at 8 and 16 steps)")
     fast_w: float = opt(0.0, "guidance scale of the fast sampler; 0 is w")
 
     def checks(self, config: Config) -> Checks:
@@ -39,7 +40,7 @@ class SamplerConfig:
         return [
             (self.steps >= 1, "sampler.steps must be at least 1"),
             (self.w > 0 and self.grid_std > 0, "sampler.w and sampler.grid_std must be positive"),
-            (self.gamma >= 0, "sampler.gamma must not be negative"),
+            (self.gamma >= 0 and self.fast_gamma >= 0, "sampler.gamma and sampler.fast_gamma must not be negative"),
             (
                 self.solver != "sde" or self.protocol == "default",
                 "sampler.solver 'sde' is not in the released protocol: choose euler",
@@ -68,13 +69,16 @@ class SamplerConfig:
     def fast(self) -> SamplerConfig:
         """Return the fast sampler: the stored times, or as many steps of the grid as `FAST_EVALUATIONS` allow.
 
+        Stored times are those of an ODE, so 'sde' does without them.
         A few random times may leave large gaps, so quantiles of the same distribution replace them. A sampler that is
         already as fast, such as that of a distilled student, is returned unchanged.
         """
-        if not self.times and self.evaluations(0) <= FAST_EVALUATIONS:
+        times = () if self.fast_solver == "sde" else self.times
+        if not times and self.evaluations(0) <= FAST_EVALUATIONS:
             return self
-        sampler = replace(self, solver=self.fast_solver, w=self.fast_w or self.w, protocol="default")
-        if self.times:
+        gamma = self.fast_gamma if self.fast_solver == "sde" else self.gamma
+        sampler = replace(self, solver=self.fast_solver, w=self.fast_w or self.w, gamma=gamma, protocol="default")
+        if times:
             return replace(sampler, grid="stored", steps=len(self.times) - 1)
         grid = "quantile" if self.grid == "random" else self.grid
         return replace(sampler, grid=grid, steps=steps_within(FAST_EVALUATIONS, self.fast_solver))
