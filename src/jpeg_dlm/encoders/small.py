@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -105,17 +106,23 @@ class SmallEncoder(nn.Module):
 
     def hidden(self, tokens_BL: Tensor, mask_BL: Tensor | None = None, layer: int = -1) -> Tensor:
         """Return features h_BLF with gradients; `mask_BL` is True at real tokens, layer -1 is the last after the final norm."""
+        return self.states(tokens_BL, mask_BL, (layer,))[0]
+
+    def states(self, tokens_BL: Tensor, mask_BL: Tensor | None, layers: Sequence[int]) -> list[Tensor]:
+        """Return the features of several layers, from one pass."""
         keys = None
         if mask_BL is not None:
             # A row without real tokens attends to its padding: a softmax over no keys would be NaN.
             keys = (mask_BL | ~mask_BL.any(dim=1, keepdim=True))[:, None, None, :]
-        stop = self.layer_index(layer)
+        wanted = [self.layer_index(layer) for layer in layers]
         # Embedding rows have norm about 1, which suits the tied head; scale them to unit variance.
         x_BLF = self.embedding(tokens_BL) * self.feature_dim**0.5
         rotary = _rotary_tables(tokens_BL.shape[1], self.feature_dim // self.heads, tokens_BL.device)
-        for block in list(self.blocks)[:stop]:
+        found = {0: x_BLF}
+        for index, block in enumerate(list(self.blocks)[: max(wanted)], start=1):
             x_BLF = block(x_BLF, rotary, keys)
-        return self.final_norm(x_BLF) if stop == self.depth else x_BLF
+            found |= {index: x_BLF} if index in wanted else {}
+        return [self.final_norm(found[index]) if index == self.depth else found[index] for index in wanted]
 
     def layer_index(self, layer: int) -> int:
         """Return the number of blocks before hidden state `layer` (0 is the embedding, `depth` or -1 the last)."""

@@ -134,7 +134,7 @@ class Workshop:
         steps = fit_to_data(config, blocks, self.ranks.world).train.steps  # a preset may give epochs
         config = replace(config, train=replace(config.train, steps=steps))
         e = config.encoder
-        if not method_class(config.method).uses_encoder or e.kind != "small" or e.name:
+        if not method_class(config.method).needs_encoder(config) or e.kind != "small" or e.name:
             return config
         pretraining = encoder_config(config)
         groups = ("data.", "encoder.", "train.")  # options that it depends on
@@ -145,7 +145,7 @@ class Workshop:
 
     def encoder(self, config: Config) -> FrozenEncoder | None:
         """Build the frozen encoder of a config from `conditions`."""
-        if not method_class(config.method).uses_encoder:
+        if not method_class(config.method).needs_encoder(config):
             return None
         return build_encoder(config.encoder, config.data.vocab_size, config.train.seed, None).to(self.ranks.device)
 
