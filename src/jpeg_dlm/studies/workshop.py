@@ -244,6 +244,12 @@ def training_seconds(run: Path, step: int | None = None) -> float:
     return total
 
 
+def last_latents(run: Path) -> dict[str, float]:
+    """Return the effective rank of a run's latents and their variance due to text at its last evaluation, where it has any."""
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if "latent_rank" in row]
+    return {name: rows[-1][name] for name in ("latent_rank", "latent_text")} if rows else {}
+
+
 def parameter_count(model: Model) -> int:
     """Count the trained parameters that sampling needs, without the frozen text encoder and target networks."""
     parameters = {p.data_ptr() for p in model.method.parameters()}
