@@ -145,8 +145,6 @@ class JpegDlm(Method):
         z_flow = self.flow_target(z_1, zhat_1, chosen, z_t, t, s, w, context)
         if o.flow_to_compressor and o.flow_to_compressor_side == "both":
             z_flow = with_gradient_of(z_flow, z_1)  # the guided target is z_1 and a constant
-        if self.adaptive is not None and self.training:
-            self.adaptive.update(t, ((zhat_1 - z_flow) ** 2).mean((1, 2)))
         hhat = self.decompressor(self.unstandardize(self.blurred(zhat_tgt, noise)))  # hhat <- D(zhat_tgt)
 
         return {
@@ -275,6 +273,8 @@ class JpegDlm(Method):
     def flow_loss(self, predicted: Tensor, target: Tensor, t: Tensor) -> Tensor:
         """Return the x-loss, the v-loss, which weights the same error by (1 - t)**-2 (appendix), or EDM's weighting."""
         error, o = (predicted - target) ** 2, self.config.objective
+        if self.adaptive is not None and self.training:
+            self.adaptive.update(t, error.mean((1, 2)))
         if o.flow_loss == "v":
             error = error / per_row((1 - t).clamp_min(o.v_floor) ** 2, error)
         elif o.flow_weighting == "residual":
