@@ -35,15 +35,17 @@ def judge(conjectures: Sequence[Conjecture], rows: Sequence[Mapping[str, Any]]) 
     found = []
     for c in conjectures:
         for rate in sorted({rate for _, rate in by}, reverse=True):
-            pair = [_values(by[name, rate], c.measure) for name in (c.option, c.against) if (name, rate) in by]
-            if len(pair) == 2 and all(pair):
-                found.append(vars(c) | {"rate": rate} | _finding(c, *pair, by[c.option, rate]["degenerate"]))
+            ours, theirs = by.get((c.option, rate)), by.get((c.against, rate))
+            a, b = _values(ours, c.measure), _values(theirs, c.measure)
+            if ours and a and b:
+                found.append(vars(c) | {"rate": rate} | _finding(c, a, b, ours["degenerate"]))
     return found
 
 
-def _values(row: Mapping[str, Any], measure: str) -> list[float]:
-    """Return a measure of each training, without those that lack it."""
-    runs = [{"reconstruction": run["reconstruction"], **run["latents"]} | run["measures"] for run in row["runs"]]
+def _values(row: Mapping[str, Any] | None, measure: str) -> list[float]:
+    """Return a measure of each training of a row, without those that lack it."""
+    every = row["runs"] if row else []
+    runs = [{"reconstruction": run["reconstruction"], **run["latents"]} | run["measures"] for run in every]
     values = [run.get(measure) for run in runs]
     return [value["mean"] if isinstance(value, Mapping) else value for value in values if value is not None]
 
