@@ -15,7 +15,7 @@ MEASURED = {
     "latent_text": "variance of latents due to text", "latent_rank": "effective rank of latents",
 }  # fmt: skip
 RATIOS = frozenset({"gen_ppl"})  # judged by the quotient, since its deviation grows with it
-COLUMNS = ("conjecture", "r", "option", "measure", "with", "without", "difference", "95% interval", "verdict")
+COLUMNS = ("conjecture", "r", "option", "beside", "measure", "with", "without", "difference", "95% interval", "verdict")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def conjecture_table(found: Sequence[Mapping[str, Any]]) -> Table:
         low_high = "one training" if f["interval"] is None else "{:.3f} to {:.3f}".format(*f["interval"])
         digits = 1 if f["measure"] == "gen_ppl" else 3
         values = [f"{f[name]:.{digits}f}" for name in ("with", "without")]
-        about = [f["text"], f"{f['rate']:g}", f["option"], MEASURED[f["measure"]]]
+        about = [f["text"], f"{f['rate']:g}", f["option"], f["against"], MEASURED[f["measure"]]]
         rows.append([*about, *values, f"{f['difference']:.3f}", low_high, f["verdict"]])
     head = (
         "The paper's conjectures. A verdict needs a 95% interval (Student, over trainings, with a common variance) without a "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jpeg_dlm.config import Config
@@ -14,7 +15,12 @@ from jpeg_dlm.studies.study import Variant, Variants
 STRONG_RATES = (0.5, 0.25, 0.125)
 PAPER = "as in the paper"
 
-CODECS: dict[str, dict[str, Any]] = {PAPER: {}, "causal codec": {"model.codec": "causal"}}
+CAUSAL_FEATURES = {"encoder.causal": True}
+CODECS: dict[str, dict[str, Any]] = {
+    PAPER: {},
+    "causal encoder": CAUSAL_FEATURES,  # which a causal codec needs: tells the two apart
+    "causal codec": CAUSAL_FEATURES | {"model.codec": "causal"},
+}
 DECODERS: dict[str, dict[str, Any]] = {
     PAPER: {},
     "autoregressive decoder": {"model.decoder": "autoregressive"},
@@ -63,7 +69,11 @@ def at_each_rate(base: Config, options: Mapping[str, Mapping[str, Any]]) -> Vari
 
 
 def codecs(base: Config) -> Variants:
-    """Return the causal codec beside the paper's."""
+    """Return the causal codec beside the paper's; pretrained encoders attend in both directions, so they have none."""
+    if base.encoder.kind in ("hf", "flan-t5-small"):
+        sentence = f"The causal codec is left out: '{base.encoder.kind}' sees later tokens; use --encoder.kind small."
+        found = at_each_rate(base, {PAPER: {}})
+        return replace(found, left_out=[*found.left_out, sentence])
     return at_each_rate(base, CODECS)
 
 
@@ -83,7 +93,7 @@ def _better_text(option: str, said: str) -> tuple[Conjecture, ...]:
 
 CAUSAL = "Causal encoding helps to retain positional structure as latent length decreases"
 ABOUT_CODECS = (
-    Conjecture(CAUSAL, "causal codec", PAPER, "reconstruction", more=True),
+    *(Conjecture(CAUSAL, "causal codec", other, "reconstruction", more=True) for other in (PAPER, "causal encoder")),
     *_better_text("causal codec", CAUSAL),
 )
 ABOUT_DECODERS = tuple(

@@ -167,7 +167,8 @@ TRAINING: dict[str, TrainingStudy] = {
     ),
     "recipes": TrainingStudy("options that help small budgets, each changed alone", recipes, draw_rows),
     "codecs": TrainingStudy(
-        "a codec of causal attention at each rate", codecs, draw_options, ("model.latent_len", "model.codec"), ABOUT_CODECS
+        "a codec of causal attention at each rate", codecs, draw_options,
+        ("model.latent_len", "model.codec", "encoder.causal"), ABOUT_CODECS,
     ),
     "decoders": TrainingStudy(
         "contextual token decoders at each rate", decoders, draw_options, ("model.latent_len", "model.decoder"), ABOUT_DECODERS
