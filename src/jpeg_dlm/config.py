@@ -56,13 +56,17 @@ class DataConfig:
 class EncoderConfig:
     """The frozen text encoder E."""
 
-    kind: Literal["small", "hf", "flan-t5-small", "random"] = opt(
+    kind: Literal["small", "hf", "flan-t5-small", "random", "none"] = opt(
         "small",
-        "'small': trained by this project; 'hf': transformers, by `name`; 'flan-t5-small': pinned package; 'random': for tests",
+        "'small': trained by this project; 'hf': transformers, by `name`; 'flan-t5-small': pinned package; 'random': for "
+        "tests; 'none': token embeddings that jpeg-dlm learns itself",
     )
     name: str = opt("", "hub name or folder for 'hf'; folder of a trained encoder for 'small'")
     revision: str = opt("", "hub revision for 'hf'")
     layer: int = opt(-1, "hidden layer whose states are the features; -1 is the last (paper)")
+    layers: tuple[int, ...] = opt(
+        (), "several hidden layers, such as 2,4,-1: the features are the mean of their normalized states; empty: `layer` alone"
+    )
     feature_dim: int = opt(512, "F, width of the features")
     scale: Literal["none", "fixed", "per_channel"] = opt(
         "per_channel", "standardization of features: none, by `std`, or by statistics stored with the encoder"
@@ -198,6 +202,7 @@ def validate(config: Config) -> Config:
             f"encoder.causal needs an encoder that is trained so, and '{e.kind}' attends in both directions: use "
             "--encoder.kind small",
         ),
+        (e.kind != "none" or not d.cache_features, "encoder.kind none has nothing to cache: use --data.cache-features false"),
         (e.scale != "fixed" or e.std > 0, "encoder.std must be positive"),
         (d.vocab_size >= 8, "data.vocab_size must be at least 8"),
         (0 < d.holdout < 0.5, "data.holdout must lie between 0 and 0.5"),

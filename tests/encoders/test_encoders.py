@@ -84,6 +84,20 @@ def test_hf_encoder_equals_transformers(family, layer, padded, t5_folder, bert_f
         torch.testing.assert_close(encoder(x, mask), want.last_hidden_state, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["hf", "random"])
+def test_several_layers_are_the_mean_of_normalized_states(kind, t5_folder):
+    layers, x = (1, -2, -1), tokens(3, 9)
+    config = EncoderConfig(kind=kind, name=str(t5_folder), layers=layers, feature_dim=16, depth=3, heads=2, scale="none")
+    each = [build_encoder(replace(config, layers=(), layer=layer), 50)(x).double() for layer in layers]
+    wanted = sum(h / (h**2).mean(-1, keepdim=True).sqrt() for h in each) / 3
+    encoder = build_encoder(config, 50)
+    torch.testing.assert_close(encoder(x).double(), wanted, rtol=0, atol=1e-5)
+    one = build_encoder(replace(config, layers=()), 50)
+    assert len({e.fingerprint for e in (encoder, one, build_encoder(replace(config, layers=(1, -1)), 50))}) == 3
+    with pytest.raises(UsageError, match="layer 7 does not exist"):
+        build_encoder(replace(config, layers=(1, 7)), 50)
+
+
 def test_hf_fixed_scale_divides_by_the_constant(t5_folder):
     def build(**options):
         return build_encoder(EncoderConfig(kind="hf", name=str(t5_folder), feature_dim=16, **options), 50)

@@ -36,7 +36,7 @@ def tiny(**options):
 def build(perturbed=0.1, **options) -> JpegDlm:
     """A tiny model; perturbed, because fresh heads are zero and stop every gradient that would pass through them."""
     config = tiny(**options)
-    encoder = build_encoder(config.encoder, VOCAB)
+    encoder = build_encoder(config.encoder, VOCAB) if JpegDlm.needs_encoder(config) else None
     method = build_method(config, encoder)
     assert isinstance(method, JpegDlm)
     if perturbed:

@@ -43,8 +43,11 @@ BF16 = pytest.param(["--train.precision", "bf16"], marks=pytest.mark.slow)  # em
 
 CONTEXT = ["--model.context-blocks", "2", "--data.packing", "padded", "--data.cache-features", "true"]
 
+NO_ENCODER = ["--encoder.kind", "none", "--objective.flow-to-compressor", "1", "--objective.time-adaptive", "true"]
+PLAIN_CASES = [[], ["--train.accumulation", "2"], ["--data.cache-features", "true"]]
 
-@pytest.mark.parametrize("extra", [[], ["--train.accumulation", "2"], ["--data.cache-features", "true"], CONTEXT, BF16])
+
+@pytest.mark.parametrize("extra", [*PLAIN_CASES, CONTEXT, NO_ENCODER, BF16])
 def test_stopping_and_resuming_changes_no_bit(corpus_file: Path, tmp_path: Path, extra: list[str], monkeypatch):
     """In one process: the second half starts from the checkpoint that the first half left."""
     flags = [*micro_flags(), *extra]

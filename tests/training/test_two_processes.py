@@ -57,9 +57,16 @@ def check_equal_runs(kinds, corpus_file, tmp_path):
 
 
 def test_two_halves_of_a_batch_with_coupled_rows(corpus_file, tmp_path):
-    """SIGReg, covariances and latent statistics of JPEG-DLM, stratified times of MDLM, and rows of unequal length."""
+    """SIGReg, covariances, latent statistics, batch statistics and adaptive times of JPEG-DLM, stratified times of MDLM, and
+    rows of unequal length.
+    """
     accumulated = {"train__accumulation": 2}
+    reached = {
+        "encoder__kind": "none", "objective__flow_to_compressor": 1.0, "objective__flow_to_compressor_norm": "batch",
+        "objective__time_adaptive": True,
+    }  # fmt: skip
     kinds = [("accumulated", "jpeg-dlm", "continuous", accumulated), ("padded", "mdlm", "padded", {})]
+    kinds.append(("reached", "jpeg-dlm", "continuous", reached))
     check_equal_runs(kinds, corpus_file, tmp_path)
 
 

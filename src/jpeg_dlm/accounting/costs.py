@@ -110,7 +110,7 @@ def _training_cost(config: Config, rows: int, recompute: bool, places: Sequence[
 
 def _training_pass(method: Trainable, config: Config, noise: RowNoise) -> TrainingCost:
     rows, bf16 = len(noise.rows), planned_precision(config) == "bf16"
-    batch = random_batch(config, rows, "cpu", type(method).uses_encoder)
+    batch = random_batch(config, rows, "cpu", method.needs_encoder(config))
     own = [t for p in method.parameters() for t in (p, p.grad) if t is not None]
     with Meter(own) as meter, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         loss = method.total_loss(method(batch, noise))

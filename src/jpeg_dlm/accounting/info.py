@@ -70,7 +70,7 @@ def own_parameters(config: Config) -> dict[str, int]:
     from jpeg_dlm.accounting.costs import build_weightless
 
     children = dict(build_weightless(config).named_children())
-    order = ("compressor", "decompressor", "dit", "unembed_proj", "lm_head", "predictor")
+    order = ("embedding", "compressor", "decompressor", "dit", "unembed_proj", "lm_head", "predictor")
     parts = {name: sum(p.numel() for p in children[name].parameters()) for name in order if name in children}
     flow = sum(parts[name] for name in ("dit", "unembed_proj", "lm_head"))
     return parts | {"dit_and_projection": flow, "total": sum(parts.values())}

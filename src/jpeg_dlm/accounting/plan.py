@@ -142,7 +142,7 @@ def measured_training(config: Config) -> Training:
 
     method = build_weightless(config)
     parts = parameter_parts(method)
-    encoder = encoder_size(config) if method.uses_encoder and not config.data.cache_features else None
+    encoder = encoder_size(config) if method.needs_encoder(config) and not config.data.cache_features else None
     cost = cache(lambda rows, recompute: training_cost(config, rows, recompute))
     return Training(config, parts["total"], parts.get("frozen", 0), encoder, cost)
 
@@ -196,7 +196,7 @@ def make_plan(config: Config, devices: Devices, speed: Speed, corpus_tokens: flo
         "devices": {"count": devices.count, "bytes": devices.capacity, "text": devices.text},
         "speed": {"flops": speed.flops, "said": speed.said},
         "parameters": {"trained": training.trained, "copies": training.copies},
-        "encoder_counted": not method_class(config.method).uses_encoder or encoder_size(config) is not None,
+        "encoder_counted": not method_class(config.method).needs_encoder(config) or encoder_size(config) is not None,
         "row_macs": training.row_macs(asked, False), "batch": asked, "rows_per_step": rows * devices.count,
         "tokens_per_step": per_step, "corpus_tokens": corpus, "steps": steps, "ways": ways, "chosen": ways.index(chosen),
         "tokens_per_day": per_step * DAY / chosen["seconds_per_step"], "days": days,
@@ -244,7 +244,7 @@ def measured_speed(config: Config, device: str | None = None) -> Speed:
     config = with_precision(config, on.type)
 
     def seconds(rows: int, passes: range) -> float:
-        batch = random_batch(config, rows, on, type(method).uses_encoder)
+        batch = random_batch(config, rows, on, method.needs_encoder(config))
         began = time.perf_counter()
         for step in passes:
             train_pass(method, config, batch, step)

@@ -18,13 +18,14 @@ class FrozenSmallEncoder(FrozenEncoder):
     model: SmallEncoder
 
     def __init__(self, model: SmallEncoder, name: str, config: EncoderConfig) -> None:
-        model.layer_index(config.layer)  # raises for a layer that does not exist
+        for layer in (config.layer, *config.layers):
+            model.layer_index(layer)  # raises for a layer that does not exist
         super().__init__(model, name, model.feature_dim, config)
         if config.scale == "per_channel":
             self.set_feature_statistics(model.feature_mean, model.feature_std)
 
     def raw_features(self, tokens_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
-        return self.model.hidden(tokens_BL, mask_BL, self.layer)
+        return self.mixed(self.model.states(tokens_BL, mask_BL, self.layers or (self.layer,)))
 
     @property
     def conditions(self) -> str:
@@ -33,6 +34,8 @@ class FrozenSmallEncoder(FrozenEncoder):
 
 def build_encoder(config: EncoderConfig, vocab_size: int, seed: int = 0, folder: Path | None = None) -> FrozenEncoder:
     """Build the frozen encoder of `config`; `folder` holds a trained 'small' encoder, or the statistics of other kinds."""
+    if config.kind == "none":
+        raise UsageError("Only jpeg-dlm learns its own features: choose another encoder than 'none' for this method.")
     if config.kind == "random":
         model = SmallEncoder(vocab_size, config.feature_dim, config.depth, config.heads, config.causal).initialize(seed)
         return FrozenSmallEncoder(model, f"random (untrained, F={config.feature_dim}, depth {config.depth})", config)

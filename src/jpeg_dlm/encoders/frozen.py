@@ -6,10 +6,11 @@ Shapes: B batch, L tokens, F feature width.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.config import EncoderConfig
@@ -50,7 +51,7 @@ class FrozenEncoder(nn.Module):
         self.model = model
         self.name = name
         self.feature_dim = feature_dim
-        self.layer, self.scale = config.layer, config.scale
+        self.layer, self.layers, self.scale = config.layer, config.layers, config.scale
         self.register_buffer("feature_mean", torch.zeros(feature_dim))
         self.register_buffer("feature_std", torch.full((feature_dim,), config.std if config.scale == "fixed" else 1.0))
         self.has_statistics = config.scale != "per_channel"
@@ -62,8 +63,14 @@ class FrozenEncoder(nn.Module):
         """Stay in eval mode: dropout in a frozen encoder would make features random."""
         return super().train(False)
 
+    def mixed(self, states: Sequence[Tensor]) -> Tensor:
+        """Return the one state, or with `encoder.layers` the mean of states of unit root mean square, so that each counts."""
+        if not self.layers:
+            return states[0]
+        return torch.stack([F.rms_norm(h_BLF.float(), h_BLF.shape[-1:]) for h_BLF in states]).mean(0)
+
     def raw_features(self, tokens_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
-        """Return the hidden states of the configured layer, before standardization."""
+        """Return the hidden states of the configured layers, before standardization."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -80,7 +87,7 @@ class FrozenEncoder(nn.Module):
     @property
     def conditions(self) -> str:
         """Everything besides the weights that raw features depend on."""
-        return f"layer {self.layer}"
+        return f"layer {self.layers or self.layer}"
 
     @property
     def weights_fingerprint(self) -> str:

@@ -21,16 +21,18 @@ class TransformersEncoder(FrozenEncoder):
     def __init__(self, model: nn.Module, name: str, config: EncoderConfig) -> None:
         model_config: Any = model.config
         layers, self.vocab_size = int(model_config.num_hidden_layers), int(model_config.vocab_size)
-        if not -layers - 1 <= config.layer <= layers:
-            known = f"{name} has hidden states 0 to {layers}, or -1 for the last"
-            raise UsageError(f"encoder.layer {config.layer} does not exist: {known}.")
+        for layer in (config.layer, *config.layers):
+            if not -layers - 1 <= layer <= layers:
+                known = f"{name} has hidden states 0 to {layers}, or -1 for the last"
+                raise UsageError(f"encoder.layer {layer} does not exist: {known}.")
         super().__init__(model.float(), name, int(model_config.hidden_size), config)
 
     def raw_features(self, tokens_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
-        inner = self.layer != -1
+        wanted = self.layers or (self.layer,)
+        inner = wanted != (-1,)
         attention = None if mask_BL is None else mask_BL.long()
         output = self.model(input_ids=tokens_BL, attention_mask=attention, output_hidden_states=inner, return_dict=True)
-        return output.hidden_states[self.layer] if inner else output.last_hidden_state
+        return self.mixed([output.hidden_states[layer] for layer in wanted] if inner else [output.last_hidden_state])
 
 
 def load_transformers_encoder(config: EncoderConfig) -> TransformersEncoder:

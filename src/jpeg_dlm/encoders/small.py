@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -107,14 +108,20 @@ class SmallEncoder(nn.Module):
 
     def hidden(self, tokens_BL: Tensor, mask_BL: Tensor | None = None, layer: int = -1) -> Tensor:
         """Return features h_BLF with gradients; `mask_BL` is True at real tokens, layer -1 is the last after the final norm."""
+        return self.states(tokens_BL, mask_BL, (layer,))[0]
+
+    def states(self, tokens_BL: Tensor, mask_BL: Tensor | None, layers: Sequence[int]) -> list[Tensor]:
+        """Return the features of several layers, from one pass."""
         keys = self._keys(mask_BL, tokens_BL.shape[1], tokens_BL.device)
-        stop = self.layer_index(layer)
+        wanted = [self.layer_index(layer) for layer in layers]
         # Embedding rows have norm about 1, which suits the tied head; scale them to unit variance.
         x_BLF = self.embedding(tokens_BL) * self.feature_dim**0.5
         rotary = _rotary_tables(tokens_BL.shape[1], self.feature_dim // self.heads, tokens_BL.device)
-        for block in list(self.blocks)[:stop]:
+        found = {0: x_BLF}
+        for index, block in enumerate(list(self.blocks)[: max(wanted)], start=1):
             x_BLF = block(x_BLF, rotary, keys)
-        return self.final_norm(x_BLF) if stop == self.depth else x_BLF
+            found |= {index: x_BLF} if index in wanted else {}
+        return [self.final_norm(found[index]) if index == self.depth else found[index] for index in wanted]
 
     def _keys(self, mask_BL: Tensor | None, length: int, device: torch.device) -> Tensor | None:
         """Return the attention mask; a softmax over no keys would be NaN, so padding may attend to padding."""

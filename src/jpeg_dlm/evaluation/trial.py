@@ -55,7 +55,7 @@ def run_trial(config: Config, trial: Trial) -> dict[str, Any] | None:
 
 
 def random_batch(config: Config, rows: int, device: torch.device | str, uses_encoder: bool) -> Batch:
-    """Return random tokens and, for methods that use an encoder, random features: as much work as real ones."""
+    """Return random tokens and, for models that need an encoder, random features: as much work as real ones."""
     import torch
 
     from jpeg_dlm.methods.base import Batch
@@ -94,7 +94,7 @@ def main() -> None:
     config = with_precision(config, device.type) if trial.work == "train" else config
     empty = peak_bytes(device)
     method = build_method(config).to(device).train(trial.work == "train")
-    batch = random_batch(config, trial.batch, device, type(method).uses_encoder) if trial.work == "train" else None
+    batch = random_batch(config, trial.batch, device, method.needs_encoder(config)) if trial.work == "train" else None
 
     built = peak_bytes(device)
 

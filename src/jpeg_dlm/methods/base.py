@@ -136,6 +136,11 @@ class Trainable(nn.Module, ABC):
         return cls(config, encoder) if cls.uses_encoder else cls(config)
 
     @classmethod
+    def needs_encoder(cls, config: Config) -> bool:
+        """Return True if a model of this config takes features of a frozen encoder."""
+        return cls.uses_encoder
+
+    @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
         """Return this method's config under the conditions of a preset of JPEG-DLM: same data and budget, similar sizes."""
         return dataclasses.replace(base, method=name)

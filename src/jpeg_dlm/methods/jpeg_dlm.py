@@ -39,6 +39,7 @@ from jpeg_dlm.methods.base import (
     masked_mean,
     rounded_up_share,
 )
+from jpeg_dlm.methods.common.flow_gradient import AdaptiveTimes, batch_standardized, warmup_factor, with_gradient_of
 from jpeg_dlm.methods.common.regularizers import sigreg, unit_directions, variance_covariance
 from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel, JpegDlmObjective
 from jpeg_dlm.nn.dit import Context, DiT, linear_estimate
@@ -57,6 +58,11 @@ def build_dit(config: Config, context_blocks: int = 0) -> DiT:
         m.sc_tokens, m.mode_tokens, m.dropout, m.denoise_skip, context_blocks * m.latent_len,
         m.codec == "causal",
     )  # fmt: skip
+
+
+def learns_features(config: Config) -> bool:
+    """Return True if a token embedding takes the place of the frozen encoder."""
+    return config.encoder.kind == "none"
 
 
 def swiglu_ratio(inner: int, hidden: int) -> float:
@@ -86,6 +92,10 @@ class JpegDlm(Method):
     latent_scale: Tensor
     latent_updates: Tensor
 
+    @classmethod
+    def needs_encoder(cls, config: Config) -> bool:
+        return not learns_features(config)
+
     def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
         super().__init__()
         m: JpegDlmModel = config.model
@@ -108,6 +118,8 @@ class JpegDlm(Method):
         self.decompressor = Decompressor(*codec_sizes)
         self.unembed_proj = nn.Linear(config.encoder.feature_dim, m.proj_dim)
         self.lm_head = nn.Linear(m.proj_dim, config.data.vocab_size)
+        self.embedding = nn.Embedding(config.data.vocab_size, config.encoder.feature_dim) if learns_features(config) else None
+        self.adaptive = AdaptiveTimes() if o.time_adaptive else None
         self.register_buffer("latent_mean", torch.zeros(m.latent_dim))
         self.register_buffer("latent_scale", torch.ones(m.latent_dim))
         self.register_buffer("latent_updates", torch.zeros((), dtype=torch.int64))
@@ -128,18 +140,20 @@ class JpegDlm(Method):
         z_c = self.standardize(z_raw)
 
         # denoise branch: noisy embeddings on the linear path (Equation 1), and their self-conditioning
-        z_1, z_t, t, w, chosen = self.noisy_embeddings(z_tgt, noise)
+        z_1, z_t, t, w, chosen = self.noisy_embeddings(self.flow_latents(z_tgt, h, batch.mask_BL, noise.step), noise)
         context = self.context(batch, noise)
         s = self.self_condition(z_t, t, w, chosen, context=context)
 
         zhat_tgt, zhat_1 = self.both_branches(z_c, z_t, t, s, w, context)
         z_flow = self.flow_target(z_1, zhat_1, chosen, z_t, t, s, w, context)
-        hhat = self.decompressor(self.unstandardize(zhat_tgt))  # hhat <- D(zhat_tgt)
+        if o.flow_to_compressor and o.flow_to_compressor_side == "both":
+            z_flow = with_gradient_of(z_flow, z_1)  # the guided target is z_1 and a constant
+        hhat = self.decompressor(self.unstandardize(self.blurred(zhat_tgt, noise)))  # hhat <- D(zhat_tgt)
 
         return {
             "jep": F.mse_loss(zhat_tgt, z_tgt),  # Equation 3
             "flow": self.flow_loss(zhat_1, z_flow, t),  # Equation 2
-            "feat": masked_mean(((hhat - h) ** 2).mean(-1), batch.mask_BL),  # Equation 5
+            "feat": masked_mean(((hhat - h.detach()) ** 2).mean(-1), batch.mask_BL),  # Equation 5
             "ce": self.token_loss(hhat, batch),  # Equation 4
             **self.noisy_token_loss(zhat_1[: len(h)], t[: len(h)], batch),
             **self.regularizers(z_raw if o.reg_space == "raw" else z_c, noise),
@@ -156,6 +170,29 @@ class JpegDlm(Method):
     def corrupted(self, h: Tensor, noise: RowNoise) -> Tensor:
         """Return h + sigma eps, the corrupted view of the features for the decode branch."""
         return h + self.config.objective.sigma * noise.normal("feature", *h.shape[1:])
+
+    def features(self, batch: Batch) -> Tensor:
+        """Return h = E(x): frozen features, or learned embeddings of unit root mean square, which cannot shrink."""
+        if self.embedding is None:
+            return super().features(batch)
+        return F.rms_norm(self.embedding(batch.tokens_BL).float(), (self.embedding.embedding_dim,))
+
+    def flow_latents(self, z_tgt: Tensor, h: Tensor, mask: Tensor | None, step: int) -> Tensor:
+        """Return the clean latents of the flow loss: z_tgt, or with `flow_to_compressor` ones that carry its gradient."""
+        o = self.config.objective
+        if not o.flow_to_compressor:
+            return z_tgt
+        z_raw = self.compressor(h, mask)
+        z = self.standardize(z_raw)
+        value = z if o.flow_to_compressor_values == "context" else z_tgt
+        source = batch_standardized(z_raw, VARIANCE_FLOOR) if o.flow_to_compressor_norm == "batch" else z
+        factor = warmup_factor(step / max(1, self.config.train.steps), o.flow_to_compressor_warmup)
+        return with_gradient_of(value, source, o.flow_to_compressor * factor)
+
+    def blurred(self, z: Tensor, noise: RowNoise) -> Tensor:
+        """Return latents with `decoder_noise` in training, and as they are elsewhere."""
+        deviation = self.config.objective.decoder_noise
+        return z + deviation * noise.normal("decoder", *z.shape[1:]) if deviation and self.training else z
 
     def noisy_embeddings(self, z_tgt: Tensor, noise: RowNoise) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return (z_1, z_t, t, w, chosen for self-conditioning) of the denoise branch, for `flow_draws` copies of a batch."""
@@ -179,6 +216,8 @@ class JpegDlm(Method):
     def times(self, noise: RowNoise) -> Tensor:
         """Draw t ~ pi: logit-normal (paper), optionally mixed with a share of uniform times."""
         o = self.config.objective
+        if self.adaptive is not None and self.training:
+            return self.adaptive.draw(noise.uniform("time"))
         t = logit_normal(noise.normal("time"), o.time_mean, o.time_std)
         if o.time_uniform:
             chance, uniform = noise.uniform("time_uniform", 2).unbind(1)
@@ -237,6 +276,8 @@ class JpegDlm(Method):
     def flow_loss(self, predicted: Tensor, target: Tensor, t: Tensor) -> Tensor:
         """Return the x-loss, the v-loss, which weights the same error by (1 - t)**-2 (appendix), or EDM's weighting."""
         error, o = (predicted - target) ** 2, self.config.objective
+        if self.adaptive is not None and self.training:
+            self.adaptive.update(t, error.mean((1, 2)))
         if o.flow_loss == "v":
             error = error / per_row((1 - t).clamp_min(o.v_floor) ** 2, error)
         elif o.flow_weighting == "residual":
@@ -247,6 +288,7 @@ class JpegDlm(Method):
         """Return the mean of -log p(token) over real tokens; rows outside `rows_B` count as zeros in the mean."""
         share_BL = token_shares(batch.tokens_BL, batch.mask_BL)
         share_BL = share_BL if rows_B is None else share_BL * rows_B[:, None]
+        hhat = hhat if self.config.objective.ce_to_codec else hhat.detach()
         x = F.gelu(self.unembed_proj(hhat)).flatten(0, 1)
         head, chunk = self.lm_head, self.config.objective.ce_chunk
         return linear_cross_entropy(x, head.weight, head.bias, batch.tokens_BL.flatten(), share_BL.flatten(), chunk)
@@ -403,7 +445,7 @@ class JpegDlm(Method):
 
     def export_state(self) -> dict[str, Tensor]:
         """Return the released layout, 383 tensors at the paper's sizes; `compressor.*` holds the target compressor."""
-        inner = ("target.", "compressor.", FROZEN, "latent_updates")
+        inner = ("target.", "compressor.", FROZEN, "latent_updates", "adaptive.")
         state = self.state_dict()
         kept = {name: t for name, t in state.items() if not name.startswith(inner)}
         return kept | {"compressor." + n.removeprefix("target."): t for n, t in state.items() if n.startswith("target.")}
@@ -452,7 +494,8 @@ class JpegDlm(Method):
             context_blocks=shape("dit.no_context", 3)[1] // latent_len if "dit.no_context" in tensors else 0,
         )
         data = replace(base.data, token_len=token_len, vocab_size=shape("lm_head.weight")[0])
-        return replace(base, data=data, model=model, encoder=replace(base.encoder, feature_dim=feature_dim))
+        kind = "none" if "embedding.weight" in tensors else base.encoder.kind
+        return replace(base, data=data, model=model, encoder=replace(base.encoder, kind=kind, feature_dim=feature_dim))
 
     def parameter_groups(self) -> list[ParameterGroup]:
         flow = ("dit.", "predictor.", "unembed_proj.", "lm_head.")  # assumed: the projection is grouped with the DiT

@@ -110,6 +110,20 @@ class JpegDlmObjective:
     ce_time_mean: Literal["all", "late"] = opt(
         "all", "rows over which that token loss is a mean: all, so that late rows count by their share, or late rows only"
     )
+    flow_to_compressor: float = opt(0.0, "weight of the flow loss's gradient in the context compressor (paper: 0)")
+    flow_to_compressor_warmup: float = opt(0.0, "share of training over which that weight rises along a sigmoid (LDLM)")
+    flow_to_compressor_side: Literal["both", "input"] = opt(
+        "both", "where it enters: noisy input and target, or the input alone, with a stop-gradient on the target (assumed)"
+    )
+    flow_to_compressor_values: Literal["context", "target"] = opt(
+        "context", "latents that the flow learns then: the context compressor's, or the target's with its gradient (assumed)"
+    )
+    flow_to_compressor_norm: Literal["running", "batch"] = opt(
+        "running", "standardization in that gradient; with 'batch', smaller latents do not lower the loss (REPA-E)"
+    )
+    ce_to_codec: bool = opt(True, "false: the token loss stops at the decompressed features and trains only W (LDLM)")
+    decoder_noise: float = opt(0.0, "deviation of noise on standardized latents before the decompressor in training (LDLM: 3)")
+    time_adaptive: bool = opt(False, "draw times so that the flow loss is linear in their quantile, in training (LDLM)")
     sc_prob: float = opt(0.5, "probability of self-conditioning, per example (paper)")
     w_min: float = opt(0.5, "smallest guidance scale in training (ELF)")
     w_max: float = opt(5.0, "largest guidance scale in training (ELF)")
@@ -127,6 +141,15 @@ class JpegDlmObjective:
             (o.sigma >= 0 and o.time_std > 0, "objective.sigma must not be negative and objective.time_std must be positive"),
             (0 <= o.time_uniform <= 1, "objective.time_uniform must lie between 0 and 1"),
             (o.flow_draws >= 1, "objective.flow_draws must be at least 1"),
+            (
+                o.flow_to_compressor >= 0 and o.decoder_noise >= 0,
+                "objective.flow_to_compressor and objective.decoder_noise must not be negative",
+            ),
+            (0 <= o.flow_to_compressor_warmup <= 1, "objective.flow_to_compressor_warmup must lie between 0 and 1"),
+            (
+                config.encoder.kind != "none" or (o.ce_to_codec and o.ce_weight > 0),
+                "encoder.kind none needs objective.ce_weight and objective.ce_to_codec: the token loss keeps embeddings apart",
+            ),
             (
                 o.flow_weighting == "none" or o.flow_loss == "x",
                 "objective.flow_weighting 'residual' needs objective.flow_loss x, as 'v' has its own weighting",

@@ -25,6 +25,7 @@ WRITTEN = ("words", "distinct", "copied")  # by the training text
 MEASURES = ("gen_ppl", "entropy", "mauve", *WRITTEN)
 HEADINGS = ("Gen-PPL", "entropy (nats)", "MAUVE", "words that exist", "distinct-2 (words)", "copied")
 DIGITS = (1, 3, 3, 3, 3, 3)
+SPEED = "texts_per_second"
 
 
 @cache
@@ -81,7 +82,7 @@ class Scores:
 
 def shown(entry: EvaluationEntry) -> dict[str, Spread]:
     """Return the measures that tables show, where they were taken."""
-    return {name: entry.measures[name] for name in MEASURES if name in entry.measures}
+    return {name: entry.measures[name] for name in (*MEASURES, SPEED) if name in entry.measures}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from jpeg_dlm.presets import preset
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.table import Table, write_result
 from jpeg_dlm.scorers.scoring import Scorer
+from jpeg_dlm.studies.conjectures import Conjecture
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class TrainingStudy:
     variants: Callable[[Config], Variants]
     draw: Callable[[Mapping[str, Any], Path], Path | None]
     sets: tuple[str, ...] = ()  # options that the study sets itself
+    conjectures: tuple[Conjecture, ...] = ()  # of the paper, which the result judges
 
 
 @dataclass(frozen=True)

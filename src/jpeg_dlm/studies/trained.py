@@ -22,11 +22,12 @@ from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.scorers.scoring import Scorer
 from jpeg_dlm.studies.budget import Budget, all_steps
+from jpeg_dlm.studies.conjectures import conjecture_table, judge
 from jpeg_dlm.studies.scored import Scores, over_trainings, shown
 from jpeg_dlm.studies.study import StudyOutcome, Variant, read_base
 from jpeg_dlm.studies.variant_report import study_table
 from jpeg_dlm.studies.variants import TRAINING
-from jpeg_dlm.studies.workshop import Workshop, parameter_count, training_seconds
+from jpeg_dlm.studies.workshop import Workshop, last_latents, parameter_count, training_seconds
 
 SHOWN = 4  # texts per run kept in the result
 
@@ -40,16 +41,18 @@ class Question:
     shared: Mapping[str, Any] = field(default_factory=dict)  # options applied to every variant
     budget: Budget | None = None
     train_seeds: int = 1
+    only: str = ""  # a text that labels of variants must contain
 
 
 def ask(
-    study: str, preset: str, source: str | None, options: Mapping[str, Any], budget: Budget | None = None, train_seeds: int = 1
-) -> Question:
+    study: str, preset: str, source: str | None, options: Mapping[str, Any], budget: Budget | None = None,
+    train_seeds: int = 1, only: str = "",
+) -> Question:  # fmt: skip
     """Build a question from command line values; reject options that the study sets itself."""
     for option in options:
         if option.replace("-", "_") in TRAINING[study].sets:
             raise UsageError(f"The study '{study}' sets {option} itself: leave --{option} out.")
-    return Question(study, *read_base(preset, source, options), budget, train_seeds)
+    return Question(study, *read_base(preset, source, options), budget, train_seeds, only)
 
 
 # ---------------------------------------------------------------- plan
@@ -78,7 +81,11 @@ class Plan:
 def plan(question: Question, workshop: Workshop) -> Plan:
     """Return every configuration of a study, on prepared text and with the steps that the budget allows."""
     derived = TRAINING[question.study].variants(question.base)
-    rows = [Row(variant, f"{question.study}: {variant.label}") for variant in derived.variants]
+    chosen = [variant for variant in derived.variants if question.only in variant.label]
+    if not chosen:
+        known = ", ".join(f"'{variant.label}'" for variant in derived.variants)
+        raise UsageError(f"No variant of '{question.study}' has '{question.only}' in its name: choose from {known}.")
+    rows = [Row(variant, f"{question.study}: {variant.label}") for variant in chosen]
     for row in rows:
         row.record |= {"label": row.variant.label, "paper": dict(row.variant.paper), "facts": dict(row.variant.facts)}
         with workshop.recorded(row.record, row.title):
@@ -131,7 +138,11 @@ def evaluate(
         "train_seeds": question.train_seeds, "left_out": planned.left_out, "rows": [row.record for row in rows],
         "anchors": scores.anchors, **beside,
     }  # fmt: skip
-    return StudyOutcome(result, [study_table(result)], partial(study.draw, result))
+    tables = [study_table(result)]
+    if study.conjectures:
+        result["conjectures"] = judge(study.conjectures, result["rows"])
+        tables.append(conjecture_table(result["conjectures"]))
+    return StudyOutcome(result, tables, partial(study.draw, result))
 
 
 def _scored(
@@ -146,8 +157,8 @@ def _scored(
     return entry, {
         "run": run.name, "seed": config.train.seed, "steps": all_steps(config),
         "training_seconds": training_seconds(run), "parameters": parameter_count(model),
-        "measures": shown(entry), "reconstruction": entry.reconstruction, "degenerate": entry.degenerate,
-        "notes": entry.notes, "samples": entry.runs[0].samples[:SHOWN],
+        "measures": shown(entry), "latents": last_latents(run), "reconstruction": entry.reconstruction,
+        "degenerate": entry.degenerate, "notes": entry.notes, "samples": entry.runs[0].samples[:SHOWN],
     }  # fmt: skip
 
 

@@ -113,17 +113,15 @@ def _draw_curve(result: Result, path: Path, fact: str, x: str) -> Path | None:
     names = _names(result)
     figure, panels = _new(result, names)
     for axes, (key, name) in zip(panels, names.items(), strict=True):
-        _line(axes, rows, fact, key, "JPEG-DLM")
+        _line(axes, rows, fact, [row["measures"][key] for row in rows], "JPEG-DLM", *SYSTEMS["JPEG-DLM"])
         _dress_curve(axes, result, rows, fact, x, key, name)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
     return save_png(figure, path)
 
 
-def _line(axes: Axes, rows: Rows, fact: str, key: str, system: str) -> None:
-    found = [row["measures"][key] for row in rows]
+def _line(axes: Axes, rows: Rows, fact: str, found: Rows, label: str, color: str, fmt: str) -> None:
     places, means, bars = [row["facts"][fact] for row in rows], [m["mean"] for m in found], [m["sd"] or 0.0 for m in found]
-    color, fmt = SYSTEMS[system]
-    axes.errorbar(places, means, bars, fmt=fmt, ms=5, lw=1.5, capsize=3, color=color, label=system)
+    axes.errorbar(places, means, bars, fmt=fmt, ms=5, lw=1.5, capsize=3, color=color, label=label)
 
 
 def _dress_curve(axes: Axes, result: Result, rows: Rows, fact: str, x: str, key: str, name: str) -> None:
@@ -137,6 +135,27 @@ def _dress_curve(axes: Axes, result: Result, rows: Rows, fact: str, x: str, key:
     axes.margins(x=0.12, y=0.15)
     if key == "gen_ppl":
         _scale_perplexity(axes, "y", [row["measures"][key]["mean"] for row in rows])
+
+
+def draw_options(result: Result, path: Path) -> Path | None:
+    """Quality and reconstruction against r, a line per option."""
+    rows = _shown(result, "rate")
+    if not rows:
+        return None
+    names = _names(result)
+    figure, panels = _new(result, names, 1)
+    options = list(dict.fromkeys(row["facts"]["option"] for row in result["rows"]))
+    for i, option in enumerate(options):
+        own = [row for row in rows if row["facts"]["option"] == option]
+        look = LINE_COLORS[i % len(LINE_COLORS)], ("o-", "s--", "D:")[i // len(LINE_COLORS) % 3]
+        for axes, key in zip(panels, names, strict=False):
+            _line(axes, own, "rate", [row["measures"][key] for row in own], option, *look)
+        kept = [row for row in own if row["reconstruction"]]
+        _line(panels[-1], kept, "rate", [row["reconstruction"] for row in kept], option, *look)
+    for axes, (key, name) in zip(panels, (names | {"": "tokens reconstructed"}).items(), strict=True):
+        _dress_curve(axes, result, rows, "rate", RATE, key, name)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    return save_png(figure, path)
 
 
 # ---------------------------------------------------------------- joint and two-stage training
@@ -154,7 +173,7 @@ def draw_joint(result: Result, path: Path) -> Path | None:
     for axes, (key, name) in zip(panels, names.items(), strict=True):
         for title, own in systems.items():
             if own:
-                _line(axes, own, "rate", key, title)
+                _line(axes, own, "rate", [row["measures"][key] for row in own], title, *SYSTEMS[title])
         for before in systems["COSMOS"]:
             rate = before["facts"]["rate"]
             if rate in joint and key != "entropy":  # of which neither more nor less is better

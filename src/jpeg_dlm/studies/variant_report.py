@@ -9,14 +9,14 @@ from jpeg_dlm.results.spread import plus_minus
 from jpeg_dlm.results.table import Cell, Table
 from jpeg_dlm.studies.scored import HEADINGS, anchor_rows, cells
 
-OURS = ("variant", "parameters", "training", *HEADINGS, "tokens reconstructed")
+OURS = ("variant", "parameters", "training", *HEADINGS, "tokens reconstructed", "texts/s")
 PAPER = ("paper: Gen-PPL", "paper: entropy", "paper: MAUVE")
 
 
 def study_table(result: Mapping[str, Any]) -> Table:
     """The conditions, the rows, and a sentence for whatever is missing or suspicious."""
     rows: list[Sequence[Cell]] = [_own(row) + _papers(row["paper"]) for row in result["rows"]]
-    rows += anchor_rows(result["anchors"], 2, 1 + len(PAPER))
+    rows += anchor_rows(result["anchors"], 2, 2 + len(PAPER))
     notes = list(result["left_out"])
     for row in result["rows"]:
         if "error" in row:
@@ -49,6 +49,7 @@ def _own(row: Mapping[str, Any]) -> list[str]:
         f"{row['training_seconds'] / 60:.1f} min",
         *cells(m),
         plus_minus(kept, 3),
+        plus_minus(m.get("texts_per_second"), 1),
     ]
 
 

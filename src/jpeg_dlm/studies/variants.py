@@ -13,11 +13,20 @@ from typing import Any
 from jpeg_dlm.config import Config
 from jpeg_dlm.evaluation.paper import paper_tables
 from jpeg_dlm.methods.registry import for_method, method_class
+from jpeg_dlm.studies.future_work import (
+    ABOUT_CODECS,
+    ABOUT_DECODERS,
+    ABOUT_OBJECTIVES,
+    OBJECTIVE_OPTIONS,
+    codecs,
+    decoders,
+    objectives,
+)
+from jpeg_dlm.studies.latent_rates import latent_lens, rate_facts, rate_label, with_latents
 from jpeg_dlm.studies.small_budgets import recipes
 from jpeg_dlm.studies.study import TrainingStudy, Variant, Variants
-from jpeg_dlm.studies.variant_pictures import draw_joint, draw_rates, draw_rows, draw_widths
+from jpeg_dlm.studies.variant_pictures import draw_joint, draw_options, draw_rates, draw_rows, draw_widths
 
-RATES = (1.0, 0.5, 0.25, 0.125)  # (paper)
 WIDTHS = (256, 512, 768, 1024)  # (paper)
 PAPER_WIDTH = 512  # (paper) in all other studies
 CE_TIME_MIN = {"t=1": 1.0, "t in [0.5,1]": 0.5}  # (paper, Table 2)
@@ -69,36 +78,14 @@ def regularizers(base: Config) -> Variants:
 # ---------------------------------------------------------------- sizes of the latents
 
 
-def _latent_lens(base: Config) -> tuple[dict[float, int], list[str]]:
-    """Return the number of latents at each of the paper's rates, and a sentence for each rate that leaves none."""
-    tokens = base.data.token_len
-    found = {rate: round(rate * tokens) for rate in RATES if rate * tokens >= 1}
-    left_out = [f"r = {rate:g} is left out: {tokens} tokens leave less than one latent." for rate in RATES if rate not in found]
-    return found, left_out
-
-
-def _with_latents(base: Config, latent_len: int) -> Config:
-    return replace(base, model=replace(base.model, latent_len=latent_len))
-
-
-def _rate_facts(config: Config) -> dict[str, Any]:
-    return {"rate": config.rate, "latent_len": config.model.latent_len, "method": method_class(config.method).title}
-
-
-def _rate_label(latent_len: int, token_len: int) -> str:
-    """Return the exact rate N / L, which differs from the nominal one if it does not divide L."""
-    rate = latent_len / token_len
-    return f"r = {rate:g}" if rate in RATES else f"r = {latent_len}/{token_len}"
-
-
 def rates(base: Config) -> Variants:
     """Figure 3a: from one latent per token to one per eight tokens."""
-    lens, left_out = _latent_lens(base)
+    lens, left_out = latent_lens(base)
     found = []
     for rate, latent_len in lens.items():
-        config = _with_latents(base, latent_len)
+        config = with_latents(base, latent_len)
         paper = _paper_base() if rate == 0.5 else {}
-        found.append(Variant(_rate_label(latent_len, base.data.token_len), config, paper, _rate_facts(config)))
+        found.append(Variant(rate_label(latent_len, base.data.token_len), config, paper, rate_facts(config)))
     return Variants(found, left_out)
 
 
@@ -127,14 +114,14 @@ def _cosmos_paper() -> dict[float, dict[str, Any]]:
 
 def joint_vs_two_stage(base: Config) -> Variants:
     """Figure 4a: JPEG-DLM and COSMOS at each rate, ELF as the reference without compression."""
-    lens, left_out = _latent_lens(base)
+    lens, left_out = latent_lens(base)
     paper = {"jpeg-dlm": {0.5: _paper_base()}, "cosmos": _cosmos_paper()}
     found = []
     for method, figures in paper.items():
         for rate, latent_len in lens.items():
-            config = for_method(_with_latents(base, latent_len), method)
-            facts = _rate_facts(config)
-            label = f"{facts['method']}, {_rate_label(latent_len, base.data.token_len)}"
+            config = for_method(with_latents(base, latent_len), method)
+            facts = rate_facts(config)
+            label = f"{facts['method']}, {rate_label(latent_len, base.data.token_len)}"
             found.append(Variant(label, config, figures.get(rate, {}), facts))
     elf = for_method(base, "elf")
     title = method_class("elf").title
@@ -151,7 +138,7 @@ def _layers(base: Config) -> Iterator[tuple[Mapping[str, Any], bool]]:
 
 def encoder_layers(base: Config) -> Variants:
     """Appendix: COSMOS with one latent per token, on features of the last layers of the text encoder."""
-    cosmos = for_method(_with_latents(base, base.data.token_len), "cosmos")
+    cosmos = for_method(with_latents(base, base.data.token_len), "cosmos")
     found, left_out = [], []
     for row, exists in _layers(base):
         layer = row["layer"]
@@ -179,4 +166,15 @@ TRAINING: dict[str, TrainingStudy] = {
         ("model.latent_len", "encoder.layer"),
     ),
     "recipes": TrainingStudy("options that help small budgets, each changed alone", recipes, draw_rows),
+    "codecs": TrainingStudy(
+        "a codec of causal attention at each rate", codecs, draw_options,
+        ("model.latent_len", "model.codec", "encoder.causal"), ABOUT_CODECS,
+    ),
+    "decoders": TrainingStudy(
+        "contextual token decoders at each rate", decoders, draw_options, ("model.latent_len", "model.decoder"), ABOUT_DECODERS
+    ),
+    "objectives": TrainingStudy(
+        "other joint objectives and features at each rate", objectives, draw_options,
+        ("model.latent_len", *OBJECTIVE_OPTIONS), ABOUT_OBJECTIVES,
+    ),
 }  # fmt: skip

@@ -134,7 +134,7 @@ class Workshop:
         steps = fit_to_data(config, blocks, self.ranks.world).train.steps  # a preset may give epochs
         config = replace(config, train=replace(config.train, steps=steps))
         e = config.encoder
-        if not method_class(config.method).uses_encoder or e.kind != "small" or e.name:
+        if not method_class(config.method).needs_encoder(config) or e.kind != "small" or e.name:
             return config
         pretraining = encoder_config(config)
         groups = ("data.", "encoder.", "train.")  # options that it depends on
@@ -145,7 +145,7 @@ class Workshop:
 
     def encoder(self, config: Config) -> FrozenEncoder | None:
         """Build the frozen encoder of a config from `conditions`."""
-        if not method_class(config.method).uses_encoder:
+        if not method_class(config.method).needs_encoder(config):
             return None
         return build_encoder(config.encoder, config.data.vocab_size, config.train.seed, None).to(self.ranks.device)
 
@@ -242,6 +242,12 @@ def training_seconds(run: Path, step: int | None = None) -> float:
                 rows = (values["step"] - before) * train["batch"] * train["accumulation"]
                 total, before = total + rows / values["rows_per_s"], values["step"]
     return total
+
+
+def last_latents(run: Path) -> dict[str, float]:
+    """Return the effective rank of a run's latents and their variance due to text at its last evaluation, where it has any."""
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if "latent_rank" in row]
+    return {name: rows[-1][name] for name in ("latent_rank", "latent_text")} if rows else {}
 
 
 def parameter_count(model: Model) -> int:

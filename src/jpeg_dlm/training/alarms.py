@@ -28,11 +28,12 @@ UNFOLDING = 300
 LEAST_SPREAD = 0.01  # share of the median: keeps a nearly constant loss from raising alarms (assumed)
 
 _WATCH = "watch 'latent geometry' in metrics.png, and if it does not recover,"
+_FLOW = "or, if it is set, a lower --objective.flow-to-compressor"
 ADVICE = {  # by kind of alarm
     "loss spike": "if it does not come back, go on from an earlier checkpoint, with a lower --train.lr or --train.clip",
-    "latent rank": f"{_WATCH} start again with a larger weight of covariance or SIGReg, or a lower --train.codec-lr",
-    "latent variance": f"{_WATCH} train for more steps, or start again with a lower --train.codec-lr",
-    "latent distribution": f"{_WATCH} start again with a larger weight of SIGReg, or a lower --train.codec-lr",
+    "latent rank": f"{_WATCH} start again with a larger weight of covariance or SIGReg, a lower --train.codec-lr, {_FLOW}",
+    "latent variance": f"{_WATCH} train for more steps, or start again with a lower --train.codec-lr, {_FLOW}",
+    "latent distribution": f"{_WATCH} start again with a larger weight of SIGReg, a lower --train.codec-lr, {_FLOW}",
 }
 
 

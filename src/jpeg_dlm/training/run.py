@@ -118,7 +118,7 @@ def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume:
                 bench.blocks.verify()
                 bench.heldout.verify()
             config = fit_to_data(config, bench.blocks, ranks.world)
-            if method_class(config.method).uses_encoder:
+            if method_class(config.method).needs_encoder(config):
                 bench = with_encoder(config, run, bench)
             method = train_method(config, run, bench, stop_at)
         except StageStopped as stopped:

@@ -1,0 +1,83 @@
+"""Conjectures about an option, judged at each rate by the difference between trainings with and without it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jpeg_dlm.results.spread import difference
+from jpeg_dlm.results.table import Table
+
+MEASURED = {
+    "reconstruction": "tokens reconstructed", "gen_ppl": "Gen-PPL (ratio)", "mauve": "MAUVE",
+    "latent_text": "variance of latents due to text", "latent_rank": "effective rank of latents",
+}  # fmt: skip
+RATIOS = frozenset({"gen_ppl"})  # judged by the quotient, since its deviation grows with it
+COLUMNS = ("conjecture", "r", "option", "beside", "measure", "with", "without", "difference", "95% interval", "verdict")
+
+
+@dataclass(frozen=True)
+class Conjecture:
+    """A sentence that holds if the option has more (or less) of a measure than what it is compared with."""
+
+    text: str
+    option: str
+    against: str
+    measure: str
+    more: bool
+
+
+def judge(conjectures: Sequence[Conjecture], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a finding for each conjecture at each rate at which both were trained and measured."""
+    by = {(row["facts"]["option"], row["facts"]["rate"]): row for row in rows if "runs" in row}
+    found = []
+    for c in conjectures:
+        for rate in sorted({rate for _, rate in by}, reverse=True):
+            ours, theirs = by.get((c.option, rate)), by.get((c.against, rate))
+            a, b = _values(ours, c.measure), _values(theirs, c.measure)
+            if ours and a and b:
+                found.append(vars(c) | {"rate": rate} | _finding(c, a, b, ours["degenerate"]))
+    return found
+
+
+def _values(row: Mapping[str, Any] | None, measure: str) -> list[float]:
+    """Return a measure of each training of a row, without those that lack it."""
+    every = row["runs"] if row else []
+    runs = [{"reconstruction": run["reconstruction"], **run["latents"]} | run["measures"] for run in every]
+    values = [run.get(measure) for run in runs]
+    return [value["mean"] if isinstance(value, Mapping) else value for value in values if value is not None]
+
+
+def _finding(c: Conjecture, ours: Sequence[float], theirs: Sequence[float], degenerate: Sequence[str]) -> dict[str, Any]:
+    ratio = c.measure in RATIOS
+    scale = math.log if ratio else float
+    middle, half = difference([scale(x) for x in ours], [scale(x) for x in theirs])
+    ends = None if half is None else [middle - half, middle + half]
+    verdict, back = "cannot be told", math.exp if ratio else float
+    if ends is not None and min(ends) * max(ends) > 0:
+        verdict = "holds" if (middle > 0) == c.more else "does not hold"
+    if verdict == "holds" and c.measure == "gen_ppl" and degenerate:
+        verdict = "cannot be told"  # repeated text has a low perplexity
+    return {
+        "with": sum(ours) / len(ours), "without": sum(theirs) / len(theirs), "difference": back(middle),
+        "interval": None if ends is None else [back(x) for x in ends], "trainings": [len(ours), len(theirs)],
+        "verdict": verdict,
+    }  # fmt: skip
+
+
+def conjecture_table(found: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a row per conjecture and rate, with the interval that decides."""
+    rows = []
+    for f in found:
+        low_high = "one training" if f["interval"] is None else "{:.3f} to {:.3f}".format(*f["interval"])
+        digits = 1 if f["measure"] == "gen_ppl" else 3
+        values = [f"{f[name]:.{digits}f}" for name in ("with", "without")]
+        about = [f["text"], f"{f['rate']:g}", f["option"], f["against"], MEASURED[f["measure"]]]
+        rows.append([*about, *values, f"{f['difference']:.3f}", low_high, f["verdict"]])
+    head = (
+        "The paper's conjectures. A verdict needs a 95% interval (Student, over trainings, with a common variance) without a "
+        "difference of 0, or a ratio of 1; a lower Gen-PPL of degenerate texts proves nothing."
+    )
+    return Table.of(head, COLUMNS, rows)
