@@ -21,6 +21,7 @@ from jpeg_dlm.flow.sampler_config import SamplerConfig
 from jpeg_dlm.flow.solvers import SOLVERS, OnStep, Predict
 from jpeg_dlm.nn.dit import Context, DiT
 from jpeg_dlm.nn.perceiver import Decompressor
+from jpeg_dlm.nn.token_decoder import TokenDecoder
 from jpeg_dlm.rng import RowNoise
 
 Denoise = Callable[[Tensor, float, Tensor | None], Tensor]  # x = f(z, t; s, w), with w fixed
@@ -75,6 +76,7 @@ class LatentNetworks(Protocol):
     decompressor: Decompressor
     unembed_proj: nn.Linear
     lm_head: nn.Linear
+    token_decoder: TokenDecoder | None
     latent_mean: Tensor
     latent_scale: Tensor
 
@@ -91,10 +93,10 @@ class LatentSampler:
     config: Config
     device: torch.device
     denoiser: Callable[..., Denoise]  # f prepared for the times of a grid and for w, and for a context if the model has one
-    tokens: Callable[[Tensor, float], Tensor]  # latents and w to token ids: one decode evaluation at t = 1, greedy
+    tokens: Callable[..., Tensor]  # latents, w and ids to read (given_BL) to token ids: one decode evaluation at t = 1, greedy
     networks: LatentNetworks | None = None
     supports: frozenset[Ability] = frozenset()
-    logits: Callable[[Tensor, float], Tensor] | None = None  # those of `tokens`, with a gradient, where control is supported
+    logits: Callable[..., Tensor] | None = None  # those of `tokens`, with a gradient, where control is supported
 
     @property
     def latent_sampler(self) -> LatentSampler:
@@ -115,12 +117,13 @@ class LatentSampler:
         if decode is None:
             raise UsageError(f"{self.title} has no gradient to guide it: use the model that it was exported from.")
 
-        def logits(x: Tensor) -> Tensor:
-            return decode(x, sampler.w)
+        def logits(x: Tensor, read_BL: Tensor | None = given_BL) -> Tensor:
+            return decode(x, sampler.w, read_BL)
 
-        if control and control.origin:
-            z, grid = control.origin.state(control.origin.clean(logits), z), control.origin.rest(grid)
-        tokens = self.integrate(z, grid, sampler, watch, steering(logits, given_BL, control))
+        if control and (origin := control.origin):
+            z, grid = origin.state(origin.clean(partial(logits, read_BL=origin.tokens_BL)), z), origin.rest(grid)
+        reading = replace(self, tokens=partial(self.tokens, given_BL=given_BL))
+        tokens = reading.integrate(z, grid, sampler, watch, steering(logits, given_BL, control))
         return keep_given(tokens, given_BL)
 
     @torch.no_grad()
