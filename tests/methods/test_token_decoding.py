@@ -30,6 +30,7 @@ from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.presets import PRESETS, preset
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.sampling.engine import accelerated
+from jpeg_dlm.training import run as training
 from jpeg_dlm.training.metrics import read_metrics
 
 B, VOCAB, L = 4, 300, 12
@@ -71,10 +72,9 @@ def test_the_other_weights_and_random_numbers_do_not_depend_on_the_decoder(decod
     assert all(state[name].equal(tensor) for name, tensor in plain.state_dict().items())
     assert {n.split(".")[0] for n in state.keys() - plain.state_dict().keys()} == {"token_decoder"}
     expected, found = (m.train().losses(batch(), noise()) for m in (plain, own))
-    # A fresh decoder corrects nothing, so all terms are equal, and both passes of the second one.
+    # A fresh decoder corrects nothing, so all terms are equal, with and without it.
     assert all(found[name].equal(value) for name, value in expected.items())
-    extra = {"ce_first": expected["ce"]} if decoder == "two_pass" else {}
-    assert found.keys() - expected.keys() == extra.keys() and all(found[name].equal(extra[name]) for name in extra)
+    assert found.keys() - expected.keys() == {"ce_first"} and found["ce_first"].equal(expected["ce"])
 
 
 # ---------------------------------------------------------------- training
@@ -98,8 +98,7 @@ def test_the_loss_is_the_mean_over_real_tokens(decoder):
         return (nll * mask).sum().item() / mask.sum().item()
 
     assert found["ce"].item() == pytest.approx(mean(logits), rel=1e-5)
-    if decoder == "two_pass":
-        assert found["ce_first"].item() == pytest.approx(mean(first), rel=1e-5)
+    assert found["ce_first"].item() == pytest.approx(mean(first), rel=1e-5)
 
 
 @pytest.mark.parametrize("decoder", CONTEXTUAL)
@@ -127,8 +126,7 @@ def test_the_decoder_learns_from_the_token_loss_alone(decoder):
     codec = {"compressor", "dit", "decompressor", "unembed_proj", "lm_head"}
     assert moved(terms["ce"]) == codec | {"token_decoder"}
     assert not any("token_decoder" in moved(terms[name]) for name in ("jep", "flow", "feat"))
-    if decoder == "two_pass":
-        assert moved(terms["ce_first"]) == codec
+    assert moved(terms["ce_first"]) == codec
     method.zero_grad(set_to_none=True)
     method.total_loss(method.losses(batch(), noise())).backward()
     assert [n for n, p in method.named_parameters() if p.requires_grad and p.grad is None] == []
@@ -244,7 +242,7 @@ def test_parameters_and_operations_are_counted(decoder):
     assert found["projection"] == projections * plain["projection"]
     assert found["total"] == plain["total"] + (projections - 1) * plain["projection"] + macs
     text = format_description(describe(config))
-    assert f"{decoder}, {m.decoder_layers} / 20" in text and "its sequential steps" in text
+    assert f"{decoder}, {m.decoder_layers} / 20" in text and "token decoder, sequential steps" in text
 
 
 @torch.no_grad()
@@ -271,13 +269,15 @@ def test_the_gap_is_zero_for_a_decoder_that_ignores_its_latents():
 
 
 def train(folder, data, decoder, *flags):
+    """The last evaluation of a run."""
     words = ["train", "--preset", "smoke", "--data", str(data), "--out", str(folder / decoder), "--quiet", "--device", "cpu"]
     assert main([*words, "--threads", "1", "--model.decoder", decoder, *flags]) == 0
     return [row for row in read_metrics(folder / decoder / "metrics.jsonl") if "heldout_accuracy" in row][-1]
 
 
-def test_a_run_reports_the_decoder(corpus_file, tmp_path):
+def test_a_run_reports_the_decoder(corpus_file, tmp_path, monkeypatch):
     """And a student of it keeps the decoder, which it does not train."""
+    monkeypatch.setattr(training, "plot_if_measured", lambda run: None)  # pictures take longer than all of it
     flags = [*micro_flags(encoder__kind="random", encoder__scale="none", train__diagnose="true"), "--model.decoder-layers", "1"]
     found = train(tmp_path, corpus_file, "autoregressive", *flags)
     names = ("nll", "nll_other", "gap", "changed", "confidence", "confidence_generated")

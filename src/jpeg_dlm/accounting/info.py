@@ -193,8 +193,8 @@ def _compute(description: dict[str, Any]) -> list[Row]:
     macs = description["macs"]["compressed"]
     rows.append(("network evaluations per sample", str(macs["evaluations"]), ""))
     if "token_decoder" in macs:
-        rows.append(("  of these operations, token decoder", operations(macs["token_decoder"]), ""))
-        rows.append(("  its sequential steps, after these evaluations", str(macs["decoder_steps"]), ""))
+        rows.append(("token decoder, operations per sample", operations(macs["token_decoder"]), ""))
+        rows.append(("token decoder, sequential steps", str(macs["decoder_steps"]), ""))
     return rows
 
 

@@ -142,7 +142,7 @@ class JpegDlm(Method):
             "flow": self.flow_loss(zhat_1, z_flow, t),  # Equation 2
             "feat": masked_mean(((hhat - h) ** 2).mean(-1), batch.mask_BL),  # Equation 5
             "ce": self.token_loss(hhat, batch, noise=noise),  # Equation 4
-            **({"ce_first": self.projected_loss(hhat, batch)} if self.config.model.decoder == "two_pass" else {}),
+            **({} if self.token_decoder is None else {"ce_first": self.projected_loss(hhat, batch)}),
             **self.noisy_token_loss(zhat_1[: len(h)], t[: len(h)], batch, noise),
             **self.regularizers(z_raw if o.reg_space == "raw" else z_c, noise),
         }

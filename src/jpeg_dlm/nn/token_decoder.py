@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -118,8 +119,8 @@ class AutoregressiveDecoder(TokenDecoder):
 
     causal = True
 
-    def __init__(self, feature_dim: int, token_dim: int, *sizes: float) -> None:
-        super().__init__(feature_dim, token_dim, *sizes)  # pyright: ignore[reportArgumentType]
+    def __init__(self, feature_dim: int, token_dim: int, *sizes: Any) -> None:
+        super().__init__(feature_dim, token_dim, *sizes)
         self.start = nn.Parameter(torch.zeros(token_dim))
 
     def trained_on(self, hhat_BLF: Tensor, tokens_BL: Tensor, W: TokenProjection) -> Tensor:
