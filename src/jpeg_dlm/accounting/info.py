@@ -55,7 +55,8 @@ def _describe_own(config: Config, step: dict[str, Any]) -> dict[str, Any]:
             "dit_layers": m.depth,
             "dit_width": m.hidden,
             "dit_heads": m.heads,
-        },
+        }
+        | ({} if m.decoder == "projection" else {"decoder": m.decoder, "decoder_size": [m.decoder_layers, m.decoder_width]}),
         "parameters": own_parameters(config),
         "macs": {"compressed": sampling_macs(config), "full": sampling_macs(full)},
         "memory": own_memory(config),
@@ -70,7 +71,9 @@ def own_parameters(config: Config) -> dict[str, int]:
     from jpeg_dlm.accounting.costs import build_weightless
 
     children = dict(build_weightless(config).named_children())
-    order = ("embedding", "compressor", "decompressor", "dit", "unembed_proj", "lm_head", "predictor")
+    order = (
+        "embedding", "compressor", "decompressor", "dit", "unembed_proj", "lm_head", "predictor", "token_decoder",
+    )  # fmt: skip
     parts = {name: sum(p.numel() for p in children[name].parameters()) for name in order if name in children}
     flow = sum(parts[name] for name in ("dit", "unembed_proj", "lm_head"))
     return parts | {"dit_and_projection": flow, "total": sum(parts.values())}
@@ -84,7 +87,12 @@ def sampling_macs(config: Config) -> dict[str, int]:
     parts = {name: cost.parts[name] for name in ("dit", "decompressor")}
     projection = cost.parts["unembed_proj"] + cost.parts["lm_head"]
     evaluations = config.sampler.evaluations(config.data.token_len)
-    return parts | {"projection": projection, "evaluations": evaluations, "total": cost.macs}
+    found = parts | {"projection": projection, "evaluations": evaluations, "total": cost.macs}
+    if config.model.decoder == "projection":
+        return found
+    # A contextual decoder runs outside of `forward`, so it is what the other parts leave over.
+    steps = config.data.token_len if config.model.decoder == "autoregressive" else 1
+    return found | {"token_decoder": cost.macs - sum(parts.values()) - projection, "decoder_steps": steps}
 
 
 def as_released(method: Any) -> None:
@@ -172,8 +180,10 @@ def _own_sizes(description: dict[str, Any]) -> list[Row]:
         ("codec layers / heads", f"{'+'.join(map(str, s['codec_layers']))} / {s['codec_heads']}", ""),
         ("bottleneck width", f"{s['bottleneck_dim']:,}", ""),
         ("DiT layers / width / heads", f"{s['dit_layers']} / {s['dit_width']} / {s['dit_heads']}", ""),
+        *([("token decoder, layers / width", f"{s['decoder']}, {s['decoder_size'][0]} / {s['decoder_size'][1]}", "")]
+          if "decoder" in s else []),
         ("solver steps / guidance w", f"{sampler['steps']} {sampler['solver']} / {sampler['w']:g}", ""),
-    ]
+    ]  # fmt: skip
 
 
 def _compute(description: dict[str, Any]) -> list[Row]:
@@ -182,7 +192,12 @@ def _compute(description: dict[str, Any]) -> list[Row]:
         macs = description["macs"][key]["total"]
         paper = description["paper"].get(f"macs_{key}_T")
         rows.append((f"operations per sample, {label}", operations(macs), f"{paper:.2f} T" if paper else ""))
-    return [*rows, ("network evaluations per sample", str(description["macs"]["compressed"]["evaluations"]), "")]
+    macs = description["macs"]["compressed"]
+    rows.append(("network evaluations per sample", str(macs["evaluations"]), ""))
+    if "token_decoder" in macs:
+        rows.append(("token decoder, operations per sample", operations(macs["token_decoder"]), ""))
+        rows.append(("token decoder, sequential steps", str(macs["decoder_steps"]), ""))
+    return rows
 
 
 def _memory(memory: Mapping[str, int]) -> list[Row]:

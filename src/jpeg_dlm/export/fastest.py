@@ -83,7 +83,7 @@ def exported_forms(parts: ModelParts) -> list[Form]:
     """Return the exported forms of these very weights, in the folder of its run or in the cache, that can run here."""
     networks = networks_of(parts.writer)
     places = [*parts.origin.glob(f"*/{EXPORT_FILE}"), *exports_folder().glob(f"*/*/{EXPORT_FILE}")]
-    if networks is None or not places:
+    if networks is None or networks.token_decoder is not None or not places:
         return []
     key, found = weights_key(networks), {}
     for place in places:

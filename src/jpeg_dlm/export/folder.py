@@ -114,6 +114,8 @@ def exportable(parts: ModelParts, kind: str) -> LatentNetworks:
     networks = networks_of(parts.writer)
     if networks is None:
         raise UsageError(f"Only jpeg-dlm has an {kind} form, not {parts.config.method}: use --format safetensors.")
+    if networks.token_decoder is not None:
+        raise UsageError(f"A contextual token decoder has no {kind} form: use --format safetensors.")
     return networks
 
 

@@ -5,9 +5,9 @@ The two networks are callables, so the same algorithm runs on torch's networks, 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from jpeg_dlm.flow.sampler_config import SamplerConfig
 from jpeg_dlm.flow.solvers import SOLVERS, OnStep, Predict, stochastic, stochastic_times
 from jpeg_dlm.nn.dit import Context, DiT
 from jpeg_dlm.nn.perceiver import Decompressor
+from jpeg_dlm.nn.token_decoder import TokenDecoder
 from jpeg_dlm.rng import RowNoise
 
 Denoise = Callable[[Tensor, float, Tensor | None], Tensor]  # x = f(z, t; s, w), with w fixed
@@ -49,7 +50,7 @@ def together(*watchers: Watch | None) -> Watch | None:
     there = [watcher for watcher in watchers if watcher]
 
     def see(step: int, steps: int, t: float, tokens: Callable[[], Tensor]) -> None:
-        shared = functools.cache(tokens)
+        shared = cache(tokens)
         if isinstance(tokens, Prediction):
             shared = replace(tokens, decode=shared)
         for watcher in there:
@@ -90,6 +91,7 @@ class LatentNetworks(Protocol):
     decompressor: Decompressor
     unembed_proj: nn.Linear
     lm_head: nn.Linear
+    token_decoder: TokenDecoder | None
     latent_mean: Tensor
     latent_scale: Tensor
 
@@ -106,10 +108,10 @@ class LatentSampler:
     config: Config
     device: torch.device
     denoiser: Callable[..., Denoise]  # f prepared for the times of a grid and for w, and for a context if the model has one
-    tokens: Callable[[Tensor, float], Tensor]  # latents and w to token ids: one decode evaluation at t = 1, greedy
+    tokens: Callable[..., Tensor]  # latents, w and ids to read (given_BL) to token ids: one decode evaluation at t = 1, greedy
     networks: LatentNetworks | None = None
     supports: frozenset[Ability] = frozenset()
-    logits: Callable[[Tensor, float], Tensor] | None = None  # those of `tokens`, with a gradient, where control is supported
+    logits: Callable[..., Tensor] | None = None  # those of `tokens`, with a gradient, where control is supported
     known: Callable[[Tensor], Known | None] | None = None  # given ids (B, L) to latents that they determine: causal codecs
 
     @property
@@ -134,12 +136,13 @@ class LatentSampler:
         if decode is None:
             raise UsageError(f"{self.title} has no gradient to guide it: use the model that it was exported from.")
 
-        def logits(x: Tensor) -> Tensor:
-            return decode(x, sampler.w)
+        def logits(x: Tensor, read_BL: Tensor | None = given_BL) -> Tensor:
+            return decode(x, sampler.w, read_BL)
 
-        if control and control.origin:
-            z, grid = control.origin.state(control.origin.clean(logits), z), control.origin.rest(grid)
-        tokens = self.integrate(z, grid, sampler, watch, steering(logits, given_BL, control), noise)
+        if control and (origin := control.origin):
+            z, grid = origin.state(origin.clean(partial(logits, read_BL=origin.tokens_BL)), z), origin.rest(grid)
+        reading = replace(self, tokens=partial(self.tokens, given_BL=given_BL))
+        tokens = reading.integrate(z, grid, sampler, watch, steering(logits, given_BL, control), noise)
         return keep_given(tokens, given_BL)
 
     @torch.no_grad()
@@ -200,8 +203,9 @@ class LatentSampler:
         return replace(
             self,
             denoiser=lambda times, w, **more: known.within(self.denoiser(times, w, **more)),
-            tokens=lambda z, w: self.tokens(known.put(z), w),
-            logits=decode and (lambda z, w: decode(known.put(z), w)),  # so a guide moves the other latents alone
+            tokens=lambda z, *more, **named: self.tokens(known.put(z), *more, **named),
+            # so a guide moves the other latents alone
+            logits=decode and (lambda z, *more, **named: decode(known.put(z), *more, **named)),
         )
 
     def after(self, context: Context, scale: float = 1.0) -> LatentSampler:
@@ -209,7 +213,7 @@ class LatentSampler:
 
         A scale other than 1 is classifier-free guidance: x = x_without + scale (x_with - x_without), in two evaluations.
         """
-        return replace(self, denoiser=functools.partial(context_guided, self.denoiser, context=context, scale=scale))
+        return replace(self, denoiser=partial(context_guided, self.denoiser, context=context, scale=scale))
 
 
 def context_guided(

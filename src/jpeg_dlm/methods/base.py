@@ -71,12 +71,14 @@ class Latents:
     """Clean latents on the scale on which noise is N(0, I), and what decodes latents of that scale to token ids.
 
     `predict(z_t, t)` estimates the clean latents behind z_t = t z + (1 - t) eps in one evaluation of the method's network,
-    with no earlier estimate to go by; None for a method without such a network.
+    with no earlier estimate to go by; None for a method without such a network. `logits(z, tokens)` are those of a decoder
+    that reads the tokens before each position; None where positions are decoded independently.
     """
 
     z_BND: Tensor
     decode: Callable[[Tensor], Tensor]
     predict: Callable[[Tensor, float], Tensor] | None = None
+    logits: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 def linear_time(ratio: float) -> float:

@@ -42,9 +42,11 @@ from jpeg_dlm.methods.base import (
 from jpeg_dlm.methods.common.flow_gradient import AdaptiveTimes, batch_standardized, warmup_factor, with_gradient_of
 from jpeg_dlm.methods.common.regularizers import sigreg, unit_directions, variance_covariance
 from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel, JpegDlmObjective
+from jpeg_dlm.methods.token_decoding import build_token_decoder, decoder_sizes
 from jpeg_dlm.nn.dit import Context, DiT, linear_estimate
 from jpeg_dlm.nn.perceiver import Compressor, Decompressor
 from jpeg_dlm.nn.spans import complete_spans
+from jpeg_dlm.nn.token_decoder import TokenProjection
 from jpeg_dlm.nn.token_loss import linear_cross_entropy
 from jpeg_dlm.rng import RowNoise
 
@@ -126,7 +128,9 @@ class JpegDlm(Method):
         self.loss_weights = {
             "jep": o.jep_weight, "flow": o.flow_weight, "feat": o.feat_weight, "ce": o.ce_weight,
             "ce_noisy": o.ce_weight, "sigreg": o.sigreg_weight, "var": o.var_weight, "cov": o.cov_weight,
+            "ce_first": o.ce_weight,
         }  # fmt: skip
+        self.token_decoder = build_token_decoder(config)  # last, so that the other weights do not depend on it
 
     # ------------------------------------------------------------ Algorithm 1
 
@@ -154,8 +158,9 @@ class JpegDlm(Method):
             "jep": F.mse_loss(zhat_tgt, z_tgt),  # Equation 3
             "flow": self.flow_loss(zhat_1, z_flow, t),  # Equation 2
             "feat": masked_mean(((hhat - h.detach()) ** 2).mean(-1), batch.mask_BL),  # Equation 5
-            "ce": self.token_loss(hhat, batch),  # Equation 4
-            **self.noisy_token_loss(zhat_1[: len(h)], t[: len(h)], batch),
+            "ce": self.token_loss(hhat, batch, noise=noise),  # Equation 4
+            **({} if self.token_decoder is None else {"ce_first": self.projected_loss(self.read_by_tokens(hhat), batch)}),
+            **self.noisy_token_loss(zhat_1[: len(h)], t[: len(h)], batch, noise),
             **self.regularizers(z_raw if o.reg_space == "raw" else z_c, noise),
         }
 
@@ -284,22 +289,36 @@ class JpegDlm(Method):
             error = error / per_row(linear_estimate(t)[1].clamp_min(o.v_floor) ** 2, error)
         return error.mean()
 
-    def token_loss(self, hhat: Tensor, batch: Batch, rows_B: Tensor | None = None) -> Tensor:
+    def token_loss(
+        self, hhat: Tensor, batch: Batch, rows_B: Tensor | None = None, noise: RowNoise | None = None
+    ) -> Tensor:  # fmt: skip
+        """Return `projected_loss` behind the contextual decoder, if any, which reads the real tokens, partly replaced."""
+        hhat = self.read_by_tokens(hhat)
+        if self.token_decoder is not None:
+            hhat = self.token_decoder(hhat, batch.tokens_BL, self.projection, noise)
+        return self.projected_loss(hhat, batch, rows_B)
+
+    def read_by_tokens(self, hhat: Tensor) -> Tensor:
+        """Return the features as the token loss reads them: without a gradient if it must not train the codec."""
+        return hhat if self.config.objective.ce_to_codec else hhat.detach()
+
+    def projected_loss(self, hhat: Tensor, batch: Batch, rows_B: Tensor | None = None) -> Tensor:
         """Return the mean of -log p(token) over real tokens; rows outside `rows_B` count as zeros in the mean."""
         share_BL = token_shares(batch.tokens_BL, batch.mask_BL)
         share_BL = share_BL if rows_B is None else share_BL * rows_B[:, None]
-        hhat = hhat if self.config.objective.ce_to_codec else hhat.detach()
         x = F.gelu(self.unembed_proj(hhat)).flatten(0, 1)
         head, chunk = self.lm_head, self.config.objective.ce_chunk
         return linear_cross_entropy(x, head.weight, head.bias, batch.tokens_BL.flatten(), share_BL.flatten(), chunk)
 
-    def noisy_token_loss(self, zhat_1: Tensor, t: Tensor, batch: Batch) -> dict[str, Tensor]:
+    def noisy_token_loss(
+        self, zhat_1: Tensor, t: Tensor, batch: Batch, noise: RowNoise | None = None
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Return the token loss of denoise predictions with t in [ce_time_min, 1] (ablation)."""
         if self.config.objective.ce_time_min >= 1:
             return {}
         late = t >= self.config.objective.ce_time_min
         hhat = self.decompressor(self.unstandardize(zhat_1))
-        loss = self.token_loss(hhat, batch, late)  # a mean over all rows, in which the others are zeros
+        loss = self.token_loss(hhat, batch, late, noise)  # a mean over all rows, in which the others are zeros
         if self.config.objective.ce_time_mean == "late":
             share = (token_shares(batch.tokens_BL, batch.mask_BL) * late[:, None]).sum()
             loss = loss / all_mean(share).clamp_min(torch.finfo(share.dtype).tiny)
@@ -385,25 +404,36 @@ class JpegDlm(Method):
         """f(z, t; s, w) in denoise mode, at any times, after a context."""
         return lambda z, t, s: self.dit(z, per_sample(t, z), s, per_sample(w, z), context=context)
 
-    def tokens(self, z: Tensor, w: float) -> Tensor:
-        """One decode evaluation at t = 1, then greedy tokens."""
-        return self.logits(z, w).argmax(-1)
+    def tokens(self, z: Tensor, w: float, given_BL: Tensor | None = None) -> Tensor:
+        """One decode evaluation at t = 1, then greedy tokens; a contextual decoder reads given ids in place of its own."""
+        return self.greedy(self.decode_latents(z, per_sample(w, z)), given_BL)
 
-    def logits(self, z: Tensor, w: float) -> Tensor:
-        """The logits of one decode evaluation at t = 1."""
-        return self.decoded(self.decode_latents(z, per_sample(w, z)))
+    def logits(self, z: Tensor, w: float, given_BL: Tensor | None = None) -> Tensor:
+        """The logits of one decode evaluation at t = 1, for guides: those of `decoded`."""
+        return self.decoded(self.decode_latents(z, per_sample(w, z)), given_BL)
 
-    def decoded(self, z_standardized: Tensor) -> Tensor:
-        """Latents straight through D and W to logits."""
-        return self.project(self.decompressor(self.unstandardize(z_standardized)))
+    def decoded(self, z_standardized: Tensor, given_BL: Tensor | None = None) -> Tensor:
+        """Latents straight through D and W to logits, differentiable in the latents.
 
-    def greedy(self, z_standardized: Tensor) -> Tensor:
-        """Latents straight through D and W to the most probable tokens."""
-        return self.decoded(z_standardized).argmax(-1)
+        Those of a contextual decoder are the logits after its own greedy tokens, or after the given ids where there are
+        any (negative: free): a guide moves the latents, and at every move the tokens are read anew.
+        """
+        hhat = self.decompressor(self.unstandardize(z_standardized))
+        return self.project(hhat) if self.token_decoder is None else self.token_decoder.logits(hhat, self.projection, given_BL)
+
+    def greedy(self, z_standardized: Tensor, given_BL: Tensor | None = None) -> Tensor:
+        """Latents straight through D and W to the most probable tokens; a contextual decoder goes by its own or given ids."""
+        if self.token_decoder is None:
+            return self.decoded(z_standardized).argmax(-1)
+        return self.token_decoder.written(self.decompressor(self.unstandardize(z_standardized)), self.projection, given_BL)
 
     def project(self, h: Tensor) -> Tensor:
         """W: features to logits through two linears and a GELU."""
-        return self.lm_head(F.gelu(self.unembed_proj(h)))
+        return self.projection(h)
+
+    @property
+    def projection(self) -> TokenProjection:
+        return TokenProjection(self.unembed_proj, self.lm_head)
 
     # ------------------------------------------------------------ the codec on its own
 
@@ -427,7 +457,14 @@ class JpegDlm(Method):
         return masked_mean(same.float(), batch.mask_BL)
 
     def latent_space(self, batch: Batch) -> Latents:
-        return Latents(self.encode(batch), lambda z: self.tokens(z, 1.0), self.predict_once)
+        logits = None if self.token_decoder is None else self.forced_logits
+        return Latents(self.encode(batch), lambda z: self.tokens(z, 1.0), self.predict_once, logits)
+
+    def forced_logits(self, z: Tensor, tokens_BL: Tensor) -> Tensor:
+        """The logits of a contextual decoder at w = 1 under teacher forcing; the two-pass decoder reads its own tokens."""
+        assert self.token_decoder is not None
+        hhat = self.decompressor(self.unstandardize(self.decode_latents(z, per_sample(1.0, z))))
+        return self.project(self.token_decoder(hhat, tokens_BL, self.projection))
 
     def latent_view(self) -> LatentView:
         return LatentView(
@@ -491,6 +528,7 @@ class JpegDlm(Method):
             sc_tokens=shape("dit.sc_tokens", 3)[1],
             mode_tokens=shape("dit.mode_tokens", 3)[1],
             shared=not any(name.startswith("predictor.") for name in tensors),
+            **decoder_sizes(tensors),
             context_blocks=shape("dit.no_context", 3)[1] // latent_len if "dit.no_context" in tensors else 0,
         )
         data = replace(base.data, token_len=token_len, vocab_size=shape("lm_head.weight")[0])
@@ -498,7 +536,8 @@ class JpegDlm(Method):
         return replace(base, data=data, model=model, encoder=replace(base.encoder, kind=kind, feature_dim=feature_dim))
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        flow = ("dit.", "predictor.", "unembed_proj.", "lm_head.")  # assumed: the projection is grouped with the DiT
+        # assumed: what makes tokens of features is grouped with the DiT
+        flow = ("dit.", "predictor.", "unembed_proj.", "lm_head.", "token_decoder.")
         groups: dict[str, dict[str, nn.Parameter]] = {"flow": {}, "codec": {}}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:

@@ -35,10 +35,23 @@ class JpegDlmModel:
         False, "x = c_skip(t) z_t + c_out(t) head in the denoise branch, after EDM: helps small budgets, not in the paper"
     )
     position_scale: float = opt(0.0, "scale of codec position tables; 0 means D**-0.5 (released)")
+    decoder: Literal["projection", "autoregressive", "two_pass"] = opt(
+        "projection", "features to tokens: W at each position (paper), W behind a causal Transformer over tokens (CoDAR), or "
+        "W twice, the second time behind a bidirectional Transformer that reads the first tokens (assumed)",
+    )  # fmt: skip
+    decoder_layers: int = opt(3, "layers of a contextual decoder (LDLM and TEncDM: 3)")
+    decoder_hidden: int = opt(0, "width of a contextual decoder, with codec_heads heads; 0 is latent_dim (assumed)")
+    decoder_corrupt: float = opt(
+        0.3, "share of the tokens it reads in training that are random, so that it needs the latents (AURORA-LM drops 0.3)"
+    )
     context_blocks: int = opt(0, "preceding blocks of a document whose clean latents the DiT also sees (not in the paper: 0)")
     codec: Literal["perceiver", "causal"] = opt(
         "perceiver", "'causal': latent n depends on tokens up to the end of its span, (n + 1) L / N, alone (paper: perceiver)"
     )
+
+    @property
+    def decoder_width(self) -> int:
+        return self.decoder_hidden or self.latent_dim
 
     def checks(self, config: Config) -> Checks:
         d, m = config.data, self
@@ -61,10 +74,21 @@ class JpegDlmModel:
             (m.mlp_ratio > 0 and m.codec_mlp_ratio > 0, "model.mlp_ratio and model.codec_mlp_ratio must be positive"),
             (0 <= m.dropout < 1, "model.dropout must lie in [0, 1)"),
             (min(m.time_tokens, m.sc_tokens, m.mode_tokens) >= 1, "each kind of prefix token is needed at least once"),
+            (m.decoder_layers >= 1 and m.decoder_hidden >= 0, "model.decoder_layers must be at least 1, and no size negative"),
+            (0 <= m.decoder_corrupt <= 1, "model.decoder_corrupt must lie between 0 and 1"),
+            (
+                m.decoder == "projection" or m.decoder_width % (2 * max(1, m.codec_heads)) == 0,
+                f"a contextual decoder's width {m.decoder_width} must be an even number for each of model.codec_heads "
+                f"{m.codec_heads}: change model.decoder_hidden",
+            ),
             (m.context_blocks >= 0, "model.context_blocks must not be negative"),
             (
                 m.codec == "perceiver" or config.encoder.causal,
                 "model.codec 'causal' needs features that see no later token: use --encoder.causal true",
+            ),
+            (
+                m.codec == "perceiver" or m.decoder == "projection",
+                f"model.decoder '{m.decoder}' reads features ahead, which model.codec 'causal' rules out: use one of the two",
             ),
             (
                 not m.context_blocks or (d.packing == "padded" and not d.whole and not d.frame),

@@ -14,7 +14,7 @@ from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.latent_sampler import Denoise, LatentNetworks, LatentSampler, Writer
 from jpeg_dlm.machine.cpu import make_safe
 from jpeg_dlm.nn.dit import NORM_EPS, Context, linear_estimate
-from jpeg_dlm.sampling.engine_decoder import FastDecoder
+from jpeg_dlm.sampling.engine_decoder import ContextualEnd, FastDecoder
 from jpeg_dlm.sampling.engine_dit import FastDiT
 from jpeg_dlm.sampling.folded import fold
 from jpeg_dlm.sampling.linear import DenseLinear, Dtype, full_precision, linear_maker
@@ -24,8 +24,8 @@ class Engine:
     """The networks as they are now: weights that change later are not seen.
 
     `dtype` is that of the products in the blocks of DiT and decompressor; input projections, prefix, norms, softmax,
-    heads and vocabulary stay fp32. `compile` fuses what lies between the products; it takes a minute at first and gains
-    nothing on a CPU (measured).
+    heads, vocabulary and a contextual token decoder stay fp32. `compile` fuses what lies between the products; it takes a
+    minute at first and gains nothing on a CPU (measured).
     """
 
     @torch.no_grad()
@@ -38,6 +38,8 @@ class Engine:
         self.predictor = self.dit if folded.predictor is folded.dit else FastDiT(folded.predictor, make, compile)
         self.denoise_head, self.decode_head = full_precision(*folded.denoise_head), full_precision(*folded.decode_head)
         self.decoder = FastDecoder(folded.decoder, make, compile)
+        decoder = networks.token_decoder
+        self.contextual = None if decoder is None else ContextualEnd(networks, decoder)
         self.denoise_skip, self.decode_residual = folded.denoise_skip, folded.decode_residual
         self.decode_seen = folded.decode_seen
 
@@ -57,10 +59,14 @@ class Engine:
 
         return denoise
 
-    def tokens(self, z: Tensor, w: float) -> Tensor:
-        """One decode evaluation at t = 1, then greedy tokens."""
+    def tokens(self, z: Tensor, w: float, given_BL: Tensor | None = None) -> Tensor:
+        """One decode evaluation at t = 1, then greedy tokens; a contextual decoder reads given ids in place of its own."""
         with torch.inference_mode():
-            tokens = self.decoder(self.decode_latents(z, w))
+            zhat = self.decode_latents(z, w)
+            if self.contextual is None:
+                tokens = self.decoder(zhat)
+            else:
+                tokens = self.contextual(self.decoder.states(zhat), len(zhat), given_BL)
         return tokens.clone()  # a tensor of inference mode could not be changed in place
 
     def decode_latents(self, z: Tensor, w: float) -> Tensor:

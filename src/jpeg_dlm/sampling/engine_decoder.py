@@ -6,6 +6,7 @@ Shapes: B batch, L tokens, N latents, D latent width, M rows of all samples toge
 
 from __future__ import annotations
 
+import copy
 from typing import cast
 
 import torch
@@ -13,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.config import logit_rows
+from jpeg_dlm.flow.latent_sampler import LatentNetworks
 from jpeg_dlm.nn.perceiver import NORM_EPS
+from jpeg_dlm.nn.token_decoder import TokenDecoder, TokenProjection
 from jpeg_dlm.sampling.folded import FoldedDecoder, FoldedLayer
 from jpeg_dlm.sampling.linear import MakeLinear, full_precision, keep_from_compiler, unit_rms
 
@@ -92,3 +95,14 @@ class FastDecoder(nn.Module):
     def most_probable(self, x_MD: Tensor) -> Tensor:
         rows = logit_rows(0, len(self.lm_head.weight_NK))
         return torch.cat([self.lm_head(part).argmax(-1) for part in F.gelu(self.up(self.down(x_MD))).split(rows)])
+
+
+class ContextualEnd:
+    """From the states of `FastDecoder` to tokens by a contextual decoder, as torch computes it; weights are copied."""
+
+    def __init__(self, networks: LatentNetworks, decoder: TokenDecoder) -> None:
+        W = TokenProjection(networks.unembed_proj, networks.lm_head)
+        self.out_proj, self.decoder, self.W = copy.deepcopy((networks.decompressor.out_proj, decoder.eval(), W))
+
+    def __call__(self, x_MD: Tensor, batch: int, given_BL: Tensor | None) -> Tensor:
+        return self.decoder.written(self.out_proj(x_MD.float()).unflatten(0, (batch, -1)), self.W, given_BL)

@@ -27,13 +27,14 @@ FIT_ROWS = 8192  # training rows for the linear denoiser: within 0.5% of using a
 HELDOUT_ROWS = 512
 RATIOS = (0.2, 0.3, 0.5, 0.7)  # shown in the table; the others are in the picture
 OVER_STEPS = 0.3
+DECODER = ("nll", "nll_other", "gap", "changed", "confidence", "confidence_generated")
 
 
 def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
     """Diagnose every model; for runs, include the history."""
     rows = [_diagnosed(source, asked) for source in sources]
     result = {"study": "diagnose", "n": asked.n, "seeds": list(asked.seeds), "rows": rows}
-    return StudyOutcome(result, [table(result)], lambda path: draw(result, path))
+    return StudyOutcome(result, [table(result), *decoder_tables(result)], lambda path: draw(result, path))
 
 
 def run_of(path: Path | None) -> Path | None:
@@ -109,6 +110,20 @@ def table(result: Mapping[str, Any]) -> Table:
         "optimizer steps, without the encoder's."
     )
     return Table.of(head, heading, rows)
+
+
+def decoder_tables(result: Mapping[str, Any]) -> list[Table]:
+    """Return a table of the models with a contextual token decoder, if any."""
+    rows = [
+        [row["name"], *(_cell(row["measures"][f"decoder_{name}"], 3) for name in DECODER)]
+        for row in result["rows"] if "decoder_gap" in row["measures"]
+    ]  # fmt: skip
+    head = (
+        "Contextual token decoders on held-out text: nats per token given the text's own latents and another text's, the share "
+        "of most probable tokens that change, and mean log p of the decoder's own tokens on given and generated latents."
+    )
+    heading = ("model", "nats", "with other latents", "gap", "changed", "log p, given latents", "log p, generated latents")
+    return [Table.of(head, heading, rows)] if rows else []
 
 
 def _cell(value: float | None, digits: int) -> str:

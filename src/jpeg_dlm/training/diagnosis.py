@@ -1,7 +1,8 @@
 """Diagnostic measures of latents and samples, computed at every evaluation of a run.
 
 For methods that denoise latents: the error of one prediction relative to the best linear denoiser, the tokens of the decoded
-prediction, and effective ranks. For every method: known words, trigram perplexity, distinct word pairs and copied text.
+prediction, and effective ranks; for contextual token decoders, how far they go by the latents. For every method: known words,
+trigram perplexity, distinct word pairs and copied text.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jpeg_dlm.flow.latent_sampler import grid_of
 from jpeg_dlm.methods.base import Batch, Latents, Method
+from jpeg_dlm.methods.common.decoder_gap import decoder_measures
 from jpeg_dlm.methods.common.denoising import compare_denoisers, fit_linear_denoiser, ranks
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text.blocks import Blocks
@@ -61,7 +64,25 @@ class Diagnosis:
         parts = (rows[i : i + ROWS_AT_ONCE].tolist() for i in range(0, len(rows), ROWS_AT_ONCE))
         z_SND = torch.cat([self.space(method, self.stream.batch(part)).z_BND for part in parts])
         linear = fit_linear_denoiser(z_SND)
-        return compare_denoisers(self.heldout_parts(method), linear) | ranks(z_SND, linear)
+        found = compare_denoisers(self.heldout_parts(method), linear) | ranks(z_SND, linear)
+        return found | (self.decoder(method) if first.logits else {})
+
+    def decoder(self, method: Method) -> dict[str, float]:
+        """Measure a contextual token decoder on latents of held-out text and on as many generated ones."""
+        latent = method.latent_sampler
+        assert latent is not None  # what has such a decoder generates latents
+        data, sampler = latent.config.data, latent.config.sampler
+
+        def generated(noise: RowNoise, like_BND: Tensor) -> Tensor:
+            z_BND = noise.normal("sample", *like_BND.shape[1:])
+            return latent.latents(z_BND, grid_of(sampler, noise.shared("grid")).tolist(), sampler)
+
+        def is_text(tokens_BL: Tensor) -> Tensor:
+            ends_BL = (tokens_BL == self.tokenizer.eos_id).long() * data.rows_end
+            return ends_BL.cumsum(1) <= ends_BL  # up to the first end token
+
+        parts = self.heldout_parts(method)
+        return decoder_measures(((space, batch, generated(noise, space.z_BND)) for space, batch, noise in parts), is_text)
 
     def heldout_parts(self, method: Method) -> Iterator[tuple[Latents, Batch, RowNoise]]:
         """Yield the first held-out rows with fixed noise."""

@@ -10,7 +10,8 @@ from jpeg_dlm.machine.console import Console
 from jpeg_dlm.machine.progress import Progress, measured
 from jpeg_dlm.training.metrics import DIAGNOSIS, HELDOUT
 
-OF_DIAGNOSIS = (f"{DIAGNOSIS}ratio_0.3", f"{DIAGNOSIS}trigram")  # a line shows these two of about fifty
+# A line shows these few of about fifty; only contextual decoders have the last.
+OF_DIAGNOSIS = (f"{DIAGNOSIS}ratio_0.3", f"{DIAGNOSIS}trigram", f"{DIAGNOSIS}decoder_gap")
 
 
 @contextmanager
