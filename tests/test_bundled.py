@@ -10,12 +10,10 @@ from jpeg_dlm import load
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.evaluation.infill import templates
 from jpeg_dlm.files import verify_manifest
-from jpeg_dlm.flow.grids import uniform_grid
 from jpeg_dlm.flow.sampler_config import FAST_EVALUATIONS
 from jpeg_dlm.folders.model_folder import bundled_folder
 from jpeg_dlm.presets import preset
 from jpeg_dlm.sampling.given import Decoded
-from jpeg_dlm.sampling.grid_search import latent_error
 
 # Written for this test in the manner of the training text; none of them is in it.
 SENTENCES = [
@@ -40,17 +38,18 @@ def test_it_has_the_sizes_text_and_sampler_of_the_preset(model):
     expected = preset("captions")
     for section in ("data", "encoder", "model"):
         assert getattr(model.config, section) == getattr(expected, section)
-    assert replace(model.config.sampler, times=()) == expected.sampler
+    stored = {"solver": "sde", "gamma": 1.0, "fast_solver": "sde", "fast_gamma": 3.0}  # see the model card
+    assert model.config.sampler == replace(expected.sampler, **stored)
     assert model.config.rate == 0.25
     assert model.tokenizer.vocab_size == expected.data.vocab_size
 
 
-def test_its_stored_times_come_closer_to_many_steps_than_uniform_ones(model):
-    """On noise that the search did not see."""
+def test_its_fast_sampler_writes_other_texts_in_a_third_of_the_evaluations(model):
     fast = model.config.sampler.fast()
-    assert fast.grid == "stored" and fast.evaluations(model.config.data.token_len) <= FAST_EVALUATIONS
-    error = latent_error(model.codec, fast, rows=4, seed=0)
-    assert error(fast.times) < 0.6 * error(tuple(uniform_grid(fast.steps).tolist()))
+    assert fast.solver == "sde" and fast.evaluations(model.config.data.token_len) == FAST_EVALUATIONS
+    texts = model.generate(4, fast=True)
+    assert texts == model.generate(4, solver="sde", gamma=3.0, steps=FAST_EVALUATIONS - 1) != model.generate(4)
+    assert model.sampler_options(protocol="released").solver == "euler"  # which the authors' code has alone
 
 
 def test_a_text_is_the_same_in_any_batch_and_differs_between_seeds(model):

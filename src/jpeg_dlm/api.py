@@ -167,6 +167,8 @@ class Model:
         for name in options:
             if name not in known:
                 raise UsageError(f"The sampler of {self.writer.title} has no option '{name}': it has {', '.join(known)}.")
+        if options.get("protocol") == "released" and config.sampler.solver == "sde":
+            options = {"solver": "euler"} | options  # the authors' code has no other solver
         return validate(override(config, {f"sampler.{name}": value for name, value in options.items()})).sampler
 
     def generate(

@@ -213,8 +213,8 @@ def test_streaming_prints_the_same_texts(model, prompt, capsys):
 def test_a_line_says_how_many_tokens_of_the_prompt_latents_decode_to(model, batch, capsys, monkeypatch):
     steered, integrate = [], LatentSampler.integrate
 
-    def recording(self, z, grid, sampler, watch=None, steer=None):
-        tokens = integrate(self, z, grid, sampler, watch, steer)
+    def recording(self, z, grid, sampler, watch=None, steer=None, noise=None):
+        tokens = integrate(self, z, grid, sampler, watch, steer, noise)
         steered.extend(tokens.tolist() if steer else [])  # blocks with given tokens, before these are put in place
         return tokens
 

@@ -60,7 +60,7 @@ def _training(parser: Parser) -> None:
         "--jobs", type=whole(1), default=1,
         help="processes that share the training; to add another node, run the same command with the same --out there",
     )  # fmt: skip
-    parser.add_argument("--only", default="", metavar="TEXT", help="only variants with this in their name, such as 'r = 0.25'")
+    parser.add_argument("--only", metavar="TEXT", help="only variants with this in their name, such as 'r = 0.25'")
     parser.add_argument("--train-only", action="store_true", help=argparse.SUPPRESS)  # for the workers of --jobs
     parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="as for evaluate")
     _scoring(parser, 256, 3)
@@ -119,7 +119,7 @@ def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome
     from jpeg_dlm.studies.workshop import Workshop
 
     budget = parse_budget(args.budget) if args.budget else None
-    question = trained.ask(args.study, args.preset, args.data, parse_overrides(rest), budget, args.train_seeds, args.only)
+    question = trained.ask(args.study, args.preset, args.data, parse_overrides(rest), budget, args.train_seeds, args.only or "")
     request = EvaluationRequest(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
     workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet))
     planned = trained.plan(question, workshop)  # before the workers start: speeds are measured on an idle machine

@@ -20,11 +20,11 @@ class SamplerConfig:
     solver: Literal["euler", "heun", "multistep", "sde"] = opt(
         "euler", "ODE solver, or 'sde' for Euler steps that each add fresh noise first (paper: Euler)"
     )
-    gamma: float = opt(1.5, "distance that 'sde' goes back in time, in steps (ELF: 1.5 at 32 steps)")
     grid: Literal["quantile", "random", "uniform", "stored"] = opt(
         "quantile", "placement of the K+1 times (released); 'stored' uses `times`"
     )
     w: float = opt(3.0, "self-conditioning guidance scale (paper: 3 on LM1B and OWT-128, 2 on OWT-1024)")
+    gamma: float = opt(1.5, "distance that 'sde' goes back in time, in steps (ELF: 1.5 at 32 steps)")
     grid_mean: float = opt(-1.5, "mean of logit(t) of the grid (released)")
     grid_std: float = opt(0.8, "deviation of logit(t) of the grid (released)")
     protocol: Literal["default", "released"] = opt(
