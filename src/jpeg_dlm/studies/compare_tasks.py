@@ -11,7 +11,7 @@ from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.evaluation.evaluate import Evaluation
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.evaluation.tasks import task_results
-from jpeg_dlm.results.spread import plus_minus, spread
+from jpeg_dlm.results.spread import Spread, plus_minus, spread
 
 TASKS = ("infill", "continue")
 LOGITS = 2**27  # most logits of a batch: the gradients of guided methods hold several of this size (assumed)
@@ -91,7 +91,7 @@ def summarized(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return summary
 
 
-def _spread(values: Sequence[Sequence[float | None]]) -> dict[str, Any] | None:
+def _spread(values: Sequence[Sequence[float | None]]) -> Spread | None:
     known = [[value for value in found if value is not None] for found in values]
     if not all(known):
         return None
