@@ -143,12 +143,29 @@ def test_a_saved_model_names_no_path_of_the_machine_that_trained_it(trained, fol
 
 def test_the_hub_way_of_saving_and_loading(model, tmp_path):
     model.save_pretrained(tmp_path / "hub")
-    assert (tmp_path / "hub" / "README.md").is_file()  # the hub's model card lies beside the model
+    assert (tmp_path / "hub" / "README.md").is_file()  # the hub's model card is beside the model
     again = Model.from_pretrained(str(tmp_path / "hub"))
     assert isinstance(again, Model) and again.config == model.config
     shutil.rmtree(tmp_path / "hub")  # nothing is read later from where it came
     assert torch.equal(again.sample(3, seed=5), model.sample(3, seed=5))
     assert again.reconstruct(["The smith forges nails"]) == model.reconstruct(["The smith forges nails"])
+
+
+def test_the_hub_card_names_data_and_license_where_they_are_known(model, tmp_path):
+    from huggingface_hub import ModelCard
+
+    load(None, "cpu").save_pretrained(tmp_path / "bundled")
+    known = ModelCard.load(tmp_path / "bundled" / "README.md")
+    assert known.data.to_dict() == {
+        "library_name": "jpeg-dlm", "pipeline_tag": "text-generation", "tags": ["jpeg-dlm", "diffusion", "language-model"],
+        "language": "en", "license": "mit", "datasets": ["stanfordnlp/snli"],
+    }  # fmt: skip
+    assert "CC BY-SA 4.0" in known.text and "Stanford NLP Group" in known.text
+    model.save_pretrained(tmp_path / "own", model_card_kwargs={"license": "cc-by-4.0", "language": "de"})
+    own = ModelCard.load(tmp_path / "own" / "README.md")
+    assert (own.data.license, own.data.language, own.data.datasets) == ("cc-by-4.0", "de", None)
+    model.save_pretrained(tmp_path / "plain")
+    assert ModelCard.load(tmp_path / "plain" / "README.md").data.license is None  # nobody has chosen one
 
 
 def test_the_hub_cache_of_links_can_be_loaded(folder, model, tmp_path):

@@ -10,13 +10,40 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelHubMixin, snapshot_download
+from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, snapshot_download
 
 from jpeg_dlm.errors import AssetError, UsageError, reason_of
-from jpeg_dlm.folders.model_folder import ENCODER_FILES, MODEL_FILES, ModelParts, read_model, write_model
+from jpeg_dlm.fetch.assets import ASSETS
+from jpeg_dlm.folders.model_folder import ENCODER_FILES, MODEL_FILES, ModelParts, bundled_folder, read_model, write_model
+from jpeg_dlm.text.corpora import CARRIED, HUB_SETS
+
+CARD = """---
+{metadata}
+---
+
+# {title} on {source}
+
+{title} trained on `{source}` with jpeg-dlm: rows of {token_len} tokens, sampled with {sampler}.
+
+```python
+from jpeg_dlm import Model
+
+Model.from_pretrained("REPOSITORY").generate(4, seed=0)
+```
+
+## Intended use and limits
+Research on diffusion language models. The model knows its training text only. It is neither aligned nor filtered, and may write
+false or offensive text or repeat its training text.
+
+## Training data
+{data}
+
+## Evaluation
+`jpeg-dlm evaluate MODEL -n 1000` prints Gen-PPL, entropy and MAUVE beside real and shuffled text. Add its table here.
+"""
 
 
-class HubModel(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["text-generation", "diffusion"]):
+class HubModel(ModelHubMixin):
     """The parts of a model with the methods of the hub's mixin; `scratch` holds the files that are read on first use."""
 
     def __init__(self, parts: ModelParts, scratch: tempfile.TemporaryDirectory[str] | None = None) -> None:
@@ -27,6 +54,29 @@ class HubModel(ModelHubMixin, library_name="jpeg-dlm", license="mit", tags=["tex
             folder = write_model(self.parts, Path(scratch) / "model")
             for file in folder.iterdir():
                 shutil.copyfile(file, save_directory / file.name)
+
+    def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
+        """Return a card with the hub's metadata; `kwargs` (`model_card_kwargs` of the hub's methods) add to it or replace it."""
+        config = self.parts.config
+        metadata: dict[str, Any] = {"library_name": "jpeg-dlm", "pipeline_tag": "text-generation"}
+        metadata["tags"] = [config.method, "diffusion", "language-model"]
+        source = config.data.source
+        name = source.split(":")[0]
+        data = f"`{source}`: describe this text here, with its license and credit."
+        if asset := ASSETS.get("stories15m" if name == "stories" else CARRIED.get(name, "")):
+            metadata["language"] = "en"
+            data = f"`{source}`: {asset.credit} ({asset.license})."
+        if name == "captions":
+            metadata["datasets"] = ["stanfordnlp/snli"]
+        elif name == "hf" or name in HUB_SETS:
+            metadata["datasets"] = [HUB_SETS.get(name, source.removeprefix("hf:")).split(":")[0]]
+        if self.parts.origin == bundled_folder():
+            metadata["license"] = "mit"
+        text = CARD.format(
+            metadata=ModelCardData(**(metadata | kwargs)).to_yaml(), title=self.parts.method.title, source=source,
+            token_len=config.data.token_len, sampler=config.sampler.label(), data=data,
+        )  # fmt: skip
+        return ModelCard(text)
 
     @classmethod
     def _from_pretrained(
