@@ -7,10 +7,11 @@ import shlex
 import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 
 from jpeg_dlm.cli.main import VERBS, build_parser
 from jpeg_dlm.cli.options import parse_overrides, split_overrides
@@ -57,8 +58,18 @@ def test_options_and_files_named_in_the_docs_exist(page: Path):
     sections = "|".join({name.split(".")[0] for name in OPTIONS if "." in name})
     for name in re.findall(rf"--((?:{sections})\.[a-z0-9-]+)", text):
         assert name.replace("-", "_") in OPTIONS, name
-    for link in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (page.parent / link).exists(), link
+    for link, _, anchor in re.findall(r"\]\(([^)#:]*)(#([^)]+))?\)", text):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.+)$", target.read_text("utf-8"), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings], (link, anchor)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_rows_of_a_table_have_equal_numbers_of_cells(page: Path):
+    tables = re.findall(r"(?:^\|.*\n)+", page.read_text("utf-8"), re.MULTILINE)
+    for rows in (table.splitlines() for table in tables):
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1, rows[0]  # GFM splits cells even inside code
 
 
 def test_badges_and_citation_say_what_the_package_says():
@@ -76,6 +87,18 @@ def test_badges_and_citation_say_what_the_package_says():
     page = (ROOT / "README.md").read_text("utf-8")
     assert paper["title"] in " ".join(page.split())
     assert all(f"{author['given-names']} {author['family-names']}" in page for author in paper["authors"])
+
+
+def test_the_model_card_has_metadata_of_the_hub_with_figures_of_its_tables():
+    card = ModelCard.load(ROOT / "docs" / "model-card.md")
+    data: Any = card.data
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert (data.license, data.library_name) == (project["license"].lower(), project["name"])
+    assert data.language and data.datasets and data.eval_results
+    ours = next(line for line in card.text.splitlines() if line.startswith("| generated"))  # the stored sampler
+    figures = {float(cell) for cell in ours.split("|") if re.fullmatch(r"[\d.]+", cell.strip())}
+    said = {result.metric_type: result.metric_value for result in data.eval_results}
+    assert said.keys() == {"perplexity", "mauve"} and set(said.values()) <= figures
 
 
 def test_the_table_of_systems_says_what_their_classes_do():

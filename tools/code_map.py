@@ -239,7 +239,7 @@ def draw(source: Source, package: str) -> str:
         bar = (LEAST - 16) * box.lines / max(one.lines for one in drawn)
         _rect(root, "bar", x + (width - bar) / 2, y + height - 9, bar, 3)
     note = f"{sum(source.lines.values()):,} lines. An arrow points to what is imported; "
-    note += "what other arrows imply is left out." if not any(odd.values()) else "dashed ones point against the order."
+    note += "what other arrows imply is left out." if not any(odd.values()) else "dashed: inside functions only."
     ET.SubElement(root, "text", {"x": str(MARGIN), "y": f"{high - 16:.0f}"}).text = note
     return ET.tostring(root, encoding="unicode") + "\n"
 
@@ -268,7 +268,7 @@ def _arrow(parent: ET.Element, kind: str, start: Sequence[float], end: Sequence[
     elif y2 < y:
         y2, bend, bend2 = y2 + height2, -ROW_GAP * 0.7, ROW_GAP * 0.7
     else:
-        bend = bend2 = -ROW_GAP * 0.7
+        bend = bend2 = -MARGIN  # above the first row, too, it stays inside
     path = f"M{x:.1f} {y:.1f} C{x:.1f} {y + bend:.1f} {x2:.1f} {y2 + bend2:.1f} {x2:.1f} {y2:.1f}"
     ET.SubElement(parent, "path", {"class": kind, "d": path})
 

@@ -56,7 +56,7 @@ class HubModel(ModelHubMixin):
                 shutil.copyfile(file, save_directory / file.name)
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
-        """Return a card with the hub's metadata; `kwargs` (`model_card_kwargs` of the hub's methods) add to it or replace it."""
+        """Return a card with the hub's metadata, extended or replaced by `kwargs` (`model_card_kwargs`)."""
         config = self.parts.config
         metadata: dict[str, Any] = {"library_name": "jpeg-dlm", "pipeline_tag": "text-generation"}
         metadata["tags"] = [config.method, "diffusion", "language-model"]
