@@ -39,6 +39,26 @@ class Batch:
     before: Batch | None = None
     present_BK: Tensor | None = None
 
+    @property
+    def real_BL(self) -> Tensor:
+        """The mask of real tokens."""
+        return torch.ones_like(self.tokens_BL, dtype=torch.bool) if self.mask_BL is None else self.mask_BL
+
+    @property
+    def token_shares(self) -> Tensor:
+        """The weight of each position in `masked_mean`."""
+        if self.mask_BL is None:
+            return torch.full(self.tokens_BL.shape, 1 / self.tokens_BL.numel(), device=self.tokens_BL.device)
+        return self.mask_BL / all_mean(self.mask_BL.float().sum()).clamp_min(1)
+
+    def first(self, rows: int) -> Batch:
+        """Return the first rows."""
+        return Batch(self.tokens_BL[:rows], None if self.mask_BL is None else self.mask_BL[:rows])
+
+    def share_right(self, tokens_BL: Tensor) -> Tensor:
+        """Return the share of real tokens that equal these."""
+        return masked_mean((tokens_BL == self.tokens_BL).float(), self.mask_BL)
+
 
 @dataclass(frozen=True)
 class ParameterGroup:

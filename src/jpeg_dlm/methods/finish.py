@@ -67,17 +67,15 @@ class Finish(Student):
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         h = self.features(batch)
         z_tgt = self.target_latents(h, batch.mask_BL)  # without a step, so the statistics do not change
-        n = self.decode_rows(len(h))
-        few = Batch(batch.tokens_BL[:n], None if batch.mask_BL is None else batch.mask_BL[:n])
+        few = batch.first(self.decode_rows(len(h)))
+        n = len(few.tokens_BL)
         z_c = self.standardize(self.compressor(self.corrupted(h, noise)[:n], few.mask_BL))
-        z_1, z_t, t, w, chosen = self.noisy_embeddings(z_tgt, noise)
-        context = self.context(batch, noise)
-        s = self.self_condition(z_t, t, w, chosen, context=context)
-        zhat_tgt, zhat_1 = self.both_branches(z_c, z_t, t, s, w, context)
+        noisy = self.noisy_embeddings(z_tgt, batch, noise)
+        zhat_tgt, zhat_1 = self.both_branches(z_c, noisy)
         return {
             "jep": F.mse_loss(zhat_tgt, z_tgt[:n]),
-            "flow": self.flow_loss(zhat_1, self.flow_target(z_1, zhat_1, chosen, z_t, t, s, w, context), t),
-            "ce": self.token_loss(self.decompressor(self.unstandardize(zhat_tgt)), few),
+            "flow": self.flow_loss(zhat_1, self.flow_target(noisy, zhat_1), noisy.t),
+            "ce": self.reader.loss(self.decompressed(zhat_tgt), few),
         }
 
     def decode_rows(self, rows: int) -> int:
