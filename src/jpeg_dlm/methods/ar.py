@@ -165,9 +165,7 @@ class Ar(Method):
     @torch.no_grad()
     def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
         """Compute the exact likelihood; a first token that is never predicted does not count."""
-        nll_BL, mask_BL = self._predicted(batch)
-        mask_BL = torch.ones_like(nll_BL, dtype=torch.bool) if mask_BL is None else mask_BL
-        return Likelihood((nll_BL.double() * mask_BL).sum(1), mask_BL.sum(1))
+        return Likelihood.over(self._predicted(batch)[0].double(), batch.real_BL[:, self.unpredicted :])
 
     def _predicted(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return the NLL of the predicted tokens of each row, and the mask of the real ones."""

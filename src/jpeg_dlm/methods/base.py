@@ -85,6 +85,11 @@ class Likelihood:
     nats_B: Tensor
     tokens_B: Tensor
 
+    @classmethod
+    def over(cls, nats_BL: Tensor, real_BL: Tensor) -> Likelihood:
+        """Return the sums over the real tokens of each row."""
+        return cls((nats_BL * real_BL).sum(1), real_BL.sum(1))
+
 
 @dataclass(frozen=True)
 class Latents:
@@ -145,6 +150,7 @@ class Trainable(nn.Module, ABC):
 
     title: str  # as the paper's tables name it
     groups: ClassVar[dict[str, type]] = GROUPS
+    rate_group: ClassVar[str] = "flow"  # key of the learning rate in the config, unless `parameter_groups` says otherwise
     uses_encoder: ClassVar[bool] = False
     uses_context: ClassVar[bool] = False  # whether `model.context_blocks` rows before each row are given in a batch
     has_phases: ClassVar[bool] = False  # whether training ends in another way than it begins, after a share of its steps
@@ -200,7 +206,7 @@ class Trainable(nn.Module, ABC):
     def parameter_groups(self) -> list[ParameterGroup]:
         """Return all trainable parameters, by group."""
         trained = {n: p for n, p in self.named_parameters() if p.requires_grad and not n.startswith(FROZEN)}
-        return [ParameterGroup("flow", trained)]
+        return [ParameterGroup(self.rate_group, trained)]
 
     def after_step(self, step: int, total: int) -> None:
         """Do what follows an optimizer step, such as a target network's moving average."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from jpeg_dlm.config import Checks, Config, head_checks, opt
+from jpeg_dlm.methods.common.step_sampler import StepSampler
 
 PAPER_PRESETS = ("lm1b", "owt1024", "owt128")
 
@@ -86,7 +87,7 @@ class CosmosObjective:
 
 
 @dataclass(frozen=True)
-class CosmosSampler:
+class CosmosSampler(StepSampler):
     """Options of the reverse SDE and of decoding."""
 
     steps: int = opt(200, "Euler steps of the reverse SDE (paper)")
@@ -94,18 +95,10 @@ class CosmosSampler:
     result: Literal["mean", "x0"] = opt("mean", "what is decoded: the mean of the last step (COSMOS) or its clean prediction")
 
     def checks(self, config: Config) -> Checks:
-        return [
-            (self.steps >= 1, "sampler.steps must be at least 1"),
-            (0 < self.t_end < 1, "sampler.t_end must lie between 0 and 1"),
-        ]
+        return [*super().checks(config), (0 < self.t_end < 1, "sampler.t_end must lie between 0 and 1")]
 
     def label(self) -> str:
-        """Return the name in tables."""
         return f"{self.steps} SDE steps"
-
-    def evaluations(self, token_len: int) -> int:
-        """Return the network evaluations of one sample."""
-        return self.steps
 
 
 GROUPS: dict[str, type] = {"model": CosmosModel, "objective": CosmosObjective, "sampler": CosmosSampler}

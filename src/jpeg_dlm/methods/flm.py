@@ -29,6 +29,7 @@ from jpeg_dlm.methods.base import FILLS_IN, Batch, Method, Publication, Watch, m
 from jpeg_dlm.methods.common.continuous import adapted, published_config
 from jpeg_dlm.methods.common.decoding_error import TimeMap
 from jpeg_dlm.methods.common.discrete import DIFFUSION_TENSORS, NetworkConfig, sampler_steps
+from jpeg_dlm.methods.common.step_sampler import StepSampler
 from jpeg_dlm.nn.ddit import DDiT, NoiseLevel, zero_linear
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll
@@ -55,7 +56,7 @@ class FlmObjective:
 
 
 @dataclass(frozen=True)
-class FlmSampler:
+class FlmSampler(StepSampler):
     """Steps of equal size in tau."""
 
     steps: int = opt(128, "network evaluations (paper: 128 on LM1B, 1024 on OWT; a flow map needs 1 to 32)")
@@ -63,16 +64,11 @@ class FlmSampler:
 
     def checks(self, config: Config) -> Checks:
         learned = getattr(config.objective, "flow_map", False)
-        return [
-            (self.steps >= 1, "sampler.steps must be at least 1"),
-            (self.step == "euler" or learned, "sampler.step 'map' needs a model trained with objective.flow_map"),
-        ]
+        known = self.step == "euler" or learned
+        return [*super().checks(config), (known, "sampler.step 'map' needs a model trained with objective.flow_map")]
 
     def label(self) -> str:
-        return f"{self.steps} steps" if self.step == "euler" else f"{self.steps} map steps"
-
-    def evaluations(self, token_len: int) -> int:
-        return self.steps
+        return super().label() if self.step == "euler" else f"{self.steps} map steps"
 
 
 # ---------------------------------------------------------------- flow maps

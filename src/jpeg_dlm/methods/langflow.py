@@ -32,6 +32,7 @@ from jpeg_dlm.methods.base import (
 )
 from jpeg_dlm.methods.common.continuous import adapted, published_config
 from jpeg_dlm.methods.common.discrete import DIFFUSION_TENSORS, PAPER_TOKENIZERS, NetworkConfig, paper_data, sampler_steps
+from jpeg_dlm.methods.common.step_sampler import StepSampler
 from jpeg_dlm.nn.ddit import DDiT
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll
@@ -74,19 +75,10 @@ class LangFlowObjective:
 
 
 @dataclass(frozen=True)
-class LangFlowSampler:
+class LangFlowSampler(StepSampler):
     """Deterministic steps along the proposal's quantiles."""
 
     steps: int = opt(128, "network evaluations (paper: 128 on LM1B, 1024 on OWT)")
-
-    def checks(self, config: Config) -> Checks:
-        return [(self.steps >= 1, "sampler.steps must be at least 1")]
-
-    def label(self) -> str:
-        return f"{self.steps} steps"
-
-    def evaluations(self, token_len: int) -> int:
-        return self.steps
 
 
 # ---------------------------------------------------------------- the process

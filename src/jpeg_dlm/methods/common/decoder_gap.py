@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-import torch
 from torch import Tensor
 
 from jpeg_dlm.methods.base import Batch, Latents
@@ -28,7 +27,7 @@ def decoder_measures(
     for latents, batch, generated_BND in parts:
         assert latents.logits is not None
         z, tokens_BL = latents.z_BND, batch.tokens_BL
-        mask_BL = torch.ones_like(tokens_BL, dtype=torch.bool) if batch.mask_BL is None else batch.mask_BL
+        mask_BL = batch.real_BL
         own, other = (latents.logits(of, tokens_BL) for of in (z, z.roll(1, 0)))
         total["real"] += int(mask_BL.sum())
         total["nll"] -= float(log_p(own, tokens_BL)[mask_BL].sum())

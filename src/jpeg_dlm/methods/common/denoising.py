@@ -95,7 +95,7 @@ def compare_denoisers(parts: Iterable[tuple[Latents, Batch, RowNoise]], linear: 
     for latents, batch, noise in parts:
         assert latents.predict is not None
         z = latents.z_BND.float()
-        mask_BL = torch.ones_like(batch.tokens_BL, dtype=torch.bool) if batch.mask_BL is None else batch.mask_BL
+        mask_BL = batch.real_BL
         squares, real = squares + float(z.square().sum()), real + int(mask_BL.sum())
         eps = noise.normal("diagnosis", *z.shape[1:])
         for i, t in enumerate(TIMES):

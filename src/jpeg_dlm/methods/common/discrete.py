@@ -6,17 +6,16 @@ Shapes: B batch, L tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from jpeg_dlm.config import Checks, Config, DataConfig, TrainConfig, head_checks, opt
-from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.methods.base import masked_mean
+from jpeg_dlm.methods.common.released_layout import repeated, shapes_of
 from jpeg_dlm.rng import RowNoise
 
 T_MIN_SAMPLING = 1e-5  # last time of samplers (MDLM, SEDD, Duo)
@@ -135,18 +134,11 @@ def ddit_sizes(tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, int]]:
 
     The weights do not determine the number of heads: published models have heads of 64 channels, so this is assumed.
     """
-
-    def shape(name: str) -> tuple[int, ...]:
-        full = f"backbone.{name}"
-        if full not in tensors or tensors[full].ndim != 2:
-            raise CheckpointError(f"The file is not in the layout of the shared transformer: it lacks the matrix '{full}'.")
-        return tuple(tensors[full].shape)
-
-    vocab, hidden = shape("vocab_embed.embedding")
-    depth = len({name.split(".")[2] for name in tensors if name.startswith("backbone.blocks.")})
-    sizes = {"hidden": hidden, "depth": depth, "heads": max(1, hidden // 64)}
+    shape = shapes_of(tensors, "the layout of the shared transformer")
+    vocab, hidden = shape("backbone.vocab_embed.embedding")
+    sizes = {"hidden": hidden, "depth": repeated(tensors, "backbone.blocks"), "heads": max(1, hidden // 64)}
     if "backbone.sigma_map.mlp.0.weight" in tensors:
-        cond_dim, freq_dim = shape("sigma_map.mlp.0.weight")
+        cond_dim, freq_dim = shape("backbone.sigma_map.mlp.0.weight")
         sizes |= {"cond_dim": cond_dim, "freq_dim": freq_dim}
     return vocab, sizes
 
@@ -213,11 +205,3 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
     p, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
     struck = p.cumsum(-1) - p >= top_p
     return logits.masked_fill(torch.zeros_like(struck).scatter_(-1, order, struck), -torch.inf)
-
-
-def in_parts(f: Callable[..., Tensor], size: int, *inputs: Tensor) -> Tensor:
-    """Apply f to `size` rows at a time (0: all) and recompute each part in backward, so that no logits are kept."""
-    if size <= 0 or len(inputs[0]) <= size:
-        return f(*inputs)
-    parts = zip(*(x.split(size) for x in inputs), strict=True)
-    return torch.cat([checkpoint(f, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from jpeg_dlm.flow.path import interpolate
+from jpeg_dlm.flow.path import interpolate, per_sample
 from jpeg_dlm.machine.collectives import all_mean, world_size
-from jpeg_dlm.methods.base import Batch, Latents, masked_mean
+from jpeg_dlm.methods.base import Batch, Latents
 from jpeg_dlm.methods.common.regularizers import sigreg, unit_directions
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.rng import RowNoise, generator
@@ -134,8 +134,7 @@ def noisy_accuracy(latents: Latents, batch: Batch, noise: RowNoise, times: Seque
     eps = noise.normal("decode", *z.shape[1:])
     shares = []
     for t in times:
-        tokens_BL = latents.decode(interpolate(z, eps, torch.full((len(z),), t, device=z.device)))
-        shares.append(float(masked_mean((tokens_BL == batch.tokens_BL).float(), batch.mask_BL)))
+        shares.append(float(batch.share_right(latents.decode(interpolate(z, eps, per_sample(t, z))))))
     return shares
 
 
@@ -144,7 +143,6 @@ def latent_measures(latents: Latents, batch: Batch, noise: RowNoise) -> dict[str
     found = measure(latents.z_BND)
     values = {f"latent_{name}": getattr(found, name) for name in ("rank", "isotropy", "std_min", "text", "sigreg")}
     rows = max(1, len(latents.z_BND) // DECODE_PART)
-    part = Batch(batch.tokens_BL[:rows], None if batch.mask_BL is None else batch.mask_BL[:rows])
     first = Latents(latents.z_BND[:rows], latents.decode)
-    shares = noisy_accuracy(first, part, replace(noise, rows=noise.rows[:rows]))
+    shares = noisy_accuracy(first, batch.first(rows), replace(noise, rows=noise.rows[:rows]))
     return values | {f"decode_t{t:g}": share for t, share in zip(DECODE_TIMES, shares, strict=True)}
