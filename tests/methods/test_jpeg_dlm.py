@@ -331,6 +331,15 @@ def test_the_target_starts_as_a_copy_and_follows():
         assert torch.allclose(after, wanted, atol=1e-6)
 
 
+def test_targets_are_clean_while_the_context_compressor_drops():
+    method = build(model__dropout=0.5)
+    h = method.features(batch())
+    trained = method.target_latents(h, None), method.compressor(h)
+    method.eval()
+    assert torch.equal(method.target_latents(h, None), trained[0])
+    assert not torch.allclose(method.compressor(h), trained[1])
+
+
 # ---------------------------------------------------------------- self-conditioning
 
 

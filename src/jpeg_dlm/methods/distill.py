@@ -81,6 +81,15 @@ class Student(JpegDlm):
     def trained_stage(cls, config: Config) -> Path:
         return Path(config.objective.teacher)
 
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of networks that are trained; frozen modules stay in eval mode, without dropout."""
+        super().train(False)
+        self.training = mode
+        for network in (self.dit, self.predictor):
+            if network is not None and any(p.requires_grad for p in network.parameters()):
+                network.train(mode)
+        return self
+
     def after_step(self, step: int, total: int) -> None:
         """Do nothing: the target compressor is frozen too."""
 
@@ -126,13 +135,6 @@ class Distill(Student):
         copy_tensors(own, given, "the teacher")
         self.compressor.load_state_dict(self.target.state_dict())
         self.teacher.load_state_dict(stage.dit.state_dict())
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode of the denoising network; frozen modules stay in eval mode, without dropout."""
-        super().train(False)
-        self.training = mode
-        self.dit.train(mode)
-        return self
 
     # ------------------------------------------------------------ training
 

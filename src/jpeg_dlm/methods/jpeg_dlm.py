@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -120,6 +121,12 @@ class JpegDlm(RunningStandardization, Method):
             "ce_first": o.ce_weight,
         }  # fmt: skip
         self.token_decoder = build_token_decoder(config)  # last, so that the other weights do not depend on it
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode; the target compressor stays in eval mode, since dropout would corrupt clean latents."""
+        super().train(mode)
+        self.target.eval()
+        return self
 
     # ------------------------------------------------------------ Algorithm 1
 
