@@ -93,17 +93,12 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class Latents:
-    """Clean latents on the scale on which noise is N(0, I), and what decodes latents of that scale to token ids.
-
-    `predict(z_t, t)` estimates the clean latents behind z_t = t z + (1 - t) eps in one evaluation of the method's network,
-    with no earlier estimate to go by; None for a method without such a network. `logits(z, tokens)` are those of a decoder
-    that reads the tokens before each position; None where positions are decoded independently.
-    """
+    """Clean latents on the scale on which noise is N(0, I), and the functions that use latents of that scale."""
 
     z_BND: Tensor
-    decode: Callable[[Tensor], Tensor]
-    predict: Callable[[Tensor, float], Tensor] | None = None
-    logits: Callable[[Tensor, Tensor], Tensor] | None = None
+    decode: Callable[[Tensor], Tensor]  # latents to token ids
+    predict: Callable[[Tensor, float], Tensor] | None = None  # one estimate of z from z_t = t z + (1 - t) eps, if there is any
+    logits: Callable[[Tensor, Tensor], Tensor] | None = None  # of a decoder that reads tokens too, if it does
 
 
 def linear_time(ratio: float) -> float:
@@ -120,8 +115,7 @@ def linear_state(z_BND: Tensor, eps_BND: Tensor, ratio: float) -> Tensor:
 class LatentView:
     """Functions that studies of the latent space use, in the standardized coordinates in which a model generates.
 
-    Noise is told by the ratio of its factor to the signal's, sigma / alpha = SNR**-0.5, which is 0 for clean latents and
-    the same number on every path. The self-conditioning scale is 1 (paper).
+    Noise is given as sigma / alpha = SNR**-0.5, the same number on every path. The self-conditioning scale is 1 (paper).
     """
 
     encode: Callable[[Batch], Tensor]  # clean latents (B, N, D)
@@ -212,10 +206,7 @@ class Trainable(nn.Module, ABC):
         """Do what follows an optimizer step, such as a target network's moving average."""
 
     def forward(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
-        """Compute `losses`, under the name that DistributedDataParallel calls; terms without a weight leave the graph.
-
-        It waits for the gradient of every parameter that it finds behind an output.
-        """
+        """Compute `losses` for DistributedDataParallel; terms without a weight leave the graph, or it would wait for them."""
         return {name: x if self.loss_weights.get(name) else x.detach() for name, x in self.losses(batch, noise).items()}
 
     def total_loss(self, losses: dict[str, Tensor]) -> Tensor:
@@ -243,10 +234,7 @@ class Trainable(nn.Module, ABC):
             return encoder(batch.tokens_BL, batch.mask_BL)
 
     def reconstruction(self, batch: Batch, sampler: Any = None) -> Tensor | None:
-        """Return the share of tokens that survive the method's own encoding and decoding; None if it has none.
-
-        `sampler` are the options of sampling, for methods whose decoding depends on them.
-        """
+        """Return the share of tokens that survive encoding and decoding with these options; None if the method has neither."""
         return None
 
     def latent_space(self, batch: Batch) -> Latents | None:

@@ -126,10 +126,7 @@ class Cosmos(Standardization, Method):
         self, sampler: CosmosSampler, noise: RowNoise, watch: Watch | None = None, steer: Steering | None = None,
         origin: Origin | None = None,
     ) -> Tensor:  # fmt: skip
-        """Run Euler steps of the reverse SDE, each self-conditioned on the previous prediction; the last adds no noise.
-
-        They begin with pure noise, or at the time at which an origin has its share of it.
-        """
+        """Run Euler steps of the reverse SDE from noise or an origin, self-conditioned; the last step adds no noise."""
         draw, shape, begin = noise.streams("sample"), self.latent_mean.shape, 1.0
         mean, std, x0 = torch.zeros(()), 1.0, None
         if origin:

@@ -84,8 +84,7 @@ class CosmosCodec(Trainable):
     def corrupt(self, h_BLF: Tensor, mask_BL: Tensor | None, noise: RowNoise) -> tuple[Tensor, Tensor]:
         """Return the augmented features and mask for the compressor.
 
-        The first rows of the global batch have hidden tokens, the next ones noisy features. Hidden tokens are not attended
-        to; COSMOS intends to zero their features too, but its code overwrites that.
+        The first rows of the global batch have hidden tokens, which are not attended to, the next ones noisy features.
         """
         o: CosmosObjective = self.config.objective
         total = noise.total or len(noise.rows)

@@ -110,10 +110,7 @@ class Distill(Student):
 
     @classmethod
     def student_config(cls, teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None) -> Config:
-        """Return the config of a student of this teacher, by default with 4 steps, trained on the teacher's text.
-
-        It uses a tenth of the teacher's steps and learning rate, since it starts from the teacher's weights (assumed).
-        """
+        """Return the config of a student with 4 steps, and a tenth of the teacher's optimizer steps and rate (assumed)."""
         config = continued(teacher, path, tokenizer, encoder, "distill", DistillObjective)
         s: SamplerConfig = teacher.sampler
         grid = s.grid if s.grid in NESTED else "quantile"

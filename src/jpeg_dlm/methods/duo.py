@@ -31,12 +31,11 @@ from jpeg_dlm.methods.common.discrete import (
     DiscreteObjective,
     LogLinear,
     NetworkConfig,
+    adapted,
     ddit_model,
     ddit_sizes,
-    ddit_training,
     draw_tokens,
     nucleus,
-    paper_data,
     reduce_loss,
     sampler_steps,
     sampling_times,
@@ -145,15 +144,9 @@ class Duo(Method):
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
         gamma_min, gamma_max = PAPER_GAMMAS.get(base.preset, (0.0, 0.0))
-        return replace(
-            base,
-            method=name,
-            data=paper_data(base)[0],
-            model=DuoModel(**ddit_model(base), extra_ids=int(base.preset == "owt1024")),
-            objective=DuoObjective(ce_chunk=base.objective.ce_chunk, gamma_min=gamma_min, gamma_max=gamma_max),
-            train=ddit_training(base),
-            sampler=DuoSampler(steps=sampler_steps(base)),
-        )
+        objective = DuoObjective(ce_chunk=base.objective.ce_chunk, gamma_min=gamma_min, gamma_max=gamma_max)
+        model = DuoModel(**ddit_model(base), extra_ids=int(base.preset == "owt1024"))
+        return adapted(base, name, objective, DuoSampler(sampler_steps(base)), model)
 
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:

@@ -216,11 +216,7 @@ class Elf(Method):
 
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
-        """Return the config of a published checkpoint (`ema_params1` of the torch files), read from its tensors.
-
-        The tensors do not determine the number of tokens, as positions are rotary, nor the exact MLP ratio: both are the
-        preset's.
-        """
+        """Return the config of a published checkpoint (`ema_params1` of the torch files); row length and MLP ratio stay."""
         shape = shapes_of(tensors, "ELF's layout")
         hidden, proj_dim = shape("proj_kernel")
         bottleneck_dim, feature_dim = shape("text_proj.proj1.weight")

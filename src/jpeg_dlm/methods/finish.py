@@ -1,8 +1,7 @@
 """A finishing stage: train only the denoising network further, with the codec frozen.
 
-Joint training computes encoder, codec and token loss at every step, and its latents keep moving. Once tokens decode well,
-this stage trains the flow alone: all rows go through the denoise branch, and a few through the decode branch, which the
-shared network would forget otherwise. Not in the paper.
+Once tokens decode well, this stage trains the flow alone: all rows go through the denoise branch, and a few through the
+decode branch, which the shared network would forget otherwise. Not in the paper.
 """
 
 from __future__ import annotations

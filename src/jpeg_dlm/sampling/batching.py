@@ -110,8 +110,7 @@ class BatchingService:
 
     A batch starts when it is full, when it has as many rows as the batch before, or when its oldest request has waited for
     `max_wait_s` (after a long batch, for a share of its time). A request that does not fit is split, unless it is watched. A
-    future can be cancelled at any time: rows that have not started are dropped, and a batch for which nobody waits any more
-    stops after its current step. While the service is open, only its thread may use the writers.
+    batch whose futures are all cancelled stops after its current step. Meanwhile only this thread may use the writers.
     """
 
     def __init__(

@@ -1,11 +1,21 @@
-"""Times that follow the loss."""
+"""Times that are partly uniform, and times that follow the loss."""
 
 import math
 
 import pytest
 import torch
 
-from jpeg_dlm.methods.common.flow_times import BINS, UNIFORM, AdaptiveTimes
+from jpeg_dlm.methods.common.flow_times import BINS, UNIFORM, AdaptiveTimes, drawn_times
+from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmObjective
+from jpeg_dlm.rng import RowNoise
+
+
+def test_a_share_of_the_times_is_uniform():
+    noise = RowNoise(0, range(400))
+    chance, uniform = noise.uniform("time_uniform", 2).unbind(1)
+    none, some, all_of_them = (drawn_times(JpegDlmObjective(time_uniform=share), noise) for share in (0.0, 0.25, 1.0))
+    assert torch.equal(none, torch.sigmoid(-1.5 + 0.8 * noise.normal("time"))) and torch.equal(all_of_them, uniform)
+    assert torch.equal(some, torch.where(chance < 0.25, uniform, none)) and 50 < int((some != none).sum()) < 150
 
 
 def test_times_begin_uniform_and_follow_the_slope_of_the_loss():

@@ -161,10 +161,7 @@ class Absorbing(Method):
     # ------------------------------------------------------------ the bound
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
-        """Estimate the mean integrand of the bound over [t_min, 1], which omits the thousandth with the least noise.
-
-        Training minimizes this estimate and held-out losses report it; `likelihood` omits nothing.
-        """
+        """Estimate the mean integrand of the bound over [t_min, 1]; `likelihood` does not omit the least noise."""
         o, t_B = self.config.objective, training_times(noise, self.config.objective)
         masked_BL = noise.uniform("mask", batch.tokens_BL.shape[1]) < 1 - self.schedule.alpha(t_B)[:, None]
         weight_B = self.schedule.dsigma(t_B) / self.schedule.sigma(t_B).expm1()  # 1 / t
@@ -181,11 +178,10 @@ class Absorbing(Method):
     def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
         """Estimate the whole bound without bias from one time per row, without cutting either end and without large weights.
 
-        As an integral over the masked share m = 1 - alpha from 0 to 1, the bound is E[sum of costs] / m. A uniform m would
-        give rare rows huge weights. Instead, the number n of masked tokens is uniform on 1..L, m is the n-th smallest of L
-        uniform numbers, and the positions up to it are masked: this pair has density n / L times that of the integral, hence
-        the weight L / n. Shares above 1 - eps, which the schedule never reaches, are passed to the network as t = 1.
-        Padding is noised like text, as in training, but neither its cost nor its tokens count.
+        Over the masked share m = 1 - alpha, the bound is the integral of E[sum of costs] / m. A uniform m would give rare rows
+        huge weights. Instead, the number n of masked tokens is uniform on 1..L, and m is the n-th smallest of L uniform
+        numbers: this pair has density n / L times that of the integral, hence the weight L / n. Shares above 1 - eps, which
+        the schedule never reaches, are passed to the network as t = 1. Padding is noised like text but does not count.
         """
         x0_BL = batch.tokens_BL
         length = x0_BL.shape[1]

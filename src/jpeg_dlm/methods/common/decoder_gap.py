@@ -18,10 +18,9 @@ def decoder_measures(
 ) -> dict[str, float]:  # fmt: skip
     """Return the measures of a decoder over parts, each with latents of real text, that text, and generated latents.
 
-    `decoder_nll` is -log p of the real tokens, given the tokens before them and their latents, `decoder_nll_other` given
-    the latents of another text of the part; `decoder_gap` is the difference and `decoder_changed` the share of most
-    probable tokens that change with it. `decoder_confidence` is log p of the decoder's own greedy tokens on the latents of
-    real text, `decoder_confidence_generated` on generated ones, where `is_text` tells which of the tokens count.
+    `decoder_nll` is -log p of the real tokens, `decoder_nll_other` with the latents of another text; `decoder_gap` is the
+    difference, and `decoder_changed` the share of most probable tokens that change. `decoder_confidence` is log p of the
+    decoder's own tokens, `decoder_confidence_generated` on generated latents, where `is_text` tells which tokens count.
     """
     total: defaultdict[str, float] = defaultdict(float)
     for latents, batch, generated_BND in parts:

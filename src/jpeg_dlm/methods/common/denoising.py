@@ -52,9 +52,8 @@ class LinearDenoiser:
 def fit_linear_denoiser(z_SND: Tensor, joint_size: int = JOINT_SIZE) -> LinearDenoiser:
     """Fit the filter of all coordinates together, or of each position if there are more than `joint_size` coordinates.
 
-    A sample spectrum is too spread out, more so with fewer rows. So the variances are measured on some rows along the
-    directions of the others (Abadir, Distaso and Zikes 2014), and sorted like the directions of all rows. On the latents of
-    a trained model this beat the sample covariance and Ledoit and Wolf's shrinkage at every t and number of rows (measured).
+    A sample spectrum is too spread out. So the variances are measured on some rows along the directions of the others
+    (Abadir, Distaso and Zikes 2014); this beat the sample covariance and Ledoit and Wolf's shrinkage (measured).
     """
     rows, positions, width = z_SND.shape
     groups = 1 if positions * width <= joint_size else positions

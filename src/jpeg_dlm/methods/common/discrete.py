@@ -1,4 +1,4 @@
-"""Shared parts of the systems on token ids: options, the noise schedule, stratified times, and drawing tokens.
+"""Shared parts of the systems on the transformer of `nn.ddit`: options, presets, noise schedule, times, and drawing tokens.
 
 Sources are (MDLM), (SEDD) and (Duo) for the three public code bases, and (paper) for the settings of the comparison.
 Shapes: B batch, L tokens, V vocabulary.
@@ -94,17 +94,15 @@ class DiscreteObjective:
 def ddit_model(base: Config) -> dict[str, Any]:
     """Return sizes of the shared transformer that match a preset's DiT: same width, depth and heads."""
     m = base.model
-    small = base.preset not in PAPER_TOKENIZERS  # no dropout, as short runs repeat little of their data
+    dropout = 0.1 if base.preset in PAPER_TOKENIZERS else 0.0  # short runs repeat little of their data
     sizes = {"hidden": m.hidden, "depth": m.depth, "heads": m.heads, "freq_dim": m.freq_dim}
-    more = {"cond_dim": min(128, m.hidden), "dropout": 0.0 if small else 0.1}
-    return sizes | more
+    return sizes | {"cond_dim": min(128, m.hidden), "dropout": dropout}
 
 
 def paper_data(base: Config, tokenizer: str | None = None) -> tuple[DataConfig, int]:
     """Return a preset's data with the tokenizer of the paper's comparison (or the named one), and its mask id.
 
-    Documents are joined by end tokens, cut anywhere, and each row is framed by a begin and an end token (MDLM, Duo). Their code
-    drops what is left of every thousand documents; here it begins the next row.
+    Documents are joined, cut anywhere, and rows are framed (MDLM, Duo); what is left of a document begins the next row.
     """
     if base.preset not in PAPER_TOKENIZERS:
         return base.data, -1
@@ -121,6 +119,17 @@ def ddit_training(base: Config, steps: int = 1_000_000) -> TrainConfig:
     return replace(
         base.train, steps=steps, batch=batch, accumulation=accumulation, lr=3e-4, weight_decay=0.0, warmup=2500,
         schedule="constant", ema=0.9999, ema_warmup=True, seed=1,
+    )  # fmt: skip
+
+
+def adapted(
+    base: Config, name: str, objective: Any, sampler: Any, model: Any = None, data: DataConfig | None = None,
+    steps: int = 1_000_000,
+) -> Config:  # fmt: skip
+    """Adapt such a system to a preset of JPEG-DLM: the recipe of the comparison, or the budget of a small preset."""
+    return replace(
+        base, method=name, data=data or paper_data(base)[0], model=model or NetworkConfig(**ddit_model(base)),
+        objective=objective, train=ddit_training(base, steps), sampler=sampler,
     )  # fmt: skip
 
 
@@ -141,6 +150,16 @@ def ddit_sizes(tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, int]]:
         cond_dim, freq_dim = shape("backbone.sigma_map.mlp.0.weight")
         sizes |= {"cond_dim": cond_dim, "freq_dim": freq_dim}
     return vocab, sizes
+
+
+def published_config(tensors: Mapping[str, Tensor], base: Config) -> Config:
+    """Return `base` with the sizes of a published checkpoint; its vocabulary size identifies tokenizer and row length."""
+    vocab, sizes = ddit_sizes(tensors)
+    data = replace(base.data, vocab_size=vocab)
+    for preset, (tokenizer, ids, _) in PAPER_TOKENIZERS.items():
+        if ids == vocab:
+            data = replace(data, tokenizer=tokenizer, token_len=128 if preset == "lm1b" else 1024)
+    return replace(base, data=data, model=replace(base.model, **sizes))
 
 
 # ---------------------------------------------------------------- the log-linear schedule

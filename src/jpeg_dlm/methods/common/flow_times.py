@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from jpeg_dlm.flow.path import logit_normal, mixed_times, per_row
+from jpeg_dlm.flow.path import logit_normal, per_row
 from jpeg_dlm.machine.collectives import all_mean
 from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmObjective
 from jpeg_dlm.nn.dit import linear_estimate
@@ -24,7 +24,7 @@ def drawn_times(o: JpegDlmObjective, noise: RowNoise, adaptive: AdaptiveTimes | 
     if not o.time_uniform:
         return t
     chance, uniform = noise.uniform("time_uniform", 2).unbind(1)
-    return mixed_times(t, chance, uniform, o.time_uniform)
+    return torch.where(chance < o.time_uniform, uniform, t)
 
 
 def weighted(error: Tensor, t: Tensor, o: JpegDlmObjective) -> Tensor:
