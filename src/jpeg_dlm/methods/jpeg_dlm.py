@@ -152,8 +152,8 @@ class JpegDlm(RunningStandardization, Method):
             **latent_regularizers(z_raw if o.reg_space == "raw" else z_c, o, self.config.train.steps, noise),  # appendix
         }
         if o.ce_time_min < 1:  # ablation
-            early = self.decompressed(zhat_1[: len(h)])
-            terms["ce_noisy"] = self.reader.late_loss(early, noisy.t[: len(h)], batch, noise)
+            hhat_1 = self.decompressed(zhat_1[: len(h)])
+            terms["ce_noisy"] = self.reader.late_loss(hhat_1, noisy.t[: len(h)], batch, noise)
         return terms
 
     def features(self, batch: Batch) -> Tensor:
@@ -205,11 +205,8 @@ class JpegDlm(RunningStandardization, Method):
         return out
 
     def both_branches(self, z_c: Tensor, noisy: Noisy) -> tuple[Tensor, Tensor]:
-        """Return (zhat_tgt, zhat_1) = (f(z_c, t=1) in decode mode, f(z_t, t; s, w)), in one pass if the network is shared.
-
-        The decode branch uses the w of the first draw of each row.
-        """
-        n, rows = noisy, len(z_c)
+        """Return (zhat_tgt, zhat_1) = (f(z_c, t=1) in decode mode, f(z_t, t; s, w)), in one pass if the network is shared."""
+        n, rows = noisy, len(z_c)  # the decode branch has the w of a row's first draw
         if self.predictor is not None:
             return self.decode_latents(z_c, n.w[:rows]), self.dit(n.z_t, n.t, n.s, n.w, context=n.context)
         out = self.dit(
@@ -274,11 +271,7 @@ class JpegDlm(RunningStandardization, Method):
         return self.greedy(self.decode_latents(z, per_sample(w, z)), given_BL)
 
     def logits(self, z: Tensor, w: float, given_BL: Tensor | None = None) -> Tensor:
-        """Return the logits of one decode evaluation, for guides.
-
-        Those of a contextual decoder follow its own tokens, or the given ids (negative: free), and are read anew at every
-        move of the latents.
-        """
+        """Return the logits of one decode evaluation, for guides, differentiable in the latents."""
         return self.reader.logits(self.decompressed(self.decode_latents(z, per_sample(w, z))), given_BL)
 
     def greedy(self, z: Tensor, given_BL: Tensor | None = None) -> Tensor:
@@ -319,15 +312,13 @@ class JpegDlm(RunningStandardization, Method):
 
     def forced_logits(self, z: Tensor, tokens_BL: Tensor) -> Tensor:
         """Return logits at w = 1 under teacher forcing; the two-pass decoder reads its own tokens."""
-        return self.reader.forced_logits(self.decompressed(self.decode_latents(z, per_sample(1.0, z))), tokens_BL)
+        return self.project(self.reader.corrected(self.decompressed(self.decode_latents(z, per_sample(1.0, z))), tokens_BL))
 
     def latent_view(self) -> LatentView:
         return LatentView(
-            self.encode,
-            predict=lambda z_t, ratio: self.predict_once(z_t, linear_time(ratio)),
-            decode=self.greedy,
+            self.encode, lambda z_t, ratio: self.predict_once(z_t, linear_time(ratio)), self.greedy,
             branch=lambda z: self.decode_latents(z, per_sample(1.0, z)),
-        )
+        )  # fmt: skip
 
     def predict_once(self, z_t: Tensor, t: float) -> Tensor:
         """Return the prediction of clean latents at w = 1, without self-conditioning."""
@@ -351,10 +342,9 @@ class JpegDlm(RunningStandardization, Method):
         return released_config(tensors, base)
 
     def parameter_groups(self) -> list[ParameterGroup]:
+        trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
         # assumed: what makes tokens of features is grouped with the DiT
-        flow = ("dit.", "predictor.", "unembed_proj.", "lm_head.", "token_decoder.")
-        groups: dict[str, dict[str, nn.Parameter]] = {"flow": {}, "codec": {}}
-        for name, parameter in self.named_parameters():
-            if parameter.requires_grad:
-                groups["flow" if name.startswith(flow) else "codec"][name] = parameter
-        return [ParameterGroup(name, parameters) for name, parameters in groups.items() if parameters]
+        with_dit = ("dit.", "predictor.", "unembed_proj.", "lm_head.", "token_decoder.")
+        flow = {name: p for name, p in trained.items() if name.startswith(with_dit)}
+        codec = {name: p for name, p in trained.items() if name not in flow}
+        return [ParameterGroup(name, group) for name, group in (("flow", flow), ("codec", codec)) if group]

@@ -44,11 +44,8 @@ class TokenReader:
         """Return the most probable tokens."""
         return self.W(hhat).argmax(-1) if self.decoder is None else self.decoder.written(hhat, self.W, given_BL)
 
-    def forced_logits(self, hhat: Tensor, tokens_BL: Tensor, noise: RowNoise | None = None) -> Tensor:
-        """Return logits under teacher forcing; the two-pass decoder reads its own tokens."""
-        return self.W(self.corrected(hhat, tokens_BL, noise))
-
-    def corrected(self, hhat: Tensor, tokens_BL: Tensor, noise: RowNoise | None) -> Tensor:
+    def corrected(self, hhat: Tensor, tokens_BL: Tensor, noise: RowNoise | None = None) -> Tensor:
+        """Return the features for W under teacher forcing; the two-pass decoder reads its own tokens."""
         return hhat if self.decoder is None else self.decoder(hhat, tokens_BL, self.W, noise)
 
     # ------------------------------------------------------------ losses
