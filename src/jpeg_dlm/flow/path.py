@@ -12,7 +12,7 @@ def per_row(x_B: Tensor, like: Tensor) -> Tensor:
 
 
 def per_sample(value: float, like: Tensor) -> Tensor:
-    """The value (B,) for each row of `like`."""
+    """Return the value (B,) for each row of `like`."""
     return torch.full((len(like),), value, device=like.device)
 
 

@@ -23,7 +23,7 @@ def velocity(x: Tensor, z: Tensor, t: float) -> Tensor:
 
 
 def euler(predict: Predict, z: Tensor, grid: list[float], on_step: OnStep | None = None) -> Tensor:
-    """First order, one evaluation per step (paper, Algorithm 2)."""
+    """Solve in first order, with one evaluation per step (paper, Algorithm 2)."""
     for k, (t, u) in enumerate(pairwise(grid)):
         x = predict(z, t)
         if on_step:
@@ -33,7 +33,7 @@ def euler(predict: Predict, z: Tensor, grid: list[float], on_step: OnStep | None
 
 
 def heun(predict: Predict, z: Tensor, grid: list[float], on_step: OnStep | None = None) -> Tensor:
-    """Second order, two evaluations per step except the last, as the velocity is undefined at t = 1."""
+    """Solve in second order, with two evaluations per step but the last, as the velocity is undefined at t = 1."""
     for k, (t, u) in enumerate(pairwise(grid)):
         x = predict(z, t)
         if on_step:
@@ -45,7 +45,7 @@ def heun(predict: Predict, z: Tensor, grid: list[float], on_step: OnStep | None 
 
 
 def multistep(predict: Predict, z: Tensor, grid: list[float], on_step: OnStep | None = None) -> Tensor:
-    """Second order, one evaluation per step: extrapolate x linearly in t from the last two predictions.
+    """Solve in second order, with one evaluation per step: extrapolate x linearly in t from the last two predictions.
 
     With x(s) = x + slope (s - t), the ODE integrates to the constant-x formula plus
     slope * [(u - t) + (1 - u) ln((1 - u)/(1 - t))], where the logarithmic term vanishes at u = 1. The first step holds x

@@ -321,19 +321,19 @@ def require(ability: Ability, writer: Writer, condition: str = "") -> None:
 
 
 def masked_mean(x_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
-    """Mean over real tokens of the global batch; padding does not count."""
+    """Return the mean over real tokens of the global batch."""
     if mask_BL is None:
         return x_BL.mean()
     return (x_BL * mask_BL).sum() / all_mean(mask_BL.float().sum()).clamp_min(1)
 
 
 def linear_ramp(start: float, end: float, step: int, total: int) -> float:
-    """From start at step 0 to end at the last step."""
+    """Return the value at a step of a line from `start` at step 0 to `end` at the last step."""
     if total <= 1:
         return end
     return start + (end - start) * min(step, total - 1) / (total - 1)
 
 
 def rounded_up_share(total: int, share: float, most: int) -> int:
-    """`share` of `total`, at least 1 and at most `most`: how defaults given as a percentage become steps."""
+    """Return a share of `total` steps, rounded up, at least 1 and at most `most`."""
     return max(1, min(most, math.ceil(total * share)))

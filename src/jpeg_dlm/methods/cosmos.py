@@ -184,11 +184,11 @@ class Cosmos(Standardization, Method):
         return Latents(self.encode(batch), self.greedy, predict)
 
     def latent_view(self) -> LatentView:
-        """States are variance-preserving."""
+        """Return the functions that studies use; states are variance-preserving."""
         return LatentView(
             self.encode, self.predict_once, self.greedy, noisy=lambda z, eps, ratio: (z + ratio * eps) / math.hypot(1, ratio)
         )
 
     def predict_once(self, z_t: Tensor, ratio: float) -> Tensor:
-        """The clean latents behind a state with this sigma / alpha; self-conditioning is zero (paper)."""
+        """Predict the clean latents behind a state with this sigma / alpha, with zero self-conditioning (paper)."""
         return self.predict(z_t, per_sample(self.schedule.time(ratio), z_t))

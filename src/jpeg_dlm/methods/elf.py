@@ -189,7 +189,7 @@ class Elf(Method):
         return batch.share_right(self.greedy(x, per_sample(1.0, x)))
 
     def latent_view(self) -> LatentView:
-        """The encoder's features, one for each token, which the network itself decodes (not in the paper)."""
+        """Return the functions that studies use, on the encoder's features as latents (not in the paper)."""
 
         def time(ratio: float) -> float:
             return linear_time(ratio / self.config.objective.noise_scale)  # the noise has this deviation at t = 0

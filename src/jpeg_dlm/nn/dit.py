@@ -41,7 +41,7 @@ def scalar_frequencies(dim: int, device: torch.device) -> Tensor:
 
 
 def scalar_embedding(x_B: Tensor, dim: int) -> Tensor:
-    """Cosines then sines of x at all frequencies; x is not multiplied by 1000 (released)."""
+    """Return cosines then sines of x at all frequencies; x is not multiplied by 1000 (released)."""
     angles = x_B.float()[:, None] * scalar_frequencies(dim, x_B.device)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 

@@ -117,7 +117,7 @@ class BatchingService:
         self, max_batch: int = MAX_BATCH, max_wait_s: float = MAX_WAIT_S, max_queue: int | None = None,
         observe: Callable[[int, float], None] = lambda rows, seconds: None,
     ) -> None:  # fmt: skip
-        """`max_queue` bounds the rows that wait; `observe` is told the rows and seconds of every batch, in the thread."""
+        """Start the thread; `max_queue` bounds the rows that wait, and `observe(rows, seconds)` is called after every batch."""
         if max_batch < 1 or max_wait_s < 0:
             raise UsageError("A service needs max_batch of at least 1 and max_wait_s of at least 0.")
         self.max_batch, self.max_wait_s, self.max_queue, self.observe = max_batch, max_wait_s, max_queue, observe
