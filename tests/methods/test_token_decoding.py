@@ -153,6 +153,12 @@ def test_texts_do_not_depend_on_their_batch_and_the_engine_writes_the_same(decod
         assert_same_tokens(fast.sample(method.config.sampler, noise(6)), together)
 
 
+def test_preparing_weights_leaves_the_mode_of_a_model_alone():
+    method = build("two_pass").train()
+    accelerated(method)
+    assert all(module.training for module in method.token_decoder.modules())
+
+
 @pytest.mark.parametrize("decoder", CONTEXTUAL)
 @pytest.mark.parametrize("fast", [False, True])
 def test_given_tokens_guides_and_edits(decoder, fast):

@@ -85,12 +85,24 @@ def test_progress_for_other_data_is_not_continued(tmp_path, encoder):
     torch.testing.assert_close(cache.rows(range(N)), encoder(TOKENS, MASK), rtol=2**-10, atol=1e-4)
 
 
-def test_other_encoder_data_or_shape_is_refused(tmp_path, encoder):
+@pytest.mark.parametrize("bad", [1e5, float("nan")])
+def test_features_that_half_precision_cannot_hold_are_refused(tmp_path, encoder, bad, monkeypatch):
+    plain = type(encoder).forward
+    monkeypatch.setattr(type(encoder), "forward", lambda self, *a: plain(self, *a).index_fill(0, torch.tensor([2]), bad))
+    with pytest.raises(DataError, match="float16"):
+        FeatureCache.build(tmp_path, encoder, source, N, L)
+
+
+def test_other_encoder_data_or_shape_is_refused(tmp_path, encoder, monkeypatch):
     FeatureCache.build(tmp_path, encoder, source, N, L, data_fingerprint="data")
     other = build_encoder(EncoderConfig(kind="random", feature_dim=F, depth=2, heads=2), 50, seed=1)
     for arguments in ((other.fingerprint, "data"), (encoder.fingerprint, "changed")):
         with pytest.raises(DataError, match="was made with other"):
             FeatureCache(tmp_path, *arguments)
+    info = json.loads((tmp_path / COMPLETE_FILE).read_text())
+    with monkeypatch.context() as patched, pytest.raises(DataError, match="other numbers"):
+        patched.setattr(feature_cache, "_read_info", lambda path: feature_cache.CacheInfo(**info | {"dtype": "bfloat16"}))
+        FeatureCache(tmp_path, encoder.fingerprint, "data")
     with pytest.raises(DataError, match="shape"):
         FeatureCache.build(tmp_path, encoder, source, N - 1, L, data_fingerprint="data")
 

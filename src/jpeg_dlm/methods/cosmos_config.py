@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from jpeg_dlm.config import Checks, Config, head_checks, opt
-from jpeg_dlm.methods.common.step_sampler import StepSampler
+from jpeg_dlm.config import Checks, Config, opt
+from jpeg_dlm.methods.common.shared_options import StepSampler, codec_checks
 
 PAPER_PRESETS = ("lm1b", "owt1024", "owt128")
 
@@ -33,22 +33,7 @@ class CosmosModel:
     position_scale: float = opt(0.0, "scale of codec position tables; 0 means D**-0.5 (COSMOS)")
 
     def checks(self, config: Config) -> Checks:
-        sizes = (self.latent_dim, self.hidden, self.codec_layers, self.depth, self.bottleneck_dim, self.proj_dim)
-        return [
-            (self.latent_len >= 1 and min(sizes) >= 1, "model sizes must be at least 1"),
-            (
-                self.latent_len <= config.data.token_len,
-                f"model.latent_len {self.latent_len} exceeds data.token_len {config.data.token_len}: latents compress "
-                "tokens, so lower it",
-            ),
-            (
-                self.codec_heads >= 1 and self.latent_dim % self.codec_heads == 0,
-                f"model.latent_dim {self.latent_dim} is not divisible by model.codec_heads {self.codec_heads}",
-            ),
-            *head_checks(self.hidden, self.heads),
-            (self.mlp_ratio > 0 and self.codec_mlp_ratio > 0, "model.mlp_ratio and model.codec_mlp_ratio must be positive"),
-            (0 <= self.dropout < 1, "model.dropout must lie in [0, 1)"),
-        ]
+        return [(self.latent_len >= 1, "model sizes must be at least 1"), *codec_checks(self, config.data.token_len)]
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from jpeg_dlm.methods.common.discrete import (
     training_times,
 )
 from jpeg_dlm.methods.common.gaussian_argmax import gamma_of, survival
-from jpeg_dlm.methods.common.step_sampler import StepSampler
+from jpeg_dlm.methods.common.shared_options import StepSampler
 from jpeg_dlm.nn.ddit import DDiT
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.nn.token_loss import in_parts

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from jpeg_dlm.config import Checks, Config, TrainConfig, head_checks, opt
-from jpeg_dlm.methods.common.step_sampler import StepSampler
+from jpeg_dlm.methods.common.shared_options import StepSampler, embedder_checks, self_condition_checks
 
 PAPER_PRESETS = ("lm1b", "owt1024", "owt128")
 PUBLISHED_FEATURES = 512  # channels of T5-small
@@ -32,9 +32,8 @@ class ElfModel:
         m = self
         return [
             *head_checks(m.hidden, m.heads),
-            (m.freq_dim >= 2 and m.freq_dim % 2 == 0, "model.freq_dim must be even"),
+            *embedder_checks(m),
             (min(m.hidden, m.depth, m.bottleneck_dim, m.proj_dim) >= 1 and m.mlp_ratio > 0, "model sizes must be positive"),
-            (min(m.time_tokens, m.sc_tokens, m.mode_tokens) >= 1, "each kind of prefix token is needed at least once"),
         ]
 
 
@@ -62,8 +61,7 @@ class ElfObjective:
             (o.time_std > 0 and o.decode_std >= 0, "objective.time_std must be positive and objective.decode_std not negative"),
             (0 < o.v_floor <= 1, "objective.v_floor must lie in (0, 1]"),
             (0 < o.decode_prob < 1, "objective.decode_prob must lie between 0 and 1: rows of both modes are needed"),
-            (0 <= o.sc_prob <= 1, "objective.sc_prob must lie between 0 and 1"),
-            (0 < o.w_min <= o.w_max, "objective.w_min must be positive and at most objective.w_max"),
+            *self_condition_checks(o),
         ]
 
 

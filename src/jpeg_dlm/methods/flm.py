@@ -28,7 +28,7 @@ from jpeg_dlm.flow.path import per_row
 from jpeg_dlm.methods.base import FILLS_IN, Batch, Method, Publication, Watch, masked_mean
 from jpeg_dlm.methods.common.decoding_error import TimeMap
 from jpeg_dlm.methods.common.discrete import DIFFUSION_TENSORS, NetworkConfig, adapted, published_config, sampler_steps
-from jpeg_dlm.methods.common.step_sampler import StepSampler
+from jpeg_dlm.methods.common.shared_options import StepSampler
 from jpeg_dlm.nn.ddit import DDiT, NoiseLevel, zero_linear
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll

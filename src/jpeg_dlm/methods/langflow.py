@@ -39,7 +39,7 @@ from jpeg_dlm.methods.common.discrete import (
     published_config,
     sampler_steps,
 )
-from jpeg_dlm.methods.common.step_sampler import StepSampler
+from jpeg_dlm.methods.common.shared_options import StepSampler
 from jpeg_dlm.nn.ddit import DDiT
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll

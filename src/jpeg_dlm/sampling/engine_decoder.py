@@ -102,7 +102,8 @@ class ContextualEnd:
 
     def __init__(self, networks: LatentNetworks, decoder: TokenDecoder) -> None:
         W = TokenProjection(networks.unembed_proj, networks.lm_head)
-        self.out_proj, self.decoder, self.W = copy.deepcopy((networks.decompressor.out_proj, decoder.eval(), W))
+        self.out_proj, self.decoder, self.W = copy.deepcopy((networks.decompressor.out_proj, decoder, W))
+        self.decoder.eval()
 
     def __call__(self, x_MD: Tensor, batch: int, given_BL: Tensor | None) -> Tensor:
         return self.decoder.written(self.out_proj(x_MD.float()).unflatten(0, (batch, -1)), self.W, given_BL)

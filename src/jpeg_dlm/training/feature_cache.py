@@ -167,6 +167,7 @@ def _encode(encoder: FrozenEncoder, blocks_rows: RowSource, span: range, info: C
     if tuple(tokens_BL.shape) != (len(span), info.token_len):
         raise DataError(f"Rows have shape {tuple(tokens_BL.shape)}, not {(len(span), info.token_len)}: prepare the data again.")
     h_BLF = encoder(tokens_BL.to(device), None if mask_BL is None else mask_BL.to(device)).cpu()
-    if float(h_BLF.abs().max()) > torch.finfo(torch.float16).max:
+    stored_BLF = h_BLF.half()
+    if not stored_BLF.isfinite().all():
         raise DataError("Features exceed the range of float16: standardize them with --encoder.scale per_channel.")
-    return h_BLF.half().numpy()
+    return stored_BLF.numpy()

@@ -35,7 +35,7 @@ from jpeg_dlm.methods.common.discrete import (
     sampling_times,
     training_times,
 )
-from jpeg_dlm.methods.common.step_sampler import StepSampler
+from jpeg_dlm.methods.common.shared_options import StepSampler
 from jpeg_dlm.nn.ddit import DDiT
 from jpeg_dlm.nn.token_loss import in_parts
 from jpeg_dlm.rng import RowNoise, RowStreams
