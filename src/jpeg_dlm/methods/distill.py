@@ -31,16 +31,24 @@ NESTED = ("uniform", "quantile")  # grids in which every m-th time forms the gri
 
 
 @dataclass(frozen=True)
-class DistillObjective(JpegDlmObjective):
-    """The objective of the teacher and the options of distillation; sampler.steps is the number of the student's steps."""
+class StudentObjective(JpegDlmObjective):
+    """The objective of the trained model that a student starts from."""
 
-    teacher: str = opt("", "model folder, run or checkpoint to learn from")
+    teacher: str = opt("", "model folder, run or checkpoint to start from")
+
+    def checks(self, config: Config) -> Checks:
+        return [*super().checks(config), (bool(self.teacher), "a student needs a trained model: name it with --teacher")]
+
+
+@dataclass(frozen=True)
+class DistillObjective(StudentObjective):
+    """Options of distillation; sampler.steps is the number of the student's steps."""
+
     sub_steps: int = opt(4, "teacher steps per student step (ELF: 4 to 64)")
 
     def checks(self, config: Config) -> Checks:
         return [
             *super().checks(config),
-            (bool(self.teacher), "a student needs a trained model to learn from: name it with --teacher"),
             (not config.model.context_blocks, "a student writes without context: choose a teacher with model.context_blocks 0"),
             (self.sub_steps >= 1, "objective.sub_steps must be at least 1"),
             (not config.model.shared, "a student needs --model.shared false, as its decode branch is the teacher's"),
@@ -52,14 +60,14 @@ class DistillObjective(JpegDlmObjective):
 
 
 def continued(
-    teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None, method: str, objective: type[JpegDlmObjective]
+    teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None, method: str, objective: type[StudentObjective]
 ) -> Config:  # fmt: skip
     """Return the config of a method that continues from a trained JPEG-DLM, with its sizes, text, tokenizer and encoder."""
     if not isinstance(teacher.objective, JpegDlmObjective):
         raise UsageError(f"'{path}' holds a model of {teacher.method}: a student needs a teacher of jpeg-dlm.")
     plain = {f.name: getattr(teacher.objective, f.name) for f in fields(JpegDlmObjective)}
     return replace(
-        teacher, method=method, objective=objective(**plain, teacher=str(path)),  # pyright: ignore[reportCallIssue]
+        teacher, method=method, objective=objective(**plain, teacher=str(path)),
         data=replace(teacher.data, tokenizer=str(tokenizer) if tokenizer else teacher.data.tokenizer),
         encoder=replace(teacher.encoder, name=str(encoder)) if encoder else teacher.encoder,
     )  # fmt: skip

@@ -17,25 +17,21 @@ from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.sampler_config import SamplerConfig
 from jpeg_dlm.methods.base import Batch, Trainable, copy_tensors
-from jpeg_dlm.methods.distill import Student, continued
+from jpeg_dlm.methods.distill import Student, StudentObjective, continued
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
-from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel, JpegDlmObjective
+from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel
 from jpeg_dlm.rng import RowNoise
 
 
 @dataclass(frozen=True)
-class FinishObjective(JpegDlmObjective):
+class FinishObjective(StudentObjective):
     """The objective of the trained model, and the share of rows for its decode branch."""
 
-    teacher: str = opt("", "model folder, run or checkpoint to continue from")
     decode_share: float = opt(0.125, "share of a batch's rows that train the decode branch (assumed)")
 
     def checks(self, config: Config) -> Checks:
-        return [
-            *super().checks(config),
-            (bool(self.teacher), "finishing needs a trained model to continue from: name it with --teacher"),
-            (0 < self.decode_share <= 1, "objective.decode_share must lie above 0 and not above 1"),
-        ]
+        valid = 0 < self.decode_share <= 1
+        return [*super().checks(config), (valid, "objective.decode_share must lie above 0 and not above 1")]
 
 
 class Finish(Student):
