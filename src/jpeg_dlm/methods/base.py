@@ -55,7 +55,7 @@ class Batch:
         """Return the first rows."""
         return Batch(self.tokens_BL[:rows], None if self.mask_BL is None else self.mask_BL[:rows])
 
-    def share_right(self, tokens_BL: Tensor) -> Tensor:
+    def accuracy(self, tokens_BL: Tensor) -> Tensor:
         """Return the share of real tokens that equal these."""
         return masked_mean((tokens_BL == self.tokens_BL).float(), self.mask_BL)
 

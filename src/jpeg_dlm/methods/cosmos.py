@@ -174,7 +174,7 @@ class Cosmos(Standardization, Method):
     @torch.no_grad()
     def reconstruction(self, batch: Batch, sampler: CosmosSampler | None = None) -> Tensor:
         """Return the share of real tokens that are reconstructed from their own latents."""
-        return batch.share_right(self.greedy(self.encode(batch)))
+        return batch.accuracy(self.greedy(self.encode(batch)))
 
     def latent_space(self, batch: Batch) -> Latents:
         def predict(z_t: Tensor, t: float) -> Tensor:

@@ -101,7 +101,7 @@ class CosmosCodec(Trainable):
     def reconstruction(self, batch: Batch, sampler: Any = None) -> Tensor:
         """Return the share of real tokens that are reconstructed from their own latents, without augmentation."""
         z_BND = self.codec.compressor(self.features(batch), batch.mask_BL)
-        return batch.share_right(self.codec.greedy(z_BND))
+        return batch.accuracy(self.codec.greedy(z_BND))
 
     @torch.no_grad()
     def latent_space(self, batch: Batch) -> Latents:

@@ -186,7 +186,7 @@ class Elf(Method):
     def reconstruction(self, batch: Batch, sampler: ElfSampler | None = None) -> Tensor:
         """Return the share of real tokens that are reconstructed from their own clean features."""
         x = self.features(batch)
-        return batch.share_right(self.greedy(x, per_sample(1.0, x)))
+        return batch.accuracy(self.greedy(x, per_sample(1.0, x)))
 
     def latent_view(self) -> LatentView:
         """Return the functions that studies use, on the encoder's features as latents (not in the paper)."""
@@ -221,17 +221,11 @@ class Elf(Method):
         hidden, proj_dim = shape("proj_kernel")
         bottleneck_dim, feature_dim = shape("text_proj.proj1.weight")
         model = replace(
-            base.model,
-            bottleneck_dim=bottleneck_dim,
-            proj_dim=proj_dim,
-            hidden=hidden,
-            depth=repeated(tensors, "blocks"),
-            heads=hidden // shape("blocks.0.attn.q_norm.weight", 1)[0],
-            freq_dim=shape("t_embedder.mlp_0.weight")[1],
-            time_tokens=shape("t_emb_tokens", 3)[1],
-            sc_tokens=shape("self_cond_cfg_tokens", 3)[1],
+            base.model, bottleneck_dim=bottleneck_dim, proj_dim=proj_dim, hidden=hidden, depth=repeated(tensors, "blocks"),
+            heads=hidden // shape("blocks.0.attn.q_norm.weight", 1)[0], freq_dim=shape("t_embedder.mlp_0.weight")[1],
+            time_tokens=shape("t_emb_tokens", 3)[1], sc_tokens=shape("self_cond_cfg_tokens", 3)[1],
             mode_tokens=shape("mode_tokens", 3)[1],
-        )
+        )  # fmt: skip
         data = replace(base.data, vocab_size=shape("unembed_kernel")[1])
         return replace(base, data=data, model=model, encoder=replace(base.encoder, feature_dim=feature_dim))
 

@@ -63,4 +63,4 @@ class EncoderPretraining(Trainable):
     @torch.no_grad()
     def reconstruction(self, batch: Batch, sampler: Any = None) -> Tensor:
         """Return the share of tokens that are predicted from their own features: an upper bound for a codec on top."""
-        return batch.share_right(self.model.logits(self.model.hidden(batch.tokens_BL, batch.mask_BL)).argmax(-1))
+        return batch.accuracy(self.model.logits(self.model.hidden(batch.tokens_BL, batch.mask_BL)).argmax(-1))

@@ -304,7 +304,7 @@ class JpegDlm(RunningStandardization, Method):
     @torch.no_grad()
     def reconstruction(self, batch: Batch, sampler: SamplerConfig | None = None) -> Tensor:
         """Return the share of real tokens that the decode branch reconstructs from their own latents."""
-        return batch.share_right(self.tokens(self.encode(batch), sampler.w if sampler else 1.0))
+        return batch.accuracy(self.tokens(self.encode(batch), sampler.w if sampler else 1.0))
 
     def latent_space(self, batch: Batch) -> Latents:
         logits = None if self.token_decoder is None else self.forced_logits

@@ -114,18 +114,12 @@ def measure(z_BND: Tensor) -> Geometry:
     std = cov_DD.diagonal().clamp_min(0).sqrt()
     vectors = len(u) * world_size()
     rank = effective_rank(eigenvalues)
+    most = max(1, min(len(eigenvalues), vectors - 1))  # R vectors span R - 1 directions around their mean
     return Geometry(
-        vectors=vectors,
-        eigenvalues=eigenvalues.tolist(),
-        effective_rank=rank,
-        rank=rank / max(1, min(len(eigenvalues), vectors - 1)),  # R vectors span R - 1 directions around their mean
-        participation_ratio=participation_ratio(eigenvalues),
-        isotropy=isotropy(eigenvalues),
-        std_min=float(std.min()),
-        std_median=float(std.median()),
-        text=text_variance(z_BND),
-        sigreg=sigreg_distance(u),
-    )
+        vectors, eigenvalues.tolist(), effective_rank=rank, rank=rank / most, isotropy=isotropy(eigenvalues),
+        participation_ratio=participation_ratio(eigenvalues), std_min=float(std.min()), std_median=float(std.median()),
+        text=text_variance(z_BND), sigreg=sigreg_distance(u),
+    )  # fmt: skip
 
 
 def noisy_accuracy(latents: Latents, batch: Batch, noise: RowNoise, times: Sequence[float] = DECODE_TIMES) -> list[float]:
@@ -134,7 +128,7 @@ def noisy_accuracy(latents: Latents, batch: Batch, noise: RowNoise, times: Seque
     eps = noise.normal("decode", *z.shape[1:])
     shares = []
     for t in times:
-        shares.append(float(batch.share_right(latents.decode(interpolate(z, eps, per_sample(t, z))))))
+        shares.append(float(batch.accuracy(latents.decode(interpolate(z, eps, per_sample(t, z))))))
     return shares
 
 

@@ -46,26 +46,18 @@ def released_config(tensors: Mapping[str, Tensor], base: Config) -> Config:
     hidden = shape("dit.t_emb_tokens", 3)[2]
     proj_dim, feature_dim = shape("unembed_proj.weight")
     model = replace(
-        base.model,
-        latent_len=latent_len,
-        latent_dim=dim,
-        bottleneck_dim=shape("compressor.in_proj.down.weight")[0],
-        codec_layers=repeated(tensors, "compressor.layers"),
+        base.model, latent_len=latent_len, latent_dim=dim, proj_dim=proj_dim, hidden=hidden,
+        bottleneck_dim=shape("compressor.in_proj.down.weight")[0], codec_layers=repeated(tensors, "compressor.layers"),
         codec_heads=dim // shape("compressor.layers.0.attn.q_norm.gamma", 1)[0],
         codec_mlp_ratio=shape("compressor.layers.0.ffn.net.1.weight")[0] / dim,
-        proj_dim=proj_dim,
-        hidden=hidden,
-        depth=repeated(tensors, "dit.blocks"),
-        heads=hidden // shape("dit.blocks.0.attn.q_norm.weight", 1)[0],
+        depth=repeated(tensors, "dit.blocks"), heads=hidden // shape("dit.blocks.0.attn.q_norm.weight", 1)[0],
         mlp_ratio=swiglu_ratio(shape("dit.blocks.0.mlp.w3.weight")[1], hidden),
-        freq_dim=shape("dit.t_embedder.mlp_0.weight")[1],
-        time_tokens=shape("dit.t_emb_tokens", 3)[1],
-        sc_tokens=shape("dit.sc_tokens", 3)[1],
-        mode_tokens=shape("dit.mode_tokens", 3)[1],
+        freq_dim=shape("dit.t_embedder.mlp_0.weight")[1], time_tokens=shape("dit.t_emb_tokens", 3)[1],
+        sc_tokens=shape("dit.sc_tokens", 3)[1], mode_tokens=shape("dit.mode_tokens", 3)[1],
         shared=not any(name.startswith("predictor.") for name in tensors),
         context_blocks=shape("dit.no_context", 3)[1] // latent_len if "dit.no_context" in tensors else 0,
         **contextual_decoder(tensors),
-    )
+    )  # fmt: skip
     data = replace(base.data, token_len=token_len, vocab_size=shape("lm_head.weight")[0])
     kind = "none" if "embedding.weight" in tensors else base.encoder.kind
     return replace(base, data=data, model=model, encoder=replace(base.encoder, kind=kind, feature_dim=feature_dim))
