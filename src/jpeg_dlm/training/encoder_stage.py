@@ -79,6 +79,7 @@ def statistics_batches(blocks: Blocks) -> Iterator[tuple[Tensor, Tensor | None]]
 
 
 def masked_rows(blocks: Blocks, numbers: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """Return the tokens of these rows and the mask of real ones."""
     tokens = blocks.rows(list(numbers))
     return tokens, blocks.mask(tokens)
 
