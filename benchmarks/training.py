@@ -31,7 +31,9 @@ from jpeg_dlm.encoders.build import build_encoder
 from jpeg_dlm.encoders.frozen import FrozenEncoder
 from jpeg_dlm.evaluation.trial import peak_bytes, random_batch
 from jpeg_dlm.machine.dist import Ranks
+from jpeg_dlm.methods import jpeg_dlm
 from jpeg_dlm.methods.base import Batch
+from jpeg_dlm.methods.common.token_decoding import TokenReader
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.presets import preset
 from jpeg_dlm.results.table import markdown_table
@@ -173,15 +175,15 @@ def shares(name: str, rows: int, steps: int) -> dict[str, float]:
     run, clock = build(name, rows, OURS), Stopwatch()
     assert isinstance(run, Trainer)
     method: Any = run.method
+    plain = TokenReader.losses, jpeg_dlm.latent_regularizers, torch.Tensor.backward
     for owner, attribute, part in (
         (method, "features", "encoder"), (method, "target_latents", "target compressor"),
         (method.compressor, "forward", "compressor"), (method, "self_condition", "self-conditioning"),
         (method, "both_branches", "DiT"), (method.decompressor, "forward", "decompressor"),
-        (method, "token_loss", "token loss with its gradient"), (method, "regularizers", "regularizers"),
+        (TokenReader, "losses", "token loss with its gradient"), (jpeg_dlm, "latent_regularizers", "regularizers"),
         (run.optimizer, "step", "optimizer"), (method, "after_step", "moving averages"), (run.ema, "update", "moving averages"),
     ):  # fmt: skip
         clock.watch(owner, attribute, part)
-    plain_backward = torch.Tensor.backward
     try:
         clock.watch(torch.Tensor, "backward", "backward")
         run.train_step()
@@ -189,7 +191,7 @@ def shares(name: str, rows: int, steps: int) -> dict[str, float]:
         for _ in range(steps):
             run.train_step()
     finally:
-        torch.Tensor.backward = plain_backward
+        TokenReader.losses, jpeg_dlm.latent_regularizers, torch.Tensor.backward = plain
     total = sum(clock.seconds.values())
     return dict(sorted(((part, s / total) for part, s in clock.seconds.items()), key=lambda item: -item[1]))
 

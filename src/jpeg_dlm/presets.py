@@ -142,7 +142,7 @@ def captions() -> Config:
         objective=replace(
             base.objective,
             sigreg_late=0.1,  # (paper)
-            time_mean=-0.8,  # flow.path.shifted_time_mean(-1.5, 32)
+            time_mean=-0.8,  # -1.5 + log(128 / 32) / 2: 32 latent dimensions per token here, 128 in the paper
             time_std=1.0,  # assumed
             time_uniform=0.1,  # assumed
             flow_draws=2,  # assumed

@@ -6,15 +6,7 @@ from statistics import NormalDist
 import pytest
 import torch
 
-from jpeg_dlm.flow.path import (
-    guidance_scale,
-    guided_target,
-    interpolate,
-    logit_normal,
-    mixed_times,
-    per_row,
-    shifted_time_mean,
-)
+from jpeg_dlm.flow.path import guidance_scale, guided_target, interpolate, logit_normal, per_row
 
 MEAN, STD = -1.5, 0.8
 
@@ -80,21 +72,3 @@ def test_the_self_conditioning_target_takes_one_scale_per_row():
     assert torch.equal(target[0], z[0])
     assert torch.allclose(target[1], z[1] + 0.5 * (second[1] - first[1]))
     assert torch.allclose(target[2], z[2] + 0.75 * (second[2] - first[2]))
-
-
-def test_a_share_of_the_times_is_uniform():
-    g = torch.Generator().manual_seed(0)
-    t, chance, uniform = torch.full((20_000,), 2.0), torch.rand(20_000, generator=g), torch.rand(20_000, generator=g)
-    mixed = mixed_times(t, chance, uniform, 0.25)
-    replaced = mixed != 2
-    assert replaced.float().mean().item() == pytest.approx(0.25, abs=0.01)
-    assert torch.equal(mixed[replaced], uniform[replaced]) and mixed[replaced].mean().item() == pytest.approx(0.5, abs=0.02)
-    assert torch.equal(mixed_times(t, chance, uniform, 0.0), t) and torch.equal(mixed_times(t, chance, uniform, 1.0), uniform)
-
-
-def test_the_shift_of_times_keeps_the_error_of_a_decision():
-    """Two texts differ by a fixed share of their dimensions: the chance to tell them apart depends on t / (1 - t) sqrt(d)."""
-    for width in (32, 128, 512):
-        odds = math.exp(shifted_time_mean(-1.5, width))
-        assert odds * math.sqrt(width) == pytest.approx(math.exp(-1.5) * math.sqrt(128))
-    assert shifted_time_mean(-1.5, 32) == pytest.approx(-0.807, abs=1e-3)

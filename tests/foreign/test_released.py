@@ -222,7 +222,7 @@ def test_import_refuses_a_missing_file_and_an_existing_folder(file, tmp_path, ca
 
 
 def test_the_swiglu_width_alone_tells_the_ratio():
-    from jpeg_dlm.methods.jpeg_dlm import swiglu_ratio
+    from jpeg_dlm.methods.common.released_layout import swiglu_ratio
 
     for hidden in (16, 24, 96, 256, 768):
         for ratio in (2.0, 8 / 3, 4.0, 5.5):

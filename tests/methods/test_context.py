@@ -11,6 +11,7 @@ from jpeg_dlm.config_io import override
 from jpeg_dlm.encoders import build_encoder
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.base import Batch
+from jpeg_dlm.methods.common.context_blocks import drawn_context
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.presets import PRESETS, preset
@@ -58,9 +59,13 @@ def test_the_flow_sees_the_context_and_nothing_else_does(shared):
         torch.testing.assert_close(value, method.losses(alone, noise())[name])
 
 
+def context_of(method, data, noise):
+    return drawn_context(method.config, data, method.encode, noise.repeated(method.config.objective.flow_draws))
+
+
 def test_gradients_go_into_the_dit_alone():
     method, data = build(), batch()
-    context = method.context(data, noise())
+    context = context_of(method, data, noise())
     assert not context.z_BCD.requires_grad
     flow = method.losses(data, noise())["flow"]
     flow.backward()
@@ -82,20 +87,20 @@ def test_a_share_of_rows_has_no_context_whatever_their_batch():
     data = Batch(torch.zeros(1, L).long().expand(4000, -1), None, before=None)
     present = torch.ones(4000, K).bool()
     method.encode = lambda before: torch.zeros(4000 * K, N, 12)  # type: ignore[method-assign]
-    found = method.context(dataclasses.replace(data, before=data, present_BK=present), RowNoise(0, rows, 50))
+    found = context_of(method, dataclasses.replace(data, before=data, present_BK=present), RowNoise(0, rows, 50))
     kept = found.present_BC.view(3, 4000, K * N)
     assert torch.equal(kept.all(2), kept.any(2))  # of a row all or nothing
     for draw in kept[..., 0].float():
         assert draw.mean().item() == pytest.approx(0.85, abs=0.02)
     assert not torch.equal(kept[0], kept[1])  # each draw has a chance of its own
-    few = build().context(batch(), noise([5, 2, 0, 1, 3, 4]))
-    again = build().context(batch(), noise())
+    few = context_of(build(), batch(), noise([5, 2, 0, 1, 3, 4]))
+    again = context_of(build(), batch(), noise())
     assert few.present_BC[[2, 3, 1, 4, 5, 0]].equal(again.present_BC)
 
 
 def test_latents_of_the_context_are_those_of_the_text_itself():
     method, data = build(objective__context_drop=0.0), batch()
-    z = method.context(data, noise()).z_BCD
+    z = context_of(method, data, noise()).z_BCD
     expected = method.encode(data.before)  # (B K, N, D)
     for row in range(B):
         for k in range(K):

@@ -324,6 +324,9 @@ def test_a_published_file_is_read_back(tmp_path):
     del tensors["unembed_kernel"]
     with pytest.raises(CheckpointError, match="unembed_kernel"):
         Elf.config_of(tensors, config)
+    tensors["blocks.0.attn.q_norm.weight"] = torch.zeros(0)
+    with pytest.raises(CheckpointError, match="q_norm.*has the shape"):
+        Elf.config_of(tensors | {"unembed_kernel": torch.zeros(2, 2)}, config)
 
 
 @pytest.mark.parametrize("name", PRESETS)

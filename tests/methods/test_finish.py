@@ -54,6 +54,13 @@ def test_the_flow_loss_is_that_of_joint_training_on_the_same_latents():
     )
 
 
+def test_the_frozen_codec_sees_no_dropout():
+    _, method = finished(model__dropout=0.5)
+    assert method.training and method.dit.training
+    assert not any(m.training for name in ("compressor", "target", "decompressor") for m in getattr(method, name).modules())
+    assert torch.equal(method.encode(batch()), method.eval().encode(batch()))
+
+
 def test_few_rows_go_through_the_decode_branch():
     _, method = finished()
     assert [method.decode_rows(n) for n in (1, 8, 64)] == [1, 1, 8] and B // 8 == 0

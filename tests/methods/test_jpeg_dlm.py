@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +13,10 @@ from jpeg_dlm.config import EncoderConfig
 from jpeg_dlm.config_io import override
 from jpeg_dlm.encoders import build_encoder
 from jpeg_dlm.methods.base import Batch, linear_ramp
-from jpeg_dlm.methods.jpeg_dlm import VARIANCE_FLOOR, JpegDlm
+from jpeg_dlm.methods.common.flow_times import drawn_times
+from jpeg_dlm.methods.common.regularizers import latent_regularizers
+from jpeg_dlm.methods.common.standardization import VARIANCE_FLOOR
+from jpeg_dlm.methods.jpeg_dlm import JpegDlm, Noisy
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.nn.perceiver import Compressor
 from jpeg_dlm.presets import preset
@@ -327,6 +331,15 @@ def test_the_target_starts_as_a_copy_and_follows():
         assert torch.allclose(after, wanted, atol=1e-6)
 
 
+def test_targets_are_clean_while_the_context_compressor_drops():
+    method = build(model__dropout=0.5)
+    h = method.features(batch())
+    trained = method.target_latents(h, None), method.compressor(h)
+    method.eval()
+    assert torch.equal(method.target_latents(h, None), trained[0])
+    assert not torch.allclose(method.compressor(h), trained[1])
+
+
 # ---------------------------------------------------------------- self-conditioning
 
 
@@ -336,9 +349,9 @@ def self_conditioned(method, w, rows=64):
     t = torch.rand(rows, generator=g)
     w = torch.full((rows,), w) if isinstance(w, float) else w
     chosen = noise(rows).uniform("self_condition") < method.config.objective.sc_prob
-    s = method.self_condition(z_t, t, w, chosen)
-    target = method.flow_target(z_tgt, method.dit(z_t, t, s, w), chosen, z_t, t, s, w)
-    return z_t, t, w, z_tgt, s, target
+    noisy = Noisy(z_tgt, z_t, t, torch.zeros_like(z_t), w, chosen)
+    s = method.self_condition(noisy)
+    return z_t, t, w, z_tgt, s, method.flow_target(replace(noisy, s=s), method.dit(z_t, t, s, w))
 
 
 def test_at_scale_one_the_target_is_the_clean_one():
@@ -485,13 +498,14 @@ def test_only_late_rows_enter_the_noisy_token_loss():
     logits = method.project(method.decompressor(method.unstandardize(zhat)))
     nll = -logits.log_softmax(-1).gather(-1, tokens()[..., None]).squeeze(-1)
     total = sum(nll[b, i] for b in range(B) for i in range(8) if t[b] >= 0.2 and mask[b, i])
-    got = method.noisy_token_loss(zhat, t, batch(mask_BL=mask))["ce_noisy"]
+    hhat = method.decompressed(zhat)
+    got = method.reader.late_loss(hhat, t, batch(mask_BL=mask))
     assert got.item() == pytest.approx(total.item() / int(mask.sum()), rel=1e-5)  # the count of `ce`
     own = build(objective__ce_time_min=0.2, objective__ce_time_mean="late")
     own.load_state_dict(method.state_dict())
-    found = own.noisy_token_loss(zhat, t, batch(mask_BL=mask))["ce_noisy"]
+    found = own.reader.late_loss(hhat, t, batch(mask_BL=mask))
     assert found.item() == pytest.approx(total.item() / (3 + 5), rel=1e-5)  # the real tokens of the two late rows
-    assert own.noisy_token_loss(zhat, torch.zeros(B), batch(mask_BL=mask))["ce_noisy"] == 0
+    assert own.reader.late_loss(hhat, torch.zeros(B), batch(mask_BL=mask)) == 0
 
 
 def test_velocity_loss():
@@ -517,12 +531,14 @@ def test_a_subset_of_rows_for_the_regularizers():
 
 
 def test_the_subset_of_a_row_does_not_depend_on_its_batch():
-    method = build(objective__reg_max_rows=2 * B, objective__sigreg_weight=0.0)
+    o = tiny(objective__reg_max_rows=2 * B, objective__sigreg_weight=0.0).objective
     z = torch.randn(B, 3, 12)
     kept = {}
     for name, rows in {"whole": range(B), "first": range(B // 2), "second": range(B // 2, B)}.items():
-        with patch("jpeg_dlm.methods.jpeg_dlm.variance_covariance", lambda u, name=name: (kept.setdefault(name, u), u)):
-            method.regularizers(z[list(rows)], RowNoise(0, rows, 0, torch.device("cpu"), B))
+        with patch(
+            "jpeg_dlm.methods.common.regularizers.variance_covariance", lambda u, name=name: (kept.setdefault(name, u), u)
+        ):
+            latent_regularizers(z[list(rows)], o, 100, RowNoise(0, rows, 0, torch.device("cpu"), B))
     assert len(kept["whole"]) == 2 * B and torch.equal(kept["whole"], torch.cat([kept["first"], kept["second"]]))
 
 
@@ -550,7 +566,9 @@ def test_skip_changes_the_denoise_branch_alone():
 def test_uniform_times_change_the_flow_alone_and_cover_the_late_ones():
     base, changed = compared(objective__time_uniform=0.3)
     assert differing(base, changed) == {"flow"}
-    late = [(build(objective__time_uniform=u).times(noise(2000)) > 0.8).float().mean().item() for u in (0.0, 0.3)]
+    late = [
+        (drawn_times(tiny(objective__time_uniform=u).objective, noise(2000)) > 0.8).float().mean().item() for u in (0.0, 0.3)
+    ]
     assert late[0] < 0.005 and late[1] == pytest.approx(0.3 * 0.2, abs=0.02)
 
 
@@ -562,11 +580,11 @@ def test_several_draws_change_the_flow_alone_and_begin_with_the_one():
     single = with_statistics(build(objective__sc_prob=0.0))
     single.load_state_dict(method.state_dict())
     z = method.target_latents(method.features(batch()), None)
-    z_1, z_t, t, w, _ = method.noisy_embeddings(z, noise(step=FROZEN_STEP))
-    each = [method.flow_loss(method.dit(z_t[i::B], t[i::B], None, w[i::B]), z_1[i::B], t[i::B]) for i in range(B)]
+    n = method.noisy_embeddings(z, batch(), noise(step=FROZEN_STEP))
+    each = [method.flow_loss(method.dit(n.z_t[i::B], n.t[i::B], None, n.w[i::B]), n.z_1[i::B], n.t[i::B]) for i in range(B)]
     assert losses(method)["flow"].item() == pytest.approx(torch.stack(each).mean().item(), rel=1e-5)
-    first = single.noisy_embeddings(z, noise(step=FROZEN_STEP))
-    assert all(torch.equal(a[:B], b) for a, b in zip((z_1, z_t, t, w), first, strict=False))
+    first = single.noisy_embeddings(z, batch(), noise(step=FROZEN_STEP))
+    assert all(torch.equal(getattr(n, name)[:B], getattr(first, name)) for name in ("z_1", "z_t", "t", "w"))
 
 
 def test_residual_weighting_weighs_every_time_by_what_a_matrix_leaves():

@@ -93,7 +93,7 @@ def test_the_loss_is_the_mean_over_real_tokens(decoder):
     hhat = method.decompressor(method.unstandardize(method.decode_latents(z_c, w)))
     first = method.project(hhat)
     read = data.tokens_BL if decoder == "autoregressive" else first.argmax(-1)
-    logits = method.project(method.token_decoder.corrected(hhat, read, method.projection))
+    logits = method.project(method.token_decoder.corrected(hhat, read, method.reader.W))
 
     def mean(logits):
         nll = F.cross_entropy(logits.flatten(0, 1), data.tokens_BL.flatten(), reduction="none").view(B, L)
@@ -153,6 +153,12 @@ def test_texts_do_not_depend_on_their_batch_and_the_engine_writes_the_same(decod
         assert_same_tokens(fast.sample(method.config.sampler, noise(6)), together)
 
 
+def test_preparing_weights_leaves_the_mode_of_a_model_alone():
+    method = build("two_pass").train()
+    accelerated(method)
+    assert all(module.training for module in method.token_decoder.modules())
+
+
 @pytest.mark.parametrize("decoder", CONTEXTUAL)
 @pytest.mark.parametrize("fast", [False, True])
 def test_given_tokens_guides_and_edits(decoder, fast):
@@ -178,7 +184,7 @@ def test_latents_decode_the_same_everywhere():
     z = method.encode(batch())
     assert method.tokens(z, 1.0).equal(method.logits(z, 1.0).argmax(-1))
     assert method.latent_space(batch()).decode(z).equal(method.tokens(z, 1.0))
-    assert method.latent_view().decode(z).equal(method.decoded(z).argmax(-1))
+    assert method.latent_view().decode(z).equal(method.reader.logits(method.decompressed(z)).argmax(-1))
 
 
 # ---------------------------------------------------------------- files

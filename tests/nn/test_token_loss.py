@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from jpeg_dlm.nn.token_loss import linear_cross_entropy, token_nll
+from jpeg_dlm.nn.token_loss import in_parts, linear_cross_entropy, token_nll
 
 B, L, F, V = 3, 5, 4, 11
 
@@ -114,3 +114,19 @@ def test_gradients_are_taken_once_and_not_made_without_need():
         loss.backward()
     with torch.no_grad():
         assert not linear_cross_entropy(x, weight, bias, target, share).requires_grad
+
+
+def test_parts_change_neither_value_nor_gradient():
+    w = torch.randn(5, 3, requires_grad=True)
+    x, y = torch.randn(7, 5), torch.randn(7)
+
+    def f(x, y):
+        return (x @ w).logsumexp(-1) * y
+
+    results = []
+    for size in (0, 2, 7, 100):
+        out = in_parts(f, size, x, y)
+        (gradient,) = torch.autograd.grad(out.sum(), w)
+        results.append((out.detach(), gradient))
+    for out, gradient in results[1:]:
+        assert torch.allclose(out, results[0][0]) and torch.allclose(gradient, results[0][1], atol=1e-6)

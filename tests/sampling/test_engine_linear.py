@@ -58,6 +58,18 @@ def test_few_rows_meet_packed_weights_and_many_do_not(bias, monkeypatch):
     torch.testing.assert_close(layer(X[1:]), expected[1:])
 
 
+def test_few_rows_reach_the_kernel_of_an_accelerator_padded(monkeypatch):
+    """CUDA's integer product refuses 16 rows and fewer; here the CPU's stands in for it."""
+    layer, sizes = Int8Linear(W, B), []
+    layer.on_cpu, layer.packed = False, linear.quantize_channels(W, weight_levels(torch.device("cpu")))[0].t()
+    product = torch._int_mm
+    monkeypatch.setattr(torch, "_int_mm", lambda q, w: sizes.append(len(q)) or product(q, w))
+    many = X.repeat(3, 1)
+    torch.testing.assert_close(layer(X), Int8Linear(W, B)(X), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(layer(many), Int8Linear(W, B)(many), atol=1e-4, rtol=1e-4)
+    assert min(sizes) > 16 and sizes[-1] == len(many)
+
+
 def test_a_row_of_zeros_gives_the_bias():
     torch.testing.assert_close(Int8Linear(W, B)(torch.zeros(1, 40)), B[None])
 

@@ -176,6 +176,11 @@ def test_times_go_through_json_and_the_command_line():
             override(config, {"sampler.times": wrong})
 
 
+def test_times_of_a_stochastic_solver_are_not_tuned(model):
+    with pytest.raises(UsageError, match="those of an ODE"):
+        tuned(model.method, replace(model.config.sampler, fast_solver="sde"), 5, 2, 3)
+
+
 @torch.no_grad()
 def test_a_model_folder_keeps_its_times_and_samples_with_them(model, tmp_path):
     stored = replace(model.config, sampler=replace(model.config.sampler, times=TIMES, fast_solver="euler"))

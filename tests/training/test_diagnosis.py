@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import micro_flags
+from conftest import MICRO, micro_flags
 from matplotlib.image import imread
 
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config_io import override
+from jpeg_dlm.encoders import build_encoder
 from jpeg_dlm.files import sha256_file
 from jpeg_dlm.machine.console import Console
 from jpeg_dlm.methods.common.denoising import TIMES
@@ -107,6 +108,17 @@ def test_methods_without_latents_are_judged_by_their_text(run: Path, monkeypatch
     first, second = (judged(build_method(config), blocks.rows([i, i + 1])) for i in (0, 5))
     assert first.keys() == second.keys() == {f"diag_{name}" for name in TEXT} and len(made) == 1
     assert first["diag_copied"] == second["diag_copied"] == 1.0 and first["diag_trigram"] != second["diag_trigram"]
+
+
+@torch.no_grad()
+def test_a_decoder_is_diagnosed_on_latents_of_a_stochastic_sampler(run: Path):
+    blocks, heldout = Blocks(run / "data", "train"), Blocks(run / "data", "heldout")
+    options = {"model.decoder": "two_pass", "sampler.solver": "sde", "encoder.kind": "random", "encoder.scale": "none"}
+    config = override(preset("smoke"), MICRO | SIZES | options)
+    method = build_method(config, build_encoder(config.encoder, config.data.vocab_size)).eval()
+    judged = diagnosis.Diagnosis(BatchStream(blocks, config.train, torch.device("cpu")), heldout, blocks.tokenizer())
+    first, again = judged.decoder(method), judged.decoder(method)
+    assert math.isfinite(first["decoder_confidence_generated"]) and first == again
 
 
 def test_lines_of_progress_show_two_of_the_measures(run: Path, capsys: pytest.CaptureFixture[str]):

@@ -33,14 +33,13 @@ def source(span):
     return TOKENS[span.start : span.stop], MASK[span.start : span.stop]
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float16", 2**-10), ("bfloat16", 2**-7)])
-def test_rows_are_the_encoders_features(tmp_path, encoder, dtype, tolerance):
+def test_rows_are_the_encoders_features(tmp_path, encoder):
     seen = []
-    cache = FeatureCache.build(tmp_path, encoder, source, N, L, lambda *p: seen.append(p), "data", dtype)
+    cache = FeatureCache.build(tmp_path, encoder, source, N, L, lambda *p: seen.append(p), "data")
     rows = [22, 0, 7, 7]
     h = cache.rows(rows)
     assert h.dtype == torch.float32 and len(cache) == N and cache.rows([]).shape == (0, L, F)
-    torch.testing.assert_close(h, encoder(TOKENS, MASK)[rows], rtol=tolerance, atol=1e-4)
+    torch.testing.assert_close(h, encoder(TOKENS, MASK)[rows], rtol=2**-10, atol=1e-4)
     assert seen[-1] == (N, N) and not (tmp_path / PROGRESS_FILE).exists()
     assert torch.equal(FeatureCache(tmp_path, encoder.fingerprint, "data").rows(rows), h)
     with pytest.raises(DataError, match="row"):
@@ -86,12 +85,24 @@ def test_progress_for_other_data_is_not_continued(tmp_path, encoder):
     torch.testing.assert_close(cache.rows(range(N)), encoder(TOKENS, MASK), rtol=2**-10, atol=1e-4)
 
 
-def test_other_encoder_data_or_shape_is_refused(tmp_path, encoder):
+@pytest.mark.parametrize("bad", [1e5, float("nan")])
+def test_features_that_half_precision_cannot_hold_are_refused(tmp_path, encoder, bad, monkeypatch):
+    plain = type(encoder).forward
+    monkeypatch.setattr(type(encoder), "forward", lambda self, *a: plain(self, *a).index_fill(0, torch.tensor([2]), bad))
+    with pytest.raises(DataError, match="float16"):
+        FeatureCache.build(tmp_path, encoder, source, N, L)
+
+
+def test_other_encoder_data_or_shape_is_refused(tmp_path, encoder, monkeypatch):
     FeatureCache.build(tmp_path, encoder, source, N, L, data_fingerprint="data")
     other = build_encoder(EncoderConfig(kind="random", feature_dim=F, depth=2, heads=2), 50, seed=1)
     for arguments in ((other.fingerprint, "data"), (encoder.fingerprint, "changed")):
         with pytest.raises(DataError, match="was made with other"):
             FeatureCache(tmp_path, *arguments)
+    info = json.loads((tmp_path / COMPLETE_FILE).read_text())
+    with monkeypatch.context() as patched, pytest.raises(DataError, match="other numbers"):
+        patched.setattr(feature_cache, "_read_info", lambda path: feature_cache.CacheInfo(**info | {"dtype": "bfloat16"}))
+        FeatureCache(tmp_path, encoder.fingerprint, "data")
     with pytest.raises(DataError, match="shape"):
         FeatureCache.build(tmp_path, encoder, source, N - 1, L, data_fingerprint="data")
 

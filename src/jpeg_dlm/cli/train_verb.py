@@ -20,7 +20,7 @@ from jpeg_dlm.training.record import check_recorded
 from jpeg_dlm.wording import command
 
 if TYPE_CHECKING:
-    from jpeg_dlm.training.run import Outcome
+    from jpeg_dlm.training.bench import Outcome
 
 
 def add_arguments(parser: Parser) -> None:

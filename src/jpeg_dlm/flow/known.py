@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jpeg_dlm.nn.spans import complete_spans
+
 
 @dataclass(frozen=True)
 class Known:
@@ -27,8 +29,7 @@ class Known:
     def within(self, denoise: Callable[[Tensor, float, Tensor | None], Tensor]) -> Callable[..., Tensor]:
         """Return a denoiser that sees the known latents without noise, and whose predictions have them in place.
 
-        The error of the other latents is up to 28% smaller (t = 0.15, bundled model) than if known ones had the noise of t,
-        as in training, and at no time larger (measured).
+        The error of the other latents is up to 28% smaller than if known ones had the noise of t (measured).
         """
         return lambda z, t, s: self.put(denoise(self.put(z), t, s))
 
@@ -36,3 +37,12 @@ class Known:
         """Return the given ids that known latents do not hold (-1 is free); None if there are none."""
         rest_BL = given_BL.masked_fill(self.held_BL, -1)
         return rest_BL if bool((rest_BL >= 0).any()) else None
+
+
+def known_spans(given_BL: Tensor, latent_len: int, encode: Callable[[Tensor, Tensor], Tensor]) -> Known | None:
+    """Return the latents of complete spans at the beginning of rows; None if there are none.
+
+    `encode` returns the latents of ids (B, L) under a mask of those that count.
+    """
+    there_BN, held_BL = complete_spans(given_BL >= 0, latent_len)
+    return Known(encode(given_BL.clamp_min(0), held_BL), there_BN, held_BL) if there_BN.any() else None

@@ -30,7 +30,7 @@ Denoise = Callable[[Tensor, float, Tensor | None], Tensor]  # x = f(z, t; s, w),
 # Kinds of requests that a writer takes; `methods.base.require` refuses the others.
 Ability = Literal["prompts", "templates", "guides", "edits", "long text"]
 
-# What a sampler tells while it works: step, number of steps, time, and a function that decodes the current prediction.
+# Called at each step of a sampler with the step, their number, the time, and a function that decodes the current prediction.
 Watch = Callable[[int, int, float, Callable[[], Tensor]], None]
 
 
@@ -60,7 +60,7 @@ def together(*watchers: Watch | None) -> Watch | None:
 
 
 class Writer(Protocol):
-    """Interface of everything that writes texts: a method, or Algorithm 2 on networks of another kind."""
+    """Interface of everything that writes texts: a method, or Algorithm 2 on other networks."""
 
     @property
     def title(self) -> str: ...
@@ -123,7 +123,7 @@ class LatentSampler:
         self, sampler: SamplerConfig, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None,
         control: Control | None = None,
     ) -> Tensor:  # fmt: skip
-        """Token ids (B, L), a row for each of the noise; `watch` sees what the latents themselves decode to."""
+        """Write token ids (B, L), a row for each of the noise; `watch` sees what the latents themselves decode to."""
         if given_BL is not None and self.known and (known := self.known(given_BL)):
             writer = replace(self.holding(known), known=None)
             return keep_given(writer.sample(sampler, noise, watch, known.undetermined(given_BL), control), given_BL)
@@ -147,7 +147,7 @@ class LatentSampler:
 
     @torch.no_grad()
     def released(self, n: int, sampler: SamplerConfig, seed: int, batch: int, watch: Watch | None = None) -> Iterator[Tensor]:
-        """Batches of samples in the random-number order of the authors' code, in which a sample depends on its batch.
+        """Yield batches of samples in the random-number order of the authors' code, in which a sample depends on its batch.
 
         With the random grid (LM1B) the generator is seeded once per run and every batch draws noise, then a new grid. With
         the quantile grid (OWT) it is seeded anew with seed + number of the batch's first sample.
@@ -164,7 +164,7 @@ class LatentSampler:
         self, z: Tensor, grid: Tensor, sampler: SamplerConfig, watch: Watch | None = None, steer: Steering | None = None,
         noise: RowNoise | None = None,
     ) -> Tensor:  # fmt: skip
-        """From the noise z along the grid to tokens; a stochastic solver draws more of `noise`."""
+        """Integrate from the noise z along the grid to tokens; a stochastic solver draws more of `noise`."""
         steps = len(grid) - 1
 
         def on_step(k: int, t: float, z: Tensor, x: Tensor) -> None:
@@ -182,7 +182,7 @@ class LatentSampler:
         self, z: Tensor, times: list[float], sampler: SamplerConfig, on_step: OnStep | None = None,
         steer: Steering | None = None, noise: RowNoise | None = None,
     ) -> Tensor:  # fmt: skip
-        """From the noise z along the times to clean latents; `steer` moves every prediction, and the last state."""
+        """Integrate from the noise z along the times to clean latents; `steer` moves every prediction and the last state."""
         if sampler.solver == "sde":
             assert noise is not None, "a stochastic solver needs noise for its rows"
             streams = noise.streams("sde")
@@ -228,23 +228,23 @@ def context_guided(
 
 
 def networks_of(writer: Writer) -> LatentNetworks | None:
-    """The trained networks behind a writer, of which prepared or exported ones can be made; None where there are none."""
+    """Return the trained networks behind a writer, to prepare or export them; None if there are none."""
     return writer.latent_sampler.networks if writer.latent_sampler else None
 
 
 def grid_of(sampler: SamplerConfig, generator: torch.Generator) -> Tensor:
-    """The times of a sampler; only a random grid draws."""
+    """Return the times of a sampler; only a random grid draws."""
     s = sampler
     return make_grid(s.grid, s.steps, s.grid_mean, s.grid_std, generator, s.times)
 
 
 def steered(denoise: Denoise, steer: Steering) -> Denoise:
-    """f(z, t; s, w) with every prediction moved by a guide, before the solver and the next prediction see it."""
+    """Return f(z, t; s, w) with every prediction moved by a guide, before the solver and the next evaluation see it."""
     return lambda z, t, s: steer.moved(denoise(z, t, s), t)
 
 
 def self_conditioned(denoise: Denoise) -> Predict:
-    """`predict(z, t)`, each call conditioned on the prediction of the call before (appendix)."""
+    """Return `predict(z, t)`, in which each call is conditioned on the prediction of the call before (appendix)."""
     s: Tensor | None = None
 
     def predict(z: Tensor, t: float) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,7 @@ def per_row(x_B: Tensor, like: Tensor) -> Tensor:
 
 
 def per_sample(value: float, like: Tensor) -> Tensor:
-    """The value (B,) for each row of `like`."""
+    """Return the value (B,) for each row of `like`."""
     return torch.full((len(like),), value, device=like.device)
 
 
@@ -27,20 +25,6 @@ def interpolate(z_1: Tensor, eps: Tensor, t_B: Tensor) -> Tensor:
 def logit_normal(normal: Tensor, mean: float, std: float) -> Tensor:
     """Map standard normal draws to t ~ pi: sigmoid(mean + std * n) (paper: -1.5, 0.8)."""
     return torch.sigmoid(mean + std * normal)
-
-
-def mixed_times(t_B: Tensor, chance_B: Tensor, uniform_B: Tensor, share: float) -> Tensor:
-    """Replace t by a uniform time in the rows where `chance` is below `share`."""
-    return torch.where(chance_B < share, uniform_B, t_B)
-
-
-def shifted_time_mean(mean: float, width: float, paper_width: float = 128.0) -> float:
-    """Shift the mean of logit(t) to keep the signal-to-noise ratio at which the text is decided.
-
-    `width` is the number of latent dimensions per token, N D / L; the paper has 128 on LM1B. The noise of a token is averaged
-    over its dimensions, so the ratio t / (1 - t) at the decision is proportional to width**-0.5.
-    """
-    return mean + 0.5 * math.log(paper_width / width)
 
 
 def guidance_scale(uniform: Tensor, w_min: float, w_max: float) -> Tensor:

@@ -69,9 +69,8 @@ class SamplerConfig:
     def fast(self) -> SamplerConfig:
         """Return the fast sampler: the stored times, or as many steps of the grid as `FAST_EVALUATIONS` allow.
 
-        Stored times are those of an ODE, so 'sde' does without them.
-        A few random times may leave large gaps, so quantiles of the same distribution replace them. A sampler that is
-        already as fast, such as that of a distilled student, is returned unchanged.
+        Stored times are those of an ODE, so 'sde' does without them. Quantiles replace random times, which leave gaps. A
+        sampler that is already as fast is returned unchanged.
         """
         times = () if self.fast_solver == "sde" else self.times
         if not times and self.evaluations(0) <= FAST_EVALUATIONS:

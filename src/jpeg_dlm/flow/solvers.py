@@ -23,8 +23,8 @@ def velocity(x: Tensor, z: Tensor, t: float) -> Tensor:
 
 
 def euler(predict: Predict, z: Tensor, grid: list[float], on_step: OnStep | None = None) -> Tensor:
-    """First order, one evaluation per step (paper, Algorithm 2)."""
-    for k, (t, u) in enumerate(zip(grid, grid[1:], strict=False)):
+    """Solve in first order, with one evaluation per step (paper, Algorithm 2)."""
+    for k, (t, u) in enumerate(pairwise(grid)):
         x = predict(z, t)
         if on_step:
             on_step(k, t, z, x)
@@ -33,8 +33,8 @@ def euler(predict: Predict, z: Tensor, grid: list[float], on_step: OnStep | None
 
 
 def heun(predict: Predict, z: Tensor, grid: list[float], on_step: OnStep | None = None) -> Tensor:
-    """Second order, two evaluations per step except the last, as the velocity is undefined at t = 1."""
-    for k, (t, u) in enumerate(zip(grid, grid[1:], strict=False)):
+    """Solve in second order, with two evaluations per step but the last, as the velocity is undefined at t = 1."""
+    for k, (t, u) in enumerate(pairwise(grid)):
         x = predict(z, t)
         if on_step:
             on_step(k, t, z, x)
@@ -45,16 +45,14 @@ def heun(predict: Predict, z: Tensor, grid: list[float], on_step: OnStep | None 
 
 
 def multistep(predict: Predict, z: Tensor, grid: list[float], on_step: OnStep | None = None) -> Tensor:
-    """Second order, one evaluation per step: extrapolate x linearly in t from the last two predictions.
+    """Solve in second order, with one evaluation per step: extrapolate x linearly in t from the last two predictions.
 
     With x(s) = x + slope (s - t), the ODE integrates to the constant-x formula plus
-    slope * [(u - t) + (1 - u) ln((1 - u)/(1 - t))], where the logarithmic term vanishes at u = 1. The first step has no past
-    and holds x constant. The last step of a logit-normal grid is too long to extrapolate over all of it, so x is
-    extrapolated no further than the distance of the two predictions; holding x constant there costs more than in any other
-    step (measured).
+    slope * [(u - t) + (1 - u) ln((1 - u)/(1 - t))], where the logarithmic term vanishes at u = 1. The first step holds x
+    constant, and the last, long one extrapolates no further than the distance of the two predictions (measured).
     """
     past: tuple[float, Tensor] | None = None
-    for k, (t, u) in enumerate(zip(grid, grid[1:], strict=False)):
+    for k, (t, u) in enumerate(pairwise(grid)):
         x = predict(z, t)
         if on_step:
             on_step(k, t, z, x)

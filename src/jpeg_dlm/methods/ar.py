@@ -20,9 +20,9 @@ from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.methods.base import FILLS_IN, FREE, Batch, Likelihood, Method, Publication, Watch
 from jpeg_dlm.methods.common.discrete import (
     PAPER_TOKENIZERS,
+    adapted,
     ddit_model,
     ddit_sizes,
-    ddit_training,
     draw_tokens,
     nucleus,
     paper_data,
@@ -138,10 +138,7 @@ class Ar(Method):
             hidden=sizes["hidden"], depth=sizes["depth"], heads=sizes["heads"], dropout=sizes["dropout"],
             mask_id=mask_id, start_id=start_id,
         )  # fmt: skip
-        objective = ArObjective(ce_chunk=base.objective.ce_chunk)
-        return replace(
-            base, method=name, data=data, model=model, objective=objective, train=ddit_training(base), sampler=ArSampler()
-        )
+        return adapted(base, name, ArObjective(ce_chunk=base.objective.ce_chunk), ArSampler(), model, data)
 
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
@@ -165,9 +162,7 @@ class Ar(Method):
     @torch.no_grad()
     def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
         """Compute the exact likelihood; a first token that is never predicted does not count."""
-        nll_BL, mask_BL = self._predicted(batch)
-        mask_BL = torch.ones_like(nll_BL, dtype=torch.bool) if mask_BL is None else mask_BL
-        return Likelihood((nll_BL.double() * mask_BL).sum(1), mask_BL.sum(1))
+        return Likelihood.over(self._predicted(batch)[0].double(), batch.real_BL[:, self.unpredicted :])
 
     def _predicted(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return the NLL of the predicted tokens of each row, and the mask of the real ones."""

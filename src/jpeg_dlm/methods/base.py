@@ -39,6 +39,26 @@ class Batch:
     before: Batch | None = None
     present_BK: Tensor | None = None
 
+    @property
+    def real_BL(self) -> Tensor:
+        """The mask of real tokens."""
+        return torch.ones_like(self.tokens_BL, dtype=torch.bool) if self.mask_BL is None else self.mask_BL
+
+    @property
+    def token_shares(self) -> Tensor:
+        """The weight of each position in `masked_mean`."""
+        if self.mask_BL is None:
+            return torch.full(self.tokens_BL.shape, 1 / self.tokens_BL.numel(), device=self.tokens_BL.device)
+        return self.mask_BL / all_mean(self.mask_BL.float().sum()).clamp_min(1)
+
+    def first(self, rows: int) -> Batch:
+        """Return the first rows."""
+        return Batch(self.tokens_BL[:rows], None if self.mask_BL is None else self.mask_BL[:rows])
+
+    def accuracy(self, tokens_BL: Tensor) -> Tensor:
+        """Return the share of real tokens that equal these."""
+        return masked_mean((tokens_BL == self.tokens_BL).float(), self.mask_BL)
+
 
 @dataclass(frozen=True)
 class ParameterGroup:
@@ -65,20 +85,20 @@ class Likelihood:
     nats_B: Tensor
     tokens_B: Tensor
 
+    @classmethod
+    def over(cls, nats_BL: Tensor, real_BL: Tensor) -> Likelihood:
+        """Return the sums over the real tokens of each row."""
+        return cls((nats_BL * real_BL).sum(1), real_BL.sum(1))
+
 
 @dataclass(frozen=True)
 class Latents:
-    """Clean latents on the scale on which noise is N(0, I), and what decodes latents of that scale to token ids.
-
-    `predict(z_t, t)` estimates the clean latents behind z_t = t z + (1 - t) eps in one evaluation of the method's network,
-    with no earlier estimate to go by; None for a method without such a network. `logits(z, tokens)` are those of a decoder
-    that reads the tokens before each position; None where positions are decoded independently.
-    """
+    """Clean latents on the scale on which noise is N(0, I), and the functions that use latents of that scale."""
 
     z_BND: Tensor
-    decode: Callable[[Tensor], Tensor]
-    predict: Callable[[Tensor, float], Tensor] | None = None
-    logits: Callable[[Tensor, Tensor], Tensor] | None = None
+    decode: Callable[[Tensor], Tensor]  # latents to token ids
+    predict: Callable[[Tensor, float], Tensor] | None = None  # one estimate of z from z_t = t z + (1 - t) eps, if there is any
+    logits: Callable[[Tensor, Tensor], Tensor] | None = None  # of a decoder that reads tokens too, if it does
 
 
 def linear_time(ratio: float) -> float:
@@ -95,8 +115,7 @@ def linear_state(z_BND: Tensor, eps_BND: Tensor, ratio: float) -> Tensor:
 class LatentView:
     """Functions that studies of the latent space use, in the standardized coordinates in which a model generates.
 
-    Noise is told by the ratio of its factor to the signal's, sigma / alpha = SNR**-0.5, which is 0 for clean latents and
-    the same number on every path. The self-conditioning scale is 1 (paper).
+    Noise is given as sigma / alpha = SNR**-0.5, the same number on every path. The self-conditioning scale is 1 (paper).
     """
 
     encode: Callable[[Batch], Tensor]  # clean latents (B, N, D)
@@ -125,6 +144,7 @@ class Trainable(nn.Module, ABC):
 
     title: str  # as the paper's tables name it
     groups: ClassVar[dict[str, type]] = GROUPS
+    rate_group: ClassVar[str] = "flow"  # key of the learning rate in the config, unless `parameter_groups` says otherwise
     uses_encoder: ClassVar[bool] = False
     uses_context: ClassVar[bool] = False  # whether `model.context_blocks` rows before each row are given in a batch
     has_phases: ClassVar[bool] = False  # whether training ends in another way than it begins, after a share of its steps
@@ -180,16 +200,13 @@ class Trainable(nn.Module, ABC):
     def parameter_groups(self) -> list[ParameterGroup]:
         """Return all trainable parameters, by group."""
         trained = {n: p for n, p in self.named_parameters() if p.requires_grad and not n.startswith(FROZEN)}
-        return [ParameterGroup("flow", trained)]
+        return [ParameterGroup(self.rate_group, trained)]
 
     def after_step(self, step: int, total: int) -> None:
         """Do what follows an optimizer step, such as a target network's moving average."""
 
     def forward(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
-        """Compute `losses`, under the name that DistributedDataParallel calls; terms without a weight leave the graph.
-
-        It waits for the gradient of every parameter that it finds behind an output.
-        """
+        """Compute `losses` for DistributedDataParallel; terms without a weight leave the graph, or it would wait for them."""
         return {name: x if self.loss_weights.get(name) else x.detach() for name, x in self.losses(batch, noise).items()}
 
     def total_loss(self, losses: dict[str, Tensor]) -> Tensor:
@@ -217,10 +234,7 @@ class Trainable(nn.Module, ABC):
             return encoder(batch.tokens_BL, batch.mask_BL)
 
     def reconstruction(self, batch: Batch, sampler: Any = None) -> Tensor | None:
-        """Return the share of tokens that survive the method's own encoding and decoding; None if it has none.
-
-        `sampler` are the options of sampling, for methods whose decoding depends on them.
-        """
+        """Return the share of tokens that survive encoding and decoding with these options; None if the method has neither."""
         return None
 
     def latent_space(self, batch: Batch) -> Latents | None:
@@ -307,19 +321,19 @@ def require(ability: Ability, writer: Writer, condition: str = "") -> None:
 
 
 def masked_mean(x_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
-    """Mean over real tokens of the global batch; padding does not count."""
+    """Return the mean over real tokens of the global batch."""
     if mask_BL is None:
         return x_BL.mean()
     return (x_BL * mask_BL).sum() / all_mean(mask_BL.float().sum()).clamp_min(1)
 
 
 def linear_ramp(start: float, end: float, step: int, total: int) -> float:
-    """From start at step 0 to end at the last step."""
+    """Return the value at a step of a line from `start` at step 0 to `end` at the last step."""
     if total <= 1:
         return end
     return start + (end - start) * min(step, total - 1) / (total - 1)
 
 
 def rounded_up_share(total: int, share: float, most: int) -> int:
-    """`share` of `total`, at least 1 and at most `most`: how defaults given as a percentage become steps."""
+    """Return a share of `total` steps, rounded up, at least 1 and at most `most`."""
     return max(1, min(most, math.ceil(total * share)))

@@ -22,32 +22,21 @@ from jpeg_dlm.flow.control import Control, Origin, Steering, keep_given, steerin
 from jpeg_dlm.flow.path import per_row, per_sample
 from jpeg_dlm.flow.vp import TanSchedule
 from jpeg_dlm.machine.collectives import all_mean
-from jpeg_dlm.methods.base import (
-    GUIDED,
-    Batch,
-    Latents,
-    LatentView,
-    Method,
-    Trainable,
-    Watch,
-    copy_tensors,
-    masked_mean,
-)
-from jpeg_dlm.methods.cosmos_codec import VARIANCE_FLOOR, Codec, CosmosCodec
+from jpeg_dlm.methods.base import GUIDED, Batch, Latents, LatentView, Method, Trainable, Watch, copy_tensors
+from jpeg_dlm.methods.common.standardization import VARIANCE_FLOOR, Standardization
+from jpeg_dlm.methods.cosmos_codec import Codec, CosmosCodec
 from jpeg_dlm.methods.cosmos_config import GROUPS, CosmosModel, CosmosObjective, CosmosSampler, codec_stage, cosmos_preset
 from jpeg_dlm.nn.unet_transformer import UNetTransformer
 from jpeg_dlm.rng import RowNoise
 
 
-class Cosmos(Method):
+class Cosmos(Standardization, Method):
     """The diffusion model and its frozen codec. `encoder` may be None for a model that only samples."""
 
     title = "COSMOS"
     groups = GROUPS
     uses_encoder = True
     supports = GUIDED
-    latent_mean: Tensor
-    latent_scale: Tensor
 
     def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
         super().__init__()
@@ -56,8 +45,7 @@ class Cosmos(Method):
         self.codec = Codec(config).requires_grad_(False)
         self.network = UNetTransformer(m.latent_dim, m.hidden, m.depth, m.heads, m.mlp_ratio)
         self.schedule = TanSchedule(config.objective.schedule_d)
-        self.register_buffer("latent_mean", torch.zeros(m.latent_len, m.latent_dim))
-        self.register_buffer("latent_scale", torch.ones(m.latent_len, m.latent_dim))
+        self.start_statistics(m.latent_len, m.latent_dim)
         self.loss_weights = {"x0": 1.0}
 
     @classmethod
@@ -138,10 +126,7 @@ class Cosmos(Method):
         self, sampler: CosmosSampler, noise: RowNoise, watch: Watch | None = None, steer: Steering | None = None,
         origin: Origin | None = None,
     ) -> Tensor:  # fmt: skip
-        """Run Euler steps of the reverse SDE, each self-conditioned on the previous prediction; the last adds no noise.
-
-        They begin with pure noise, or at the time at which an origin has its share of it.
-        """
+        """Run Euler steps of the reverse SDE from noise or an origin, self-conditioned; the last step adds no noise."""
         draw, shape, begin = noise.streams("sample"), self.latent_mean.shape, 1.0
         mean, std, x0 = torch.zeros(()), 1.0, None
         if origin:
@@ -173,12 +158,6 @@ class Cosmos(Method):
         """Encode clean text to unstandardized latents."""
         return self.codec.compressor(self.features(batch), batch.mask_BL)
 
-    def standardize(self, z: Tensor) -> Tensor:
-        return (z.float() - self.latent_mean) * self.latent_scale
-
-    def unstandardize(self, z: Tensor) -> Tensor:
-        return z / self.latent_scale + self.latent_mean
-
     @torch.no_grad()
     def encode(self, batch: Batch) -> Tensor:
         """Encode clean text to standardized latents (B, N, D)."""
@@ -195,7 +174,7 @@ class Cosmos(Method):
     @torch.no_grad()
     def reconstruction(self, batch: Batch, sampler: CosmosSampler | None = None) -> Tensor:
         """Return the share of real tokens that are reconstructed from their own latents."""
-        return masked_mean((self.greedy(self.encode(batch)) == batch.tokens_BL).float(), batch.mask_BL)
+        return batch.accuracy(self.greedy(self.encode(batch)))
 
     def latent_space(self, batch: Batch) -> Latents:
         def predict(z_t: Tensor, t: float) -> Tensor:
@@ -205,11 +184,11 @@ class Cosmos(Method):
         return Latents(self.encode(batch), self.greedy, predict)
 
     def latent_view(self) -> LatentView:
-        """States are variance-preserving."""
+        """Return the functions that studies use; states are variance-preserving."""
         return LatentView(
             self.encode, self.predict_once, self.greedy, noisy=lambda z, eps, ratio: (z + ratio * eps) / math.hypot(1, ratio)
         )
 
     def predict_once(self, z_t: Tensor, ratio: float) -> Tensor:
-        """The clean latents behind a state with this sigma / alpha; self-conditioning is zero (paper)."""
+        """Predict the clean latents behind a state with this sigma / alpha, with zero self-conditioning (paper)."""
         return self.predict(z_t, per_sample(self.schedule.time(ratio), z_t))

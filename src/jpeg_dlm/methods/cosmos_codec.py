@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from jpeg_dlm.config import Config
 from jpeg_dlm.flow.path import per_row
 from jpeg_dlm.machine.collectives import all_mean
-from jpeg_dlm.methods.base import Batch, Latents, ParameterGroup, Trainable, masked_mean
+from jpeg_dlm.methods.base import Batch, Latents, Trainable, masked_mean
+from jpeg_dlm.methods.common.standardization import VARIANCE_FLOOR
 from jpeg_dlm.methods.cosmos_config import GROUPS, CosmosModel, CosmosObjective, codec_stage, cosmos_preset
 from jpeg_dlm.nn.perceiver import Compressor, Decompressor
 from jpeg_dlm.nn.token_loss import token_nll
 from jpeg_dlm.rng import RowNoise
-
-VARIANCE_FLOOR = 1e-4  # keeps standardization from blowing up a dead coordinate (COSMOS)
 
 
 class Codec(nn.Module):
@@ -57,6 +56,7 @@ class CosmosCodec(Trainable):
 
     title = "COSMOS codec"
     groups = GROUPS
+    rate_group = "codec"
     uses_encoder = True
 
     def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
@@ -84,8 +84,7 @@ class CosmosCodec(Trainable):
     def corrupt(self, h_BLF: Tensor, mask_BL: Tensor | None, noise: RowNoise) -> tuple[Tensor, Tensor]:
         """Return the augmented features and mask for the compressor.
 
-        The first rows of the global batch have hidden tokens, the next ones noisy features. Hidden tokens are not attended
-        to; COSMOS intends to zero their features too, but its code overwrites that.
+        The first rows of the global batch have hidden tokens, which are not attended to, the next ones noisy features.
         """
         o: CosmosObjective = self.config.objective
         total = noise.total or len(noise.rows)
@@ -102,7 +101,7 @@ class CosmosCodec(Trainable):
     def reconstruction(self, batch: Batch, sampler: Any = None) -> Tensor:
         """Return the share of real tokens that are reconstructed from their own latents, without augmentation."""
         z_BND = self.codec.compressor(self.features(batch), batch.mask_BL)
-        return masked_mean((self.codec.greedy(z_BND) == batch.tokens_BL).float(), batch.mask_BL)
+        return batch.accuracy(self.codec.greedy(z_BND))
 
     @torch.no_grad()
     def latent_space(self, batch: Batch) -> Latents:
@@ -111,7 +110,3 @@ class CosmosCodec(Trainable):
         mean_ND = all_mean(z_BND.mean(0))
         std_ND = all_mean((z_BND - mean_ND).square().mean(0)).clamp_min(VARIANCE_FLOOR).sqrt()
         return Latents((z_BND - mean_ND) / std_ND, lambda z: self.codec.greedy(z * std_ND + mean_ND))
-
-    def parameter_groups(self) -> list[ParameterGroup]:
-        trainable = {name: p for name, p in self.named_parameters() if p.requires_grad}
-        return [ParameterGroup("codec", trainable)]

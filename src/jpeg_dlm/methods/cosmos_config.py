@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from jpeg_dlm.config import Checks, Config, head_checks, opt
+from jpeg_dlm.config import Checks, Config, opt
+from jpeg_dlm.methods.common.shared_options import StepSampler, codec_checks
 
 PAPER_PRESETS = ("lm1b", "owt1024", "owt128")
 
@@ -32,22 +33,7 @@ class CosmosModel:
     position_scale: float = opt(0.0, "scale of codec position tables; 0 means D**-0.5 (COSMOS)")
 
     def checks(self, config: Config) -> Checks:
-        sizes = (self.latent_dim, self.hidden, self.codec_layers, self.depth, self.bottleneck_dim, self.proj_dim)
-        return [
-            (self.latent_len >= 1 and min(sizes) >= 1, "model sizes must be at least 1"),
-            (
-                self.latent_len <= config.data.token_len,
-                f"model.latent_len {self.latent_len} exceeds data.token_len {config.data.token_len}: latents compress "
-                "tokens, so lower it",
-            ),
-            (
-                self.codec_heads >= 1 and self.latent_dim % self.codec_heads == 0,
-                f"model.latent_dim {self.latent_dim} is not divisible by model.codec_heads {self.codec_heads}",
-            ),
-            *head_checks(self.hidden, self.heads),
-            (self.mlp_ratio > 0 and self.codec_mlp_ratio > 0, "model.mlp_ratio and model.codec_mlp_ratio must be positive"),
-            (0 <= self.dropout < 1, "model.dropout must lie in [0, 1)"),
-        ]
+        return [(self.latent_len >= 1, "model sizes must be at least 1"), *codec_checks(self, config.data.token_len)]
 
 
 @dataclass(frozen=True)
@@ -86,7 +72,7 @@ class CosmosObjective:
 
 
 @dataclass(frozen=True)
-class CosmosSampler:
+class CosmosSampler(StepSampler):
     """Options of the reverse SDE and of decoding."""
 
     steps: int = opt(200, "Euler steps of the reverse SDE (paper)")
@@ -94,18 +80,10 @@ class CosmosSampler:
     result: Literal["mean", "x0"] = opt("mean", "what is decoded: the mean of the last step (COSMOS) or its clean prediction")
 
     def checks(self, config: Config) -> Checks:
-        return [
-            (self.steps >= 1, "sampler.steps must be at least 1"),
-            (0 < self.t_end < 1, "sampler.t_end must lie between 0 and 1"),
-        ]
+        return [*super().checks(config), (0 < self.t_end < 1, "sampler.t_end must lie between 0 and 1")]
 
     def label(self) -> str:
-        """Return the name in tables."""
         return f"{self.steps} SDE steps"
-
-    def evaluations(self, token_len: int) -> int:
-        """Return the network evaluations of one sample."""
-        return self.steps
 
 
 GROUPS: dict[str, type] = {"model": CosmosModel, "objective": CosmosObjective, "sampler": CosmosSampler}

@@ -31,16 +31,24 @@ NESTED = ("uniform", "quantile")  # grids in which every m-th time forms the gri
 
 
 @dataclass(frozen=True)
-class DistillObjective(JpegDlmObjective):
-    """The objective of the teacher and the options of distillation; sampler.steps is the number of the student's steps."""
+class StudentObjective(JpegDlmObjective):
+    """The objective of the trained model that a student starts from."""
 
-    teacher: str = opt("", "model folder, run or checkpoint to learn from")
+    teacher: str = opt("", "model folder, run or checkpoint to start from")
+
+    def checks(self, config: Config) -> Checks:
+        return [*super().checks(config), (bool(self.teacher), "a student needs a trained model: name it with --teacher")]
+
+
+@dataclass(frozen=True)
+class DistillObjective(StudentObjective):
+    """Options of distillation; sampler.steps is the number of the student's steps."""
+
     sub_steps: int = opt(4, "teacher steps per student step (ELF: 4 to 64)")
 
     def checks(self, config: Config) -> Checks:
         return [
             *super().checks(config),
-            (bool(self.teacher), "a student needs a trained model to learn from: name it with --teacher"),
             (not config.model.context_blocks, "a student writes without context: choose a teacher with model.context_blocks 0"),
             (self.sub_steps >= 1, "objective.sub_steps must be at least 1"),
             (not config.model.shared, "a student needs --model.shared false, as its decode branch is the teacher's"),
@@ -52,14 +60,14 @@ class DistillObjective(JpegDlmObjective):
 
 
 def continued(
-    teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None, method: str, objective: type[JpegDlmObjective]
+    teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None, method: str, objective: type[StudentObjective]
 ) -> Config:  # fmt: skip
     """Return the config of a method that continues from a trained JPEG-DLM, with its sizes, text, tokenizer and encoder."""
     if not isinstance(teacher.objective, JpegDlmObjective):
         raise UsageError(f"'{path}' holds a model of {teacher.method}: a student needs a teacher of jpeg-dlm.")
     plain = {f.name: getattr(teacher.objective, f.name) for f in fields(JpegDlmObjective)}
     return replace(
-        teacher, method=method, objective=objective(**plain, teacher=str(path)),  # pyright: ignore[reportCallIssue]
+        teacher, method=method, objective=objective(**plain, teacher=str(path)),
         data=replace(teacher.data, tokenizer=str(tokenizer) if tokenizer else teacher.data.tokenizer),
         encoder=replace(teacher.encoder, name=str(encoder)) if encoder else teacher.encoder,
     )  # fmt: skip
@@ -81,6 +89,15 @@ class Student(JpegDlm):
     def trained_stage(cls, config: Config) -> Path:
         return Path(config.objective.teacher)
 
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of networks that are trained; frozen modules stay in eval mode, without dropout."""
+        super().train(False)
+        self.training = mode
+        for network in (self.dit, self.predictor):
+            if network is not None and any(p.requires_grad for p in network.parameters()):
+                network.train(mode)
+        return self
+
     def after_step(self, step: int, total: int) -> None:
         """Do nothing: the target compressor is frozen too."""
 
@@ -101,10 +118,7 @@ class Distill(Student):
 
     @classmethod
     def student_config(cls, teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None) -> Config:
-        """Return the config of a student of this teacher, by default with 4 steps, trained on the teacher's text.
-
-        It uses a tenth of the teacher's steps and learning rate, since it starts from the teacher's weights (assumed).
-        """
+        """Return the config of a student with 4 steps, and a tenth of the teacher's optimizer steps and rate (assumed)."""
         config = continued(teacher, path, tokenizer, encoder, "distill", DistillObjective)
         s: SamplerConfig = teacher.sampler
         grid = s.grid if s.grid in NESTED else "quantile"
@@ -126,13 +140,6 @@ class Distill(Student):
         copy_tensors(own, given, "the teacher")
         self.compressor.load_state_dict(self.target.state_dict())
         self.teacher.load_state_dict(stage.dit.state_dict())
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode of the denoising network; frozen modules stay in eval mode, without dropout."""
-        super().train(False)
-        self.training = mode
-        self.dit.train(mode)
-        return self
 
     # ------------------------------------------------------------ training
 

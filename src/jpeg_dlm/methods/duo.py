@@ -31,21 +31,21 @@ from jpeg_dlm.methods.common.discrete import (
     DiscreteObjective,
     LogLinear,
     NetworkConfig,
+    adapted,
     ddit_model,
     ddit_sizes,
-    ddit_training,
     draw_tokens,
-    in_parts,
     nucleus,
-    paper_data,
     reduce_loss,
     sampler_steps,
     sampling_times,
     training_times,
 )
 from jpeg_dlm.methods.common.gaussian_argmax import gamma_of, survival
+from jpeg_dlm.methods.common.shared_options import StepSampler
 from jpeg_dlm.nn.ddit import DDiT
 from jpeg_dlm.nn.precision import fp32_island
+from jpeg_dlm.nn.token_loss import in_parts
 from jpeg_dlm.rng import RowNoise
 
 BELOW_ONE = math.nextafter(1, 0)  # 1 would always draw the last id, however improbable
@@ -63,10 +63,7 @@ class DuoModel(NetworkConfig):
     extra_ids: int = opt(0, "extra ids of the process after the tokenizer's, never sampled (Duo: 1 for GPT-2, an unused pad)")
 
     def checks(self, config: Config) -> Checks:
-        return [
-            *super().checks(config),
-            (self.extra_ids >= 0, "model.extra_ids must not be negative"),
-        ]
+        return [*super().checks(config), (self.extra_ids >= 0, "model.extra_ids must not be negative")]
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ class DuoObjective(DiscreteObjective):
 
 
 @dataclass(frozen=True)
-class DuoSampler:
+class DuoSampler(StepSampler):
     """Ancestral sampling, in which every token may change at every step."""
 
     steps: int = opt(128, "steps of equal time (paper: 128 on LM1B, 1024 on OWT)")
@@ -103,17 +100,14 @@ class DuoSampler:
     top_p: float = opt(1.0, "nucleus sampling: keep the fewest tokens with this probability mass; 1 is off (Duo)")
 
     def checks(self, config: Config) -> Checks:
-        return [
-            (self.steps >= 1, "sampler.steps must be at least 1"),
-            (0 < self.top_p <= 1, "sampler.top_p must lie in (0, 1]"),
-        ]
+        return [*super().checks(config), (0 < self.top_p <= 1, "sampler.top_p must lie in (0, 1]")]
 
     def label(self) -> str:
         greedy = ", greedy tail" if self.final == "greedy" else ""
         return f"{self.steps} steps{greedy}" + (f", top-p {self.top_p:g}" if self.top_p < 1 else "")
 
     def evaluations(self, token_len: int) -> int:
-        """Return the network evaluations of one sample: one per step and a final one."""
+        """Add the final evaluation."""
         return self.steps + 1
 
 
@@ -150,15 +144,9 @@ class Duo(Method):
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
         gamma_min, gamma_max = PAPER_GAMMAS.get(base.preset, (0.0, 0.0))
-        return replace(
-            base,
-            method=name,
-            data=paper_data(base)[0],
-            model=DuoModel(**ddit_model(base), extra_ids=int(base.preset == "owt1024")),
-            objective=DuoObjective(ce_chunk=base.objective.ce_chunk, gamma_min=gamma_min, gamma_max=gamma_max),
-            train=ddit_training(base),
-            sampler=DuoSampler(steps=sampler_steps(base)),
-        )
+        objective = DuoObjective(ce_chunk=base.objective.ce_chunk, gamma_min=gamma_min, gamma_max=gamma_max)
+        model = DuoModel(**ddit_model(base), extra_ids=int(base.preset == "owt1024"))
+        return adapted(base, name, objective, DuoSampler(sampler_steps(base)), model)
 
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
@@ -236,9 +224,7 @@ class Duo(Method):
         """
         t_B = noise.stratified("time").double().clamp_min(T_MIN_SAMPLING)
         nats_BL = self.nelbo(batch.tokens_BL, self.noised(batch.tokens_BL, t_B, noise))
-        nats_BL = nats_BL + prior_divergence(self.schedule.eps, self.ids)
-        real_BL = torch.ones_like(batch.tokens_BL) if batch.mask_BL is None else batch.mask_BL
-        return Likelihood((nats_BL * real_BL).sum(1), real_BL.sum(1))
+        return Likelihood.over(nats_BL + prior_divergence(self.schedule.eps, self.ids), batch.real_BL)
 
     # ------------------------------------------------------------ sampling
 

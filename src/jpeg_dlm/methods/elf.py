@@ -2,24 +2,22 @@
 
 JPEG-DLM's DiT derives from this network, which has one head for the clean features x and a factored unembedding to
 tokens. Each row of a batch trains one of two modes: denoise (x from the noisy z_t) or decode (tokens from features with a
-different amount of noise per token). Sources: (ELF) is its paper and code, (paper) JPEG-DLM's comparison.
+different amount of noise per token). (ELF) marks values of its paper and code.
 Shapes: B batch, L tokens, F feature width, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.config import Checks, Config, TrainConfig, head_checks, opt
-from jpeg_dlm.errors import CheckpointError
+from jpeg_dlm.config import Config
 from jpeg_dlm.flow.control import Control, keep_given, steering
 from jpeg_dlm.flow.grids import make_grid
 from jpeg_dlm.flow.path import guidance_scale, guided_target, logit_normal, per_row, per_sample
@@ -36,107 +34,17 @@ from jpeg_dlm.methods.base import (
     linear_time,
     masked_mean,
 )
+from jpeg_dlm.methods.common.released_layout import repeated, shapes_of
+from jpeg_dlm.methods.elf_config import GROUPS, ElfSampler, elf_preset
 from jpeg_dlm.nn.dit import Head, LatentTransformer
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll
 from jpeg_dlm.rng import RowNoise
 
-PAPER_PRESETS = ("lm1b", "owt1024", "owt128")
-PUBLISHED_FEATURES = 512  # channels of T5-small
-SMALL_STEPS = 32  # least solver steps of small presets: bigram perplexity in nats 8.6, with 8 steps 9.0 (measured)
-
-
-@dataclass(frozen=True)
-class ElfModel:
-    """Sizes of the network; the latents are the encoder's features, of width encoder.feature_dim."""
-
-    bottleneck_dim: int = opt(128, "bottleneck of the input projection (ELF)")
-    proj_dim: int = opt(512, "inner width of the unembedding (ELF)")
-    hidden: int = opt(768, "H, width (ELF-B; M 1056, L 1280)")
-    depth: int = opt(12, "layers (ELF-B; M 24, L 32)")
-    heads: int = opt(12, "attention heads (ELF-B; M and L 16)")
-    mlp_ratio: float = opt(4.0, "SwiGLU ratio before the two-thirds rule (ELF)")
-    freq_dim: int = opt(256, "sinusoid width of time and guidance-scale embeddings (ELF)")
-    time_tokens: int = opt(4, "prefix tokens carrying t (ELF)")
-    sc_tokens: int = opt(4, "prefix tokens carrying the guidance scale w (ELF)")
-    mode_tokens: int = opt(4, "prefix tokens telling denoise from decode (ELF)")
-
-    def checks(self, config: Config) -> Checks:
-        m = self
-        return [
-            *head_checks(m.hidden, m.heads),
-            (m.freq_dim >= 2 and m.freq_dim % 2 == 0, "model.freq_dim must be even"),
-            (min(m.hidden, m.depth, m.bottleneck_dim, m.proj_dim) >= 1 and m.mlp_ratio > 0, "model sizes must be positive"),
-            (min(m.time_tokens, m.sc_tokens, m.mode_tokens) >= 1, "each kind of prefix token is needed at least once"),
-        ]
-
-
-@dataclass(frozen=True)
-class ElfObjective:
-    """Options of the two modes, their noise, and self-conditioning."""
-
-    noise_scale: float = opt(2.0, "deviation of the noise at t = 0 (ELF: 2 on OpenWebText, else 1)")
-    time_mean: float = opt(-1.5, "mean of logit(t) (ELF)")
-    time_std: float = opt(0.8, "deviation of logit(t) (ELF)")
-    v_floor: float = opt(0.05, "smallest 1 - t in a velocity (ELF)")
-    decode_prob: float = opt(0.2, "share of rows in decode mode (ELF)")
-    decode_noise_scale: float = opt(5.0, "deviation of the decode mode's noise (ELF: 5 on OpenWebText, else 1)")
-    decode_mean: float = opt(0.8, "mean of logit(lambda), the share of clean features in a token to decode (ELF)")
-    decode_std: float = opt(0.8, "deviation of logit(lambda), drawn for each token (ELF)")
-    sc_prob: float = opt(0.5, "probability of self-conditioning, per row in denoise mode (ELF)")
-    w_min: float = opt(0.5, "smallest guidance scale in training (ELF)")
-    w_max: float = opt(5.0, "largest guidance scale in training (ELF)")
-    ce_chunk: int = opt(0, "token positions whose logits exist at once, recomputed in backward; 0 keeps all (assumed)")
-
-    def checks(self, config: Config) -> Checks:
-        o = self
-        return [
-            (o.noise_scale > 0 and o.decode_noise_scale >= 0, "objective.noise_scale must be positive"),
-            (o.time_std > 0 and o.decode_std >= 0, "objective.time_std must be positive and objective.decode_std not negative"),
-            (0 < o.v_floor <= 1, "objective.v_floor must lie in (0, 1]"),
-            (0 < o.decode_prob < 1, "objective.decode_prob must lie between 0 and 1: rows of both modes are needed"),
-            (0 <= o.sc_prob <= 1, "objective.sc_prob must lie between 0 and 1"),
-            (0 < o.w_min <= o.w_max, "objective.w_min must be positive and at most objective.w_max"),
-        ]
-
-
-@dataclass(frozen=True)
-class ElfSampler:
-    """Options of the solver that turns noise into features."""
-
-    steps: int = opt(32, "K, solver steps (paper: 32, OWT-128 64)")
-    solver: Literal["ode", "sde"] = opt("ode", "'sde' adds fresh noise before each step except the last (paper: ode)")
-    gamma: float = opt(1.5, "how far 'sde' goes back in time, in steps (ELF: 1.5 at 32 steps, 1 at 64, 2 at 8 and 16)")
-    w: float = opt(3.0, "self-conditioning guidance scale (ELF)")
-    grid: Literal["random", "quantile", "uniform"] = opt("random", "how the K+1 times are placed (ELF: random)")
-    grid_mean: float = opt(-1.5, "mean of logit(t) of the grid (ELF)")
-    grid_std: float = opt(0.8, "deviation of logit(t) of the grid (ELF)")
-
-    def checks(self, config: Config) -> Checks:
-        return [
-            (self.steps >= 1, "sampler.steps must be at least 1"),
-            (self.gamma >= 0, "sampler.gamma must not be negative"),
-            (self.w > 0 and self.grid_std > 0, "sampler.w and sampler.grid_std must be positive"),
-        ]
-
-    def label(self) -> str:
-        """Return the name in tables."""
-        return f"{self.steps} {self.solver.upper()} steps"
-
-    def evaluations(self, token_len: int) -> int:
-        """Return the network evaluations of one sample: K steps and the decode evaluation."""
-        return self.steps + 1
-
-
-# ---------------------------------------------------------------- one step of the sampler
-
 
 def euler_step(z: Tensor, x: Tensor, t: float, u: float, floor: float) -> Tensor:
     """Step from t to u along v = (x - z) / max(1 - t, floor)."""
     return z + (u - t) * (x - z) / max(1 - t, floor)
-
-
-# ---------------------------------------------------------------- the system
 
 
 class ElfNetwork(LatentTransformer):
@@ -169,7 +77,7 @@ class Elf(Method):
 
     title = "ELF"
     publication = Publication(tensors=("unembed_kernel",), untold=("data.token_len",))
-    groups = {"model": ElfModel, "objective": ElfObjective, "sampler": ElfSampler}
+    groups = GROUPS
     uses_encoder = True
     supports = GUIDED
 
@@ -182,26 +90,7 @@ class Elf(Method):
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
-        """Use the preset's encoder, tokens and DiT, with ELF's recipe at the paper's sizes or the budget of a small preset."""
-        m = base.model
-        model = ElfModel(
-            m.bottleneck_dim, m.proj_dim, m.hidden, m.depth, m.heads, m.mlp_ratio,
-            m.freq_dim, m.time_tokens, m.sc_tokens, m.mode_tokens,
-        )  # fmt: skip
-        sampler = ElfSampler(base.sampler.steps, gamma=gamma_for(base.sampler.steps))
-        objective = ElfObjective(ce_chunk=base.objective.ce_chunk)
-        if base.preset in PAPER_PRESETS:
-            train = paper_training(base)
-        else:  # better texts than AdamW at the preset's rate and noise of scale 2 (measured on smoke)
-            train = replace(base.train, optimizer="muon", lr=1e-2, weight_decay=0.0)
-            # Narrow features bear less noise: matched with their own noisy versions, 73% of the tokens of a 128-wide encoder
-            # are identified at the published 5, and 90% at 2.5, as with 512 independent channels at 5 (measured).
-            decode_noise = objective.decode_noise_scale * (base.encoder.feature_dim / PUBLISHED_FEATURES) ** 0.5
-            objective = replace(objective, noise_scale=1.0, decode_noise_scale=decode_noise)
-            # With a few steps, random times leave gaps, and samples were worse than shuffled text (measured).
-            steps = max(SMALL_STEPS, base.sampler.steps)
-            sampler = ElfSampler(steps, gamma=gamma_for(steps), grid="uniform")
-        return replace(base, method=name, model=model, objective=objective, sampler=sampler, train=train)
+        return elf_preset(base)
 
     # ------------------------------------------------------------ training
 
@@ -297,11 +186,10 @@ class Elf(Method):
     def reconstruction(self, batch: Batch, sampler: ElfSampler | None = None) -> Tensor:
         """Return the share of real tokens that are reconstructed from their own clean features."""
         x = self.features(batch)
-        same = self.greedy(x, per_sample(1.0, x)) == batch.tokens_BL
-        return masked_mean(same.float(), batch.mask_BL)
+        return batch.accuracy(self.greedy(x, per_sample(1.0, x)))
 
     def latent_view(self) -> LatentView:
-        """The encoder's features, one for each token, which the network itself decodes (not in the paper)."""
+        """Return the functions that studies use, on the encoder's features as latents (not in the paper)."""
 
         def time(ratio: float) -> float:
             return linear_time(ratio / self.config.objective.noise_scale)  # the noise has this deviation at t = 0
@@ -328,31 +216,16 @@ class Elf(Method):
 
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
-        """Return the config of a published checkpoint (`ema_params1` of the torch files), read from its tensors.
-
-        The tensors do not determine the number of tokens, as positions are rotary, nor the exact MLP ratio: both are the
-        preset's.
-        """
-
-        def shape(name: str, dims: int = 2) -> tuple[int, ...]:
-            if name not in tensors or tensors[name].ndim != dims:
-                raise CheckpointError(f"The file is not in ELF's layout: it lacks the tensor '{name}' with {dims} axes.")
-            return tuple(tensors[name].shape)
-
+        """Return the config of a published checkpoint (`ema_params1` of the torch files); row length and MLP ratio stay."""
+        shape = shapes_of(tensors, "ELF's layout")
         hidden, proj_dim = shape("proj_kernel")
         bottleneck_dim, feature_dim = shape("text_proj.proj1.weight")
         model = replace(
-            base.model,
-            bottleneck_dim=bottleneck_dim,
-            proj_dim=proj_dim,
-            hidden=hidden,
-            depth=len({name.split(".")[1] for name in tensors if name.startswith("blocks.")}),
-            heads=hidden // shape("blocks.0.attn.q_norm.weight", 1)[0],
-            freq_dim=shape("t_embedder.mlp_0.weight")[1],
-            time_tokens=shape("t_emb_tokens", 3)[1],
-            sc_tokens=shape("self_cond_cfg_tokens", 3)[1],
+            base.model, bottleneck_dim=bottleneck_dim, proj_dim=proj_dim, hidden=hidden, depth=repeated(tensors, "blocks"),
+            heads=hidden // shape("blocks.0.attn.q_norm.weight", 1)[0], freq_dim=shape("t_embedder.mlp_0.weight")[1],
+            time_tokens=shape("t_emb_tokens", 3)[1], sc_tokens=shape("self_cond_cfg_tokens", 3)[1],
             mode_tokens=shape("mode_tokens", 3)[1],
-        )
+        )  # fmt: skip
         data = replace(base.data, vocab_size=shape("unembed_kernel")[1])
         return replace(base, data=data, model=model, encoder=replace(base.encoder, feature_dim=feature_dim))
 
@@ -371,24 +244,3 @@ def published_name(name: str) -> str:
         if name.startswith(ours):
             return theirs + name.removeprefix(ours)
     return name
-
-
-# ---------------------------------------------------------------- conditions of a preset
-
-
-def gamma_for(steps: int) -> float:
-    """Return ELF's gamma for a number of steps, or for the next lower number that ELF lists."""
-    return 2.0 if steps < 32 else 1.5 if steps < 64 else 1.0
-
-
-def paper_training(base: Config) -> TrainConfig:
-    """Return ELF's recipe: 512 rows per step, 5 epochs, Muon at 1e-3 * 512/256, constant after warm-up, no decay.
-
-    The warm-up is half an epoch on OpenWebText, which is 95,000 / 5 / 2 steps, and 5000 steps elsewhere (ELF). The epochs
-    are assumed for LM1B and OWT-128, for which ELF has published no settings.
-    """
-    batch, accumulation = (16, 4) if base.preset == "owt1024" else (64, 1)  # on 8 devices
-    return replace(
-        base.train, epochs=5, batch=batch, accumulation=accumulation, devices=8, optimizer="muon", lr=2e-3, weight_decay=0.0,
-        warmup=9500 if base.preset == "owt1024" else 5000, schedule="constant", ema=0.9999, ema_warmup=False,
-    )  # fmt: skip

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.config import Config
 from jpeg_dlm.encoders.small import SmallEncoder
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.base import Batch, Trainable, masked_mean
+from jpeg_dlm.nn.token_loss import token_nll
 from jpeg_dlm.rng import RowNoise
 
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1  # of the chosen tokens; the remaining tenth is unchanged (BERT)
@@ -56,17 +56,11 @@ class EncoderPretraining(Trainable):
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         """Return the mean cross-entropy of chosen tokens ('masked') and of the other real tokens ('kept')."""
-        tokens_BL, mask_BL = batch.tokens_BL, batch.mask_BL
-        seen_BL, chosen_BL = self.corrupt(tokens_BL, mask_BL, noise)
-        h_BLF = self.model.hidden(seen_BL, mask_BL)
-        logits = self.model.logits(h_BLF).flatten(0, 1).float()
-        nll = F.cross_entropy(logits, tokens_BL.flatten(), reduction="none")
-        chosen = chosen_BL.flatten()
-        kept = ~chosen if mask_BL is None else ~chosen & mask_BL.flatten()
-        return {"masked": masked_mean(nll, chosen), "kept": masked_mean(nll, kept)}
+        seen_BL, chosen_BL = self.corrupt(batch.tokens_BL, batch.mask_BL, noise)
+        nll_BL = token_nll(self.model.logits, self.model.hidden(seen_BL, batch.mask_BL), batch.tokens_BL)
+        return {"masked": masked_mean(nll_BL, chosen_BL), "kept": masked_mean(nll_BL, batch.real_BL & ~chosen_BL)}
 
     @torch.no_grad()
     def reconstruction(self, batch: Batch, sampler: Any = None) -> Tensor:
         """Return the share of tokens that are predicted from their own features: an upper bound for a codec on top."""
-        same = self.model.logits(self.model.hidden(batch.tokens_BL, batch.mask_BL)).argmax(-1) == batch.tokens_BL
-        return same.float().mean() if batch.mask_BL is None else same[batch.mask_BL].float().mean()
+        return batch.accuracy(self.model.logits(self.model.hidden(batch.tokens_BL, batch.mask_BL)).argmax(-1))

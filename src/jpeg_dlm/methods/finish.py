@@ -1,8 +1,7 @@
 """A finishing stage: train only the denoising network further, with the codec frozen.
 
-Joint training computes encoder, codec and token loss at every step, and its latents keep moving. Once tokens decode well,
-this stage trains the flow alone: all rows go through the denoise branch, and a few through the decode branch, which the
-shared network would forget otherwise. Not in the paper.
+Once tokens decode well, this stage trains the flow alone: all rows go through the denoise branch, and a few through the
+decode branch, which the shared network would forget otherwise. Not in the paper.
 """
 
 from __future__ import annotations
@@ -18,25 +17,21 @@ from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.sampler_config import SamplerConfig
 from jpeg_dlm.methods.base import Batch, Trainable, copy_tensors
-from jpeg_dlm.methods.distill import Student, continued
+from jpeg_dlm.methods.distill import Student, StudentObjective, continued
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
-from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel, JpegDlmObjective
+from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel
 from jpeg_dlm.rng import RowNoise
 
 
 @dataclass(frozen=True)
-class FinishObjective(JpegDlmObjective):
+class FinishObjective(StudentObjective):
     """The objective of the trained model, and the share of rows for its decode branch."""
 
-    teacher: str = opt("", "model folder, run or checkpoint to continue from")
     decode_share: float = opt(0.125, "share of a batch's rows that train the decode branch (assumed)")
 
     def checks(self, config: Config) -> Checks:
-        return [
-            *super().checks(config),
-            (bool(self.teacher), "finishing needs a trained model to continue from: name it with --teacher"),
-            (0 < self.decode_share <= 1, "objective.decode_share must lie above 0 and not above 1"),
-        ]
+        valid = 0 < self.decode_share <= 1
+        return [*super().checks(config), (valid, "objective.decode_share must lie above 0 and not above 1")]
 
 
 class Finish(Student):
@@ -67,17 +62,15 @@ class Finish(Student):
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         h = self.features(batch)
         z_tgt = self.target_latents(h, batch.mask_BL)  # without a step, so the statistics do not change
-        n = self.decode_rows(len(h))
-        few = Batch(batch.tokens_BL[:n], None if batch.mask_BL is None else batch.mask_BL[:n])
+        few = batch.first(self.decode_rows(len(h)))
+        n = len(few.tokens_BL)
         z_c = self.standardize(self.compressor(self.corrupted(h, noise)[:n], few.mask_BL))
-        z_1, z_t, t, w, chosen = self.noisy_embeddings(z_tgt, noise)
-        context = self.context(batch, noise)
-        s = self.self_condition(z_t, t, w, chosen, context=context)
-        zhat_tgt, zhat_1 = self.both_branches(z_c, z_t, t, s, w, context)
+        noisy = self.noisy_embeddings(z_tgt, batch, noise)
+        zhat_tgt, zhat_1 = self.both_branches(z_c, noisy)
         return {
             "jep": F.mse_loss(zhat_tgt, z_tgt[:n]),
-            "flow": self.flow_loss(zhat_1, self.flow_target(z_1, zhat_1, chosen, z_t, t, s, w, context), t),
-            "ce": self.token_loss(self.decompressor(self.unstandardize(zhat_tgt)), few),
+            "flow": self.flow_loss(zhat_1, self.flow_target(noisy, zhat_1), noisy.t),
+            "ce": self.reader.loss(self.decompressed(zhat_tgt), few),
         }
 
     def decode_rows(self, rows: int) -> int:

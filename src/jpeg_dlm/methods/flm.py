@@ -26,9 +26,9 @@ from torch import Tensor
 from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.flow.path import per_row
 from jpeg_dlm.methods.base import FILLS_IN, Batch, Method, Publication, Watch, masked_mean
-from jpeg_dlm.methods.common.continuous import adapted, published_config
 from jpeg_dlm.methods.common.decoding_error import TimeMap
-from jpeg_dlm.methods.common.discrete import DIFFUSION_TENSORS, NetworkConfig, sampler_steps
+from jpeg_dlm.methods.common.discrete import DIFFUSION_TENSORS, NetworkConfig, adapted, published_config, sampler_steps
+from jpeg_dlm.methods.common.shared_options import StepSampler
 from jpeg_dlm.nn.ddit import DDiT, NoiseLevel, zero_linear
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll
@@ -55,7 +55,7 @@ class FlmObjective:
 
 
 @dataclass(frozen=True)
-class FlmSampler:
+class FlmSampler(StepSampler):
     """Steps of equal size in tau."""
 
     steps: int = opt(128, "network evaluations (paper: 128 on LM1B, 1024 on OWT; a flow map needs 1 to 32)")
@@ -63,16 +63,11 @@ class FlmSampler:
 
     def checks(self, config: Config) -> Checks:
         learned = getattr(config.objective, "flow_map", False)
-        return [
-            (self.steps >= 1, "sampler.steps must be at least 1"),
-            (self.step == "euler" or learned, "sampler.step 'map' needs a model trained with objective.flow_map"),
-        ]
+        known = self.step == "euler" or learned
+        return [*super().checks(config), (known, "sampler.step 'map' needs a model trained with objective.flow_map")]
 
     def label(self) -> str:
-        return f"{self.steps} steps" if self.step == "euler" else f"{self.steps} map steps"
-
-    def evaluations(self, token_len: int) -> int:
-        return self.steps
+        return super().label() if self.step == "euler" else f"{self.steps} map steps"
 
 
 # ---------------------------------------------------------------- flow maps
@@ -154,10 +149,7 @@ class Flm(Method):
         return z.mul_(1 - t).scatter_add_(-1, tokens_BL[..., None], t.expand(*tokens_BL.shape, 1))
 
     def map_losses(self, batch: Batch, tau_B: Tensor, noise: RowNoise) -> dict[str, Tensor]:
-        """Return the cross-entropy with the token on the diagonal, and with the target from two shorter leaps elsewhere.
-
-        Each sums over its own rows and divides by all rows, so their sum is the mean over the batch.
-        """
+        """Return the cross-entropy with the token on the diagonal, and with `map_target` elsewhere; both count all rows."""
         tau_s, tau_t = self.intervals(tau_B, noise)
         z = self.noisy(batch.tokens_BL, self.times(tau_s), noise)
         log_p = self.backbone.head(self.states(z, tau_s, tau_t)).float().log_softmax(-1)
@@ -215,10 +207,7 @@ class Flm(Method):
     def integrate(
         self, z: Tensor, sampler: FlmSampler, watch: Watch | None = None, given_BL: Tensor | None = None
     ) -> Tensor:  # fmt: skip
-        """Integrate from the noise z to tokens; an Euler step is a leap with the one-time denoiser.
-
-        Given tokens are predicted with certainty.
-        """
+        """Integrate from the noise z to tokens, with given ones certain; an Euler step is a leap with the one-time denoiser."""
         steps = sampler.steps
         taus = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device=z.device)
         t = self.times(taus)

@@ -3,26 +3,27 @@
 Symbols of the paper: E encoder, C context compressor, C-bar target compressor, f shared network, D decompressor,
 W token projection; h features, z_tgt clean target, z_c corrupted view, z_t noisy embedding, w guidance scale.
 Shapes: B batch, L tokens, N latents, D latent width, F feature width, V vocabulary.
+
+Options that the paper does not have are modules of `methods.common`; with the paper's presets none of them acts.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.config import Config
-from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.flow.control import Control
-from jpeg_dlm.flow.known import Known
+from jpeg_dlm.flow.known import Known, known_spans
 from jpeg_dlm.flow.latent_sampler import Denoise, LatentSampler, Watch
-from jpeg_dlm.flow.path import guidance_scale, guided_target, interpolate, logit_normal, mixed_times, per_row, per_sample
+from jpeg_dlm.flow.path import guidance_scale, guided_target, interpolate, per_row, per_sample
 from jpeg_dlm.flow.sampler_config import SamplerConfig
-from jpeg_dlm.machine.collectives import all_mean
 from jpeg_dlm.methods.base import (
     FROZEN,
     GUIDED,
@@ -37,20 +38,20 @@ from jpeg_dlm.methods.base import (
     linear_ramp,
     linear_time,
     masked_mean,
-    rounded_up_share,
 )
-from jpeg_dlm.methods.common.flow_gradient import AdaptiveTimes, batch_standardized, warmup_factor, with_gradient_of
-from jpeg_dlm.methods.common.regularizers import sigreg, unit_directions, variance_covariance
+from jpeg_dlm.methods.common.context_blocks import drawn_context
+from jpeg_dlm.methods.common.flow_gradient import blurred, latents_with_flow_gradient
+from jpeg_dlm.methods.common.flow_times import AdaptiveTimes, drawn_times, weighted
+from jpeg_dlm.methods.common.learned_features import LearnedFeatures
+from jpeg_dlm.methods.common.regularizers import latent_regularizers
+from jpeg_dlm.methods.common.released_layout import released_config
+from jpeg_dlm.methods.common.standardization import RunningStandardization
+from jpeg_dlm.methods.common.token_decoding import TokenReader, build_token_decoder
 from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel, JpegDlmObjective
-from jpeg_dlm.methods.token_decoding import build_token_decoder, decoder_sizes
-from jpeg_dlm.nn.dit import Context, DiT, linear_estimate
+from jpeg_dlm.nn.dit import Context, DiT
 from jpeg_dlm.nn.perceiver import Compressor, Decompressor
-from jpeg_dlm.nn.spans import complete_spans
 from jpeg_dlm.nn.token_decoder import TokenProjection
-from jpeg_dlm.nn.token_loss import linear_cross_entropy
 from jpeg_dlm.rng import RowNoise
-
-VARIANCE_FLOOR = 1e-4  # assumed: keeps standardization from blowing up a dead channel
 
 
 def build_dit(config: Config, context_blocks: int = 0) -> DiT:
@@ -62,27 +63,20 @@ def build_dit(config: Config, context_blocks: int = 0) -> DiT:
     )  # fmt: skip
 
 
-def learns_features(config: Config) -> bool:
-    """Return True if a token embedding takes the place of the frozen encoder."""
-    return config.encoder.kind == "none"
+@dataclass(frozen=True)
+class Noisy:
+    """Rows of the denoise branch; those in `chosen` are self-conditioned on s, which is zero in the others."""
+
+    z_1: Tensor
+    z_t: Tensor
+    t: Tensor
+    s: Tensor
+    w: Tensor
+    chosen: Tensor
+    context: Context | None = None
 
 
-def swiglu_ratio(inner: int, hidden: int) -> float:
-    """Return the MLP ratio whose two-thirds rule results in `inner`."""
-    for expanded in range(inner * 3 // 2, inner * 3 // 2 + 3):
-        if int(expanded * 2 / 3) == inner and int(hidden * (expanded / hidden)) == expanded:
-            return expanded / hidden
-    raise CheckpointError(f"A SwiGLU width of {inner} does not fit a hidden width of {hidden}.")
-
-
-def token_shares(tokens_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
-    """Return the weight of each position in `masked_mean`."""
-    if mask_BL is None:
-        return torch.full(tokens_BL.shape, 1 / tokens_BL.numel(), device=tokens_BL.device)
-    return mask_BL / all_mean(mask_BL.float().sum()).clamp_min(1)
-
-
-class JpegDlm(Method):
+class JpegDlm(RunningStandardization, Method):
     """The whole system. `encoder` is frozen and may be None for a model that only samples."""
 
     title = "JPEG-DLM"
@@ -90,23 +84,21 @@ class JpegDlm(Method):
     uses_encoder = True
     uses_context = True
     supports = GUIDED_LONG
-    latent_mean: Tensor
-    latent_scale: Tensor
-    latent_updates: Tensor
 
     @classmethod
     def needs_encoder(cls, config: Config) -> bool:
-        return not learns_features(config)
+        return config.encoder.kind != "none"
 
     def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
         super().__init__()
         m: JpegDlmModel = config.model
         o: JpegDlmObjective = config.objective
+        vocab, width = config.data.vocab_size, config.encoder.feature_dim
         self.config = config
         self.supports = GUIDED_LONG if m.context_blocks else GUIDED
         self.encoder = encoder
         codec_sizes = (
-            config.data.token_len, m.latent_len, config.encoder.feature_dim, m.latent_dim, m.bottleneck_dim,
+            config.data.token_len, m.latent_len, width, m.latent_dim, m.bottleneck_dim,
             m.codec_layers, m.codec_heads, m.codec_mlp_ratio, m.dropout, m.position_scale, m.codec == "causal",
         )  # fmt: skip
         self.compressor = Compressor(*codec_sizes)
@@ -118,19 +110,23 @@ class JpegDlm(Method):
             self.dit.decode_head.requires_grad_(False)
             self.predictor.denoise_head.requires_grad_(False)
         self.decompressor = Decompressor(*codec_sizes)
-        self.unembed_proj = nn.Linear(config.encoder.feature_dim, m.proj_dim)
-        self.lm_head = nn.Linear(m.proj_dim, config.data.vocab_size)
-        self.embedding = nn.Embedding(config.data.vocab_size, config.encoder.feature_dim) if learns_features(config) else None
+        self.unembed_proj = nn.Linear(width, m.proj_dim)
+        self.lm_head = nn.Linear(m.proj_dim, vocab)
+        self.embedding = None if self.needs_encoder(config) else LearnedFeatures(vocab, width)
         self.adaptive = AdaptiveTimes() if o.time_adaptive else None
-        self.register_buffer("latent_mean", torch.zeros(m.latent_dim))
-        self.register_buffer("latent_scale", torch.ones(m.latent_dim))
-        self.register_buffer("latent_updates", torch.zeros((), dtype=torch.int64))
+        self.start_statistics(m.latent_dim)
         self.loss_weights = {
             "jep": o.jep_weight, "flow": o.flow_weight, "feat": o.feat_weight, "ce": o.ce_weight,
             "ce_noisy": o.ce_weight, "sigreg": o.sigreg_weight, "var": o.var_weight, "cov": o.cov_weight,
             "ce_first": o.ce_weight,
         }  # fmt: skip
         self.token_decoder = build_token_decoder(config)  # last, so that the other weights do not depend on it
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode; the target compressor stays in eval mode, since dropout would corrupt clean latents."""
+        super().train(mode)
+        self.target.eval()
+        return self
 
     # ------------------------------------------------------------ Algorithm 1
 
@@ -139,30 +135,30 @@ class JpegDlm(Method):
         h = self.features(batch)  # h <- E(x)
         z_tgt = self.target_latents(h, batch.mask_BL, noise.step)  # z_tgt <- sg(C-bar(h)), standardized
 
-        # decode branch (t = 1): a corrupted view of the features, compressed
-        z_raw = self.compressor(self.corrupted(h, noise), batch.mask_BL)
+        # decode branch (t = 1)
+        z_raw = self.compressor(self.corrupted(h, noise), batch.mask_BL)  # z_c <- C(h + sigma eps_h)
         z_c = self.standardize(z_raw)
 
-        # denoise branch: noisy embeddings on the linear path (Equation 1), and their self-conditioning
-        z_1, z_t, t, w, chosen = self.noisy_embeddings(self.flow_latents(z_tgt, h, batch.mask_BL, noise.step), noise)
-        context = self.context(batch, noise)
-        s = self.self_condition(z_t, t, w, chosen, context=context)
+        # denoise branch: t ~ pi, eps ~ N(0, I), z_t <- t z_1 + (1 - t) eps, where z_1 is z_tgt (paper)
+        noisy = self.noisy_embeddings(self.flow_latents(z_tgt, h, batch, noise.step), batch, noise)
 
-        zhat_tgt, zhat_1 = self.both_branches(z_c, z_t, t, s, w, context)
-        z_flow = self.flow_target(z_1, zhat_1, chosen, z_t, t, s, w, context)
-        if o.flow_to_compressor and o.flow_to_compressor_side == "both":
-            z_flow = with_gradient_of(z_flow, z_1)  # the guided target is z_1 and a constant
-        hhat = self.decompressor(self.unstandardize(self.blurred(zhat_tgt, noise)))  # hhat <- D(zhat_tgt)
-
-        return {
+        zhat_tgt, zhat_1 = self.both_branches(z_c, noisy)  # f(z_c, t = 1) and f(z_t, t)
+        hhat = self.decompressed(blurred(zhat_tgt, o.decoder_noise if self.training else 0.0, noise))  # hhat <- D(zhat_tgt)
+        terms = {
             "jep": F.mse_loss(zhat_tgt, z_tgt),  # Equation 3
-            "flow": self.flow_loss(zhat_1, z_flow, t),  # Equation 2
             "feat": masked_mean(((hhat - h.detach()) ** 2).mean(-1), batch.mask_BL),  # Equation 5
-            "ce": self.token_loss(hhat, batch, noise=noise),  # Equation 4
-            **({} if self.token_decoder is None else {"ce_first": self.projected_loss(self.read_by_tokens(hhat), batch)}),
-            **self.noisy_token_loss(zhat_1[: len(h)], t[: len(h)], batch, noise),
-            **self.regularizers(z_raw if o.reg_space == "raw" else z_c, noise),
+            **self.reader.losses(hhat, batch, noise),  # Equation 4, as `ce`
+            "flow": self.flow_loss(zhat_1, self.flow_target(noisy, zhat_1), noisy.t),  # Equation 2
+            **latent_regularizers(z_raw if o.reg_space == "raw" else z_c, o, self.config.train.steps, noise),  # appendix
         }
+        if o.ce_time_min < 1:  # ablation
+            hhat_1 = self.decompressed(zhat_1[: len(h)])
+            terms["ce_noisy"] = self.reader.late_loss(hhat_1, noisy.t[: len(h)], batch, noise)
+        return terms
+
+    def features(self, batch: Batch) -> Tensor:
+        """Return h = E(x), or learned embeddings if there is no encoder."""
+        return super().features(batch) if self.embedding is None else self.embedding(batch.tokens_BL)
 
     @torch.no_grad()
     def target_latents(self, h: Tensor, mask: Tensor | None, step: int | None = None) -> Tensor:
@@ -173,75 +169,49 @@ class JpegDlm(Method):
         return self.standardize(z)
 
     def corrupted(self, h: Tensor, noise: RowNoise) -> Tensor:
-        """Return h + sigma eps, the corrupted view of the features for the decode branch."""
+        """Return h + sigma eps_h."""
         return h + self.config.objective.sigma * noise.normal("feature", *h.shape[1:])
 
-    def features(self, batch: Batch) -> Tensor:
-        """Return h = E(x): frozen features, or learned embeddings of unit root mean square, which cannot shrink."""
-        if self.embedding is None:
-            return super().features(batch)
-        return F.rms_norm(self.embedding(batch.tokens_BL).float(), (self.embedding.embedding_dim,))
-
-    def flow_latents(self, z_tgt: Tensor, h: Tensor, mask: Tensor | None, step: int) -> Tensor:
-        """Return the clean latents of the flow loss: z_tgt, or with `flow_to_compressor` ones that carry its gradient."""
+    def flow_latents(self, z_tgt: Tensor, h: Tensor, batch: Batch, step: int) -> Tensor:
+        """Return z_tgt, or with `flow_to_compressor` latents that carry the gradient of the flow loss."""
         o = self.config.objective
         if not o.flow_to_compressor:
             return z_tgt
-        z_raw = self.compressor(h, mask)
-        z = self.standardize(z_raw)
-        value = z if o.flow_to_compressor_values == "context" else z_tgt
-        source = batch_standardized(z_raw, VARIANCE_FLOOR) if o.flow_to_compressor_norm == "batch" else z
-        factor = warmup_factor(step / max(1, self.config.train.steps), o.flow_to_compressor_warmup)
-        return with_gradient_of(value, source, o.flow_to_compressor * factor)
+        z_raw = self.compressor(h, batch.mask_BL)
+        return latents_with_flow_gradient(o, z_tgt, z_raw, self.standardize(z_raw), step / max(1, self.config.train.steps))
 
-    def blurred(self, z: Tensor, noise: RowNoise) -> Tensor:
-        """Return latents with `decoder_noise` in training, and as they are elsewhere."""
-        deviation = self.config.objective.decoder_noise
-        return z + deviation * noise.normal("decoder", *z.shape[1:]) if deviation and self.training else z
-
-    def noisy_embeddings(self, z_tgt: Tensor, noise: RowNoise) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return (z_1, z_t, t, w, chosen for self-conditioning) of the denoise branch, for `flow_draws` copies of a batch."""
+    def noisy_embeddings(self, z_1: Tensor, batch: Batch, noise: RowNoise) -> Noisy:
+        """Return `flow_draws` copies of a batch (paper: 1) on the linear path (Equation 1), with their self-conditioning."""
         o = self.config.objective
-        z_1, draws = z_tgt.repeat(o.flow_draws, 1, 1), noise.repeated(o.flow_draws)
-        t = self.times(draws)
-        z_t = interpolate(z_1, draws.normal("latent", *z_1.shape[1:]), t)
-        w = guidance_scale(draws.uniform("scale"), o.w_min, o.w_max)
-        return z_1, z_t, t, w, draws.uniform("self_condition") < o.sc_prob
+        z_1, noise = z_1.repeat(o.flow_draws, 1, 1), noise.repeated(o.flow_draws)
+        t = drawn_times(o, noise, self.adaptive if self.training else None)  # t ~ pi
+        z_t = interpolate(z_1, noise.normal("latent", *z_1.shape[1:]), t)
+        w = guidance_scale(noise.uniform("scale"), o.w_min, o.w_max)
+        chosen = noise.uniform("self_condition") < o.sc_prob
+        context = drawn_context(self.config, batch, self.encode, noise)
+        noisy = Noisy(z_1, z_t, t, torch.zeros_like(z_t), w, chosen, context)
+        return replace(noisy, s=self.self_condition(noisy))
 
-    def context(self, batch: Batch, noise: RowNoise) -> Context | None:
-        """Return the clean latents of the blocks before each row, for `flow_draws` copies; a share of rows has none."""
-        if batch.before is None or batch.present_BK is None:
-            return None
-        o, m = self.config.objective, self.config.model
-        z_BCD = self.encode(batch.before).view(len(batch.tokens_BL), -1, m.latent_dim)
-        present_BC = batch.present_BK.repeat_interleave(m.latent_len, dim=1).repeat(o.flow_draws, 1)
-        kept = noise.repeated(o.flow_draws).uniform("context_drop") >= o.context_drop
-        return Context(z_BCD.repeat(o.flow_draws, 1, 1), present_BC & kept[:, None])
+    @torch.no_grad()
+    def self_condition(self, noisy: Noisy) -> Tensor:
+        """Return f(z_t, t; s, w) without dropout (ELF) for the chosen rows, and zeros for the others."""
+        n, rows, out = noisy, noisy.chosen.nonzero().squeeze(1), torch.zeros_like(noisy.z_t)
+        if len(rows):
+            training = self.dit.training
+            self.dit.eval()
+            context = None if n.context is None else n.context.of(rows)
+            out[rows] = self.dit(n.z_t[rows], n.t[rows], n.s[rows], n.w[rows], context=context)
+            self.dit.train(training)
+        return out
 
-    def times(self, noise: RowNoise) -> Tensor:
-        """Draw t ~ pi: logit-normal (paper), optionally mixed with a share of uniform times."""
-        o = self.config.objective
-        if self.adaptive is not None and self.training:
-            return self.adaptive.draw(noise.uniform("time"))
-        t = logit_normal(noise.normal("time"), o.time_mean, o.time_std)
-        if o.time_uniform:
-            chance, uniform = noise.uniform("time_uniform", 2).unbind(1)
-            t = mixed_times(t, chance, uniform, o.time_uniform)
-        return t
-
-    def both_branches(
-        self, z_c: Tensor, z_t: Tensor, t: Tensor, s: Tensor, w: Tensor, context: Context | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return (zhat_tgt, zhat_1) = (f(z_c, t=1) in decode mode, f(z_t, t; s, w)), in one pass if the network is shared.
-
-        The decode branch uses the w of the first draw of each row.
-        """
-        rows = len(z_c)
+    def both_branches(self, z_c: Tensor, noisy: Noisy) -> tuple[Tensor, Tensor]:
+        """Return (zhat_tgt, zhat_1) = (f(z_c, t=1) in decode mode, f(z_t, t; s, w)), in one pass if the network is shared."""
+        n, rows = noisy, len(z_c)  # the decode branch has the w of a row's first draw
         if self.predictor is not None:
-            return self.decode_latents(z_c, w[:rows]), self.dit(z_t, t, s, w, context=context)
+            return self.decode_latents(z_c, n.w[:rows]), self.dit(n.z_t, n.t, n.s, n.w, context=n.context)
         out = self.dit(
-            torch.cat([z_c, z_t]), torch.cat([torch.ones_like(t[:rows]), t]), torch.cat([torch.zeros_like(z_c), s]),
-            torch.cat([w[:rows], w]), decode_rows=rows, context=context,
+            torch.cat([z_c, n.z_t]), torch.cat([torch.ones_like(n.t[:rows]), n.t]), torch.cat([torch.zeros_like(z_c), n.s]),
+            torch.cat([n.w[:rows], n.w]), decode_rows=rows, context=n.context,
         )  # fmt: skip
         return self.with_residual(out[:rows], z_c), out[rows:]
 
@@ -254,128 +224,20 @@ class JpegDlm(Method):
         """Return zhat = z + head if `decode_residual`, so that an untrained zero head is the identity; not in the paper."""
         return predicted + z if self.config.model.decode_residual else predicted
 
-    @torch.no_grad()
-    def self_condition(
-        self, z_t: Tensor, t: Tensor, w: Tensor, chosen: Tensor, s: Tensor | None = None, context: Context | None = None
-    ) -> Tensor:
-        """Return f(z_t, t; s, w) without dropout (ELF) for the chosen rows, and zeros for the others."""
-        out, rows = torch.zeros_like(z_t), chosen.nonzero().squeeze(1)
-        if len(rows):
-            training = self.dit.training
-            self.dit.eval()
-            before = None if context is None else context.of(rows)
-            out[rows] = self.dit(z_t[rows], t[rows], None if s is None else s[rows], w[rows], context=before)
-            self.dit.train(training)
-        return out
-
-    @torch.no_grad()
-    def flow_target(
-        self, z_tgt: Tensor, zhat_1: Tensor, chosen: Tensor, z_t: Tensor, t: Tensor, s: Tensor, w: Tensor,
-        context: Context | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Return the flow target: the guided target of two predictions for the chosen rows, z_tgt for the others (ELF)."""
+    def flow_target(self, noisy: Noisy, zhat_1: Tensor) -> Tensor:
+        """Return z_1, but the guided target of two predictions for the chosen rows (appendix, Self-Conditioning)."""
+        o, n = self.config.objective, noisy
+        z_1 = n.z_1 if o.flow_to_compressor_side == "both" else n.z_1.detach()  # z_tgt has no gradient anyway (paper)
         # The second prediction is f(z_t, t; s, w) without dropout; if dropout is 0, that is zhat_1.
-        second = self.self_condition(z_t, t, w, chosen, s, context) if self.config.model.dropout else zhat_1
-        return torch.where(per_row(chosen, z_tgt), guided_target(z_tgt, second, s, w), z_tgt)
+        second = self.self_condition(n) if self.config.model.dropout else zhat_1.detach()
+        return torch.where(per_row(n.chosen, z_1), guided_target(z_1, second, n.s, n.w), z_1)
 
     def flow_loss(self, predicted: Tensor, target: Tensor, t: Tensor) -> Tensor:
-        """Return the x-loss, the v-loss, which weights the same error by (1 - t)**-2 (appendix), or EDM's weighting."""
-        error, o = (predicted - target) ** 2, self.config.objective
+        """Return the x-loss (paper), or the same error with another weight of each time."""
+        error = (predicted - target) ** 2
         if self.adaptive is not None and self.training:
             self.adaptive.update(t, error.mean((1, 2)))
-        if o.flow_loss == "v":
-            error = error / per_row((1 - t).clamp_min(o.v_floor) ** 2, error)
-        elif o.flow_weighting == "residual":
-            error = error / per_row(linear_estimate(t)[1].clamp_min(o.v_floor) ** 2, error)
-        return error.mean()
-
-    def token_loss(
-        self, hhat: Tensor, batch: Batch, rows_B: Tensor | None = None, noise: RowNoise | None = None
-    ) -> Tensor:  # fmt: skip
-        """Return `projected_loss` behind the contextual decoder, if any, which reads the real tokens, partly replaced."""
-        hhat = self.read_by_tokens(hhat)
-        if self.token_decoder is not None:
-            hhat = self.token_decoder(hhat, batch.tokens_BL, self.projection, noise)
-        return self.projected_loss(hhat, batch, rows_B)
-
-    def read_by_tokens(self, hhat: Tensor) -> Tensor:
-        """Return the features as the token loss reads them: without a gradient if it must not train the codec."""
-        return hhat if self.config.objective.ce_to_codec else hhat.detach()
-
-    def projected_loss(self, hhat: Tensor, batch: Batch, rows_B: Tensor | None = None) -> Tensor:
-        """Return the mean of -log p(token) over real tokens; rows outside `rows_B` count as zeros in the mean."""
-        share_BL = token_shares(batch.tokens_BL, batch.mask_BL)
-        share_BL = share_BL if rows_B is None else share_BL * rows_B[:, None]
-        x = F.gelu(self.unembed_proj(hhat)).flatten(0, 1)
-        head, chunk = self.lm_head, self.config.objective.ce_chunk
-        return linear_cross_entropy(x, head.weight, head.bias, batch.tokens_BL.flatten(), share_BL.flatten(), chunk)
-
-    def noisy_token_loss(
-        self, zhat_1: Tensor, t: Tensor, batch: Batch, noise: RowNoise | None = None
-    ) -> dict[str, Tensor]:  # fmt: skip
-        """Return the token loss of denoise predictions with t in [ce_time_min, 1] (ablation)."""
-        if self.config.objective.ce_time_min >= 1:
-            return {}
-        late = t >= self.config.objective.ce_time_min
-        hhat = self.decompressor(self.unstandardize(zhat_1))
-        loss = self.token_loss(hhat, batch, late, noise)  # a mean over all rows, in which the others are zeros
-        if self.config.objective.ce_time_mean == "late":
-            share = (token_shares(batch.tokens_BL, batch.mask_BL) * late[:, None]).sum()
-            loss = loss / all_mean(share).clamp_min(torch.finfo(share.dtype).tiny)
-        return {"ce_noisy": loss}
-
-    def regularizers(self, z: Tensor, noise: RowNoise) -> dict[str, Tensor]:
-        """Return the SIGReg, variance and covariance terms of the context compressor's vectors (appendix)."""
-        o, u = self.config.objective, self.regularized(z, noise)
-        terms = {}
-        if o.sigreg_weight:
-            directions = unit_directions(u.shape[1], o.sigreg_slices, noise.shared("sigreg"))
-            terms["sigreg"] = sigreg(u, directions, o.sigreg_knots, o.sigreg_t_max) * self.sigreg_growth(noise.step)
-        terms["var"], terms["cov"] = variance_covariance(u)
-        return terms
-
-    def sigreg_growth(self, step: int) -> float:
-        """Return the growth of SIGReg's weight: the compressor first learns to keep tokens, then to fill its space."""
-        o, steps = self.config.objective, self.config.train.steps
-        if not o.sigreg_late:
-            return 1.0
-        return 1 + (o.sigreg_late / o.sigreg_weight - 1) * min(1.0, max(0.0, 10 * step / max(1, steps) - 0.5))
-
-    def regularized(self, z: Tensor, noise: RowNoise) -> Tensor:
-        """Return the vectors (R, D) for the regularizers."""
-        most = self.config.objective.reg_max_rows
-        kept = max(1, most // (noise.total or len(z))) if most else z.shape[1]
-        if kept < z.shape[1]:  # equally many per row, so that the choice does not depend on how a batch is split
-            chosen = noise.uniform("reg_rows", z.shape[1]).argsort(1)[:, :kept]
-            z = z.gather(1, chosen[..., None].expand(-1, -1, z.shape[2]))
-        return z.flatten(0, 1).float()
-
-    # ------------------------------------------------------------ latent standardization (appendix)
-
-    @property
-    def standardize_steps(self) -> int:
-        given = self.config.objective.standardize_steps
-        return given or rounded_up_share(self.config.train.steps, 0.1, most=2000)
-
-    def standardize(self, z: Tensor) -> Tensor:
-        return (z.float() - self.latent_mean) * self.latent_scale
-
-    def unstandardize(self, z: Tensor) -> Tensor:
-        return z / self.latent_scale + self.latent_mean
-
-    @torch.no_grad()
-    def update_statistics(self, z: Tensor) -> None:
-        """Update the running per-channel mean and variance over all processes; the first batch sets them."""
-        z = z.float().flatten(0, 1)
-        mean = all_mean(z.mean(0))
-        variance = all_mean(((z - mean) ** 2).mean(0))
-        if not bool((mean + variance).isfinite().all()):
-            return  # the trainer rejects this step, and the running statistics would never recover
-        m = self.config.objective.standardize_momentum if int(self.latent_updates) else 0.0
-        self.latent_mean.mul_(m).add_(mean, alpha=1 - m)
-        variance = m * self.latent_scale**-2 + (1 - m) * variance
-        self.latent_scale.copy_(variance.clamp_min(VARIANCE_FLOOR).rsqrt())
-        self.latent_updates += 1
+        return weighted(error, t, self.config.objective).mean()
 
     @torch.no_grad()
     def after_step(self, step: int, total: int) -> None:
@@ -401,39 +263,32 @@ class JpegDlm(Method):
         )  # fmt: skip
 
     def denoiser(self, times: Sequence[float], w: float, context: Context | None = None) -> Denoise:
-        """f(z, t; s, w) in denoise mode, at any times, after a context."""
+        """Return f(z, t; s, w) in denoise mode, at any times, after a context."""
         return lambda z, t, s: self.dit(z, per_sample(t, z), s, per_sample(w, z), context=context)
 
     def tokens(self, z: Tensor, w: float, given_BL: Tensor | None = None) -> Tensor:
-        """One decode evaluation at t = 1, then greedy tokens; a contextual decoder reads given ids in place of its own."""
+        """Return the most probable tokens of one decode evaluation; a contextual decoder reads given ids, not its own."""
         return self.greedy(self.decode_latents(z, per_sample(w, z)), given_BL)
 
     def logits(self, z: Tensor, w: float, given_BL: Tensor | None = None) -> Tensor:
-        """The logits of one decode evaluation at t = 1, for guides: those of `decoded`."""
-        return self.decoded(self.decode_latents(z, per_sample(w, z)), given_BL)
+        """Return the logits of one decode evaluation, for guides, differentiable in the latents."""
+        return self.reader.logits(self.decompressed(self.decode_latents(z, per_sample(w, z))), given_BL)
 
-    def decoded(self, z_standardized: Tensor, given_BL: Tensor | None = None) -> Tensor:
-        """Latents straight through D and W to logits, differentiable in the latents.
+    def greedy(self, z: Tensor, given_BL: Tensor | None = None) -> Tensor:
+        """Return the most probable tokens of standardized latents straight through D and W."""
+        return self.reader.tokens(self.decompressed(z), given_BL)
 
-        Those of a contextual decoder are the logits after its own greedy tokens, or after the given ids where there are
-        any (negative: free): a guide moves the latents, and at every move the tokens are read anew.
-        """
-        hhat = self.decompressor(self.unstandardize(z_standardized))
-        return self.project(hhat) if self.token_decoder is None else self.token_decoder.logits(hhat, self.projection, given_BL)
-
-    def greedy(self, z_standardized: Tensor, given_BL: Tensor | None = None) -> Tensor:
-        """Latents straight through D and W to the most probable tokens; a contextual decoder goes by its own or given ids."""
-        if self.token_decoder is None:
-            return self.decoded(z_standardized).argmax(-1)
-        return self.token_decoder.written(self.decompressor(self.unstandardize(z_standardized)), self.projection, given_BL)
+    def decompressed(self, z: Tensor) -> Tensor:
+        """Return hhat = D(z) of standardized latents."""
+        return self.decompressor(self.unstandardize(z))
 
     def project(self, h: Tensor) -> Tensor:
-        """W: features to logits through two linears and a GELU."""
-        return self.projection(h)
+        """Return W(h): logits through two linears and a GELU."""
+        return self.reader.W(h)
 
     @property
-    def projection(self) -> TokenProjection:
-        return TokenProjection(self.unembed_proj, self.lm_head)
+    def reader(self) -> TokenReader:
+        return TokenReader(TokenProjection(self.unembed_proj, self.lm_head), self.token_decoder, self.config.objective)
 
     # ------------------------------------------------------------ the codec on its own
 
@@ -444,38 +299,29 @@ class JpegDlm(Method):
 
     def known_latents(self, given_BL: Tensor) -> Known | None:
         """Return the latents of complete spans at the beginning of rows, with a causal codec; None if there are none."""
-        there_BN, held_BL = complete_spans(given_BL >= 0, self.config.model.latent_len)
-        if not there_BN.any():
-            return None
-        return Known(self.encode(Batch(given_BL.clamp_min(0), held_BL)), there_BN, held_BL)
+        return known_spans(given_BL, self.config.model.latent_len, lambda ids, held: self.encode(Batch(ids, held)))
 
     @torch.no_grad()
     def reconstruction(self, batch: Batch, sampler: SamplerConfig | None = None) -> Tensor:
         """Return the share of real tokens that the decode branch reconstructs from their own latents."""
-        z = self.encode(batch)
-        same = self.tokens(z, sampler.w if sampler else 1.0) == batch.tokens_BL
-        return masked_mean(same.float(), batch.mask_BL)
+        return batch.accuracy(self.tokens(self.encode(batch), sampler.w if sampler else 1.0))
 
     def latent_space(self, batch: Batch) -> Latents:
         logits = None if self.token_decoder is None else self.forced_logits
         return Latents(self.encode(batch), lambda z: self.tokens(z, 1.0), self.predict_once, logits)
 
     def forced_logits(self, z: Tensor, tokens_BL: Tensor) -> Tensor:
-        """The logits of a contextual decoder at w = 1 under teacher forcing; the two-pass decoder reads its own tokens."""
-        assert self.token_decoder is not None
-        hhat = self.decompressor(self.unstandardize(self.decode_latents(z, per_sample(1.0, z))))
-        return self.project(self.token_decoder(hhat, tokens_BL, self.projection))
+        """Return logits at w = 1 under teacher forcing; the two-pass decoder reads its own tokens."""
+        return self.project(self.reader.corrected(self.decompressed(self.decode_latents(z, per_sample(1.0, z))), tokens_BL))
 
     def latent_view(self) -> LatentView:
         return LatentView(
-            self.encode,
-            predict=lambda z_t, ratio: self.predict_once(z_t, linear_time(ratio)),
-            decode=self.greedy,
+            self.encode, lambda z_t, ratio: self.predict_once(z_t, linear_time(ratio)), self.greedy,
             branch=lambda z: self.decode_latents(z, per_sample(1.0, z)),
-        )
+        )  # fmt: skip
 
     def predict_once(self, z_t: Tensor, t: float) -> Tensor:
-        """The prediction of clean latents at w = 1, with no earlier one to go by."""
+        """Return the prediction of clean latents at w = 1, without self-conditioning."""
         return self.denoiser([t], 1.0)(z_t, t, None)
 
     # ------------------------------------------------------------ files and optimization
@@ -493,53 +339,12 @@ class JpegDlm(Method):
 
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
-        """Return `base` with the sizes of a checkpoint in the released layout."""
-
-        def shape(name: str, dims: int = 2) -> tuple[int, ...]:
-            if name not in tensors:
-                raise CheckpointError(f"The file is not in the released layout: it lacks the tensor '{name}'.")
-            found = tuple(tensors[name].shape)
-            if len(found) != dims or 0 in found:
-                raise CheckpointError(f"The file is not in the released layout: '{name}' has the shape {found}.")
-            return found
-
-        def layers(prefix: str) -> int:
-            return len({name.split(".")[2] for name in tensors if name.startswith(prefix)})
-
-        latent_len, dim = shape("compressor.latents")
-        token_len, _ = shape("decompressor.pos_emb.weight")
-        hidden = shape("dit.t_emb_tokens", 3)[2]
-        proj_dim, feature_dim = shape("unembed_proj.weight")
-        model = replace(
-            base.model,
-            latent_len=latent_len,
-            latent_dim=dim,
-            bottleneck_dim=shape("compressor.in_proj.down.weight")[0],
-            codec_layers=layers("compressor.layers."),
-            codec_heads=dim // shape("compressor.layers.0.attn.q_norm.gamma", 1)[0],
-            codec_mlp_ratio=shape("compressor.layers.0.ffn.net.1.weight")[0] / dim,
-            proj_dim=proj_dim,
-            hidden=hidden,
-            depth=layers("dit.blocks."),
-            heads=hidden // shape("dit.blocks.0.attn.q_norm.weight", 1)[0],
-            mlp_ratio=swiglu_ratio(shape("dit.blocks.0.mlp.w3.weight")[1], hidden),
-            freq_dim=shape("dit.t_embedder.mlp_0.weight")[1],
-            time_tokens=shape("dit.t_emb_tokens", 3)[1],
-            sc_tokens=shape("dit.sc_tokens", 3)[1],
-            mode_tokens=shape("dit.mode_tokens", 3)[1],
-            shared=not any(name.startswith("predictor.") for name in tensors),
-            **decoder_sizes(tensors),
-            context_blocks=shape("dit.no_context", 3)[1] // latent_len if "dit.no_context" in tensors else 0,
-        )
-        data = replace(base.data, token_len=token_len, vocab_size=shape("lm_head.weight")[0])
-        kind = "none" if "embedding.weight" in tensors else base.encoder.kind
-        return replace(base, data=data, model=model, encoder=replace(base.encoder, kind=kind, feature_dim=feature_dim))
+        return released_config(tensors, base)
 
     def parameter_groups(self) -> list[ParameterGroup]:
+        trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
         # assumed: what makes tokens of features is grouped with the DiT
-        flow = ("dit.", "predictor.", "unembed_proj.", "lm_head.", "token_decoder.")
-        groups: dict[str, dict[str, nn.Parameter]] = {"flow": {}, "codec": {}}
-        for name, parameter in self.named_parameters():
-            if parameter.requires_grad:
-                groups["flow" if name.startswith(flow) else "codec"][name] = parameter
-        return [ParameterGroup(name, parameters) for name, parameters in groups.items() if parameters]
+        with_dit = ("dit.", "predictor.", "unembed_proj.", "lm_head.", "token_decoder.")
+        flow = {name: p for name, p in trained.items() if name.startswith(with_dit)}
+        codec = {name: p for name, p in trained.items() if name not in flow}
+        return [ParameterGroup(name, group) for name, group in (("flow", flow), ("codec", codec)) if group]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jpeg_dlm.config import Checks, Config, head_checks, opt
+from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.flow.sampler_config import SamplerConfig
+from jpeg_dlm.methods.common.shared_options import codec_checks, embedder_checks, self_condition_checks
 
 
 @dataclass(frozen=True)
@@ -57,23 +58,8 @@ class JpegDlmModel:
         d, m = config.data, self
         return [
             (d.token_len >= 1 and m.latent_len >= 1, "data.token_len and model.latent_len must be at least 1"),
-            (
-                m.latent_len <= d.token_len,
-                f"model.latent_len {m.latent_len} exceeds data.token_len {d.token_len}: latents compress tokens, so lower it",
-            ),
-            (
-                m.codec_heads >= 1 and m.latent_dim % m.codec_heads == 0,
-                f"model.latent_dim {m.latent_dim} is not divisible by model.codec_heads {m.codec_heads}",
-            ),
-            *head_checks(m.hidden, m.heads),
-            (m.freq_dim >= 2 and m.freq_dim % 2 == 0, "model.freq_dim must be even"),
-            (
-                min(m.latent_dim, m.hidden, m.codec_layers, m.depth, m.bottleneck_dim, m.proj_dim) >= 1,
-                "model sizes must be at least 1",
-            ),
-            (m.mlp_ratio > 0 and m.codec_mlp_ratio > 0, "model.mlp_ratio and model.codec_mlp_ratio must be positive"),
-            (0 <= m.dropout < 1, "model.dropout must lie in [0, 1)"),
-            (min(m.time_tokens, m.sc_tokens, m.mode_tokens) >= 1, "each kind of prefix token is needed at least once"),
+            *codec_checks(m, d.token_len),
+            *embedder_checks(m),
             (m.decoder_layers >= 1 and m.decoder_hidden >= 0, "model.decoder_layers must be at least 1, and no size negative"),
             (0 <= m.decoder_corrupt <= 1, "model.decoder_corrupt must lie between 0 and 1"),
             (
@@ -182,9 +168,8 @@ class JpegDlmObjective:
                 o.sigreg_late >= 0 and (o.sigreg_weight > 0 or o.sigreg_late == 0),
                 "objective.sigreg_late must not be negative, and needs a positive objective.sigreg_weight to start from",
             ),
-            (0 <= o.sc_prob <= 1, "objective.sc_prob must lie between 0 and 1"),
+            *self_condition_checks(o),
             (0 <= o.context_drop <= 1, "objective.context_drop must lie between 0 and 1"),
-            (0 < o.w_min <= o.w_max, "objective.w_min must be positive and at most objective.w_max"),
             (o.sigreg_slices >= 1 and o.sigreg_knots >= 3, "SIGReg needs at least 1 slice and 3 knots"),
         ]
 

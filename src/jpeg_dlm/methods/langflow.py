@@ -30,8 +30,16 @@ from jpeg_dlm.methods.base import (
     masked_mean,
     rounded_up_share,
 )
-from jpeg_dlm.methods.common.continuous import adapted, published_config
-from jpeg_dlm.methods.common.discrete import DIFFUSION_TENSORS, PAPER_TOKENIZERS, NetworkConfig, paper_data, sampler_steps
+from jpeg_dlm.methods.common.discrete import (
+    DIFFUSION_TENSORS,
+    PAPER_TOKENIZERS,
+    NetworkConfig,
+    adapted,
+    paper_data,
+    published_config,
+    sampler_steps,
+)
+from jpeg_dlm.methods.common.shared_options import StepSampler
 from jpeg_dlm.nn.ddit import DDiT
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll
@@ -40,11 +48,9 @@ from jpeg_dlm.rng import RowNoise
 GUMBEL_LOC, GUMBEL_SCALE, GUMBEL_ENTROPY = 4.723, 0.852, 7.02  # initial proposal (released)
 RELEASED_WIDTH, RELEASED_VOCAB = 768, 50_257  # sizes of the model of these three values
 CUTOFF = 1e-5  # probability mass that is cut off at either end of the proposal (released)
-# Of small presets. The optimizer moves a parameter by about the learning rate per step, so in a short run the proposal, whose
-# three numbers are of order 1 to 7, would follow the loss only after some thousand steps. Until then the network trains at
-# noise at which neighbors cannot be read: after 300 steps at rate 2e-3, the 10% of least noise still had a loss of 2 nats
-# instead of 0.5 (measured). A small weight keeps the proposal's gradient, of norm 5 to 14 at weight 1, out of the clipped norm;
-# it does not slow AdamW.
+# Of small presets. At the network's rate the proposal would follow the loss only after some thousand steps: after 300 steps at
+# 2e-3, the 10% of least noise still had a loss of 2 nats instead of 0.5 (measured). A small weight keeps the gradient of the
+# proposal, of norm 5 to 14 at weight 1, out of the clipped norm; it does not slow AdamW.
 SMALL_WEIGHT, SMALL_RATE = 1e-3, 20.0
 MIN_SCALE = 0.05  # assumed: keeps the proposal valid if an optimizer step overshoots
 
@@ -74,19 +80,10 @@ class LangFlowObjective:
 
 
 @dataclass(frozen=True)
-class LangFlowSampler:
+class LangFlowSampler(StepSampler):
     """Deterministic steps along the proposal's quantiles."""
 
     steps: int = opt(128, "network evaluations (paper: 128 on LM1B, 1024 on OWT)")
-
-    def checks(self, config: Config) -> Checks:
-        return [(self.steps >= 1, "sampler.steps must be at least 1")]
-
-    def label(self) -> str:
-        return f"{self.steps} steps"
-
-    def evaluations(self, token_len: int) -> int:
-        return self.steps
 
 
 # ---------------------------------------------------------------- the process
@@ -107,10 +104,7 @@ def skip_scale(gamma: Tensor) -> Tensor:
 
 
 def ddim_step(z: Tensor, x_hat: Tensor, gamma: float, next_gamma: float) -> Tensor:
-    """Return alpha_s x_hat + sigma_s eps_hat with eps_hat = (z - alpha x_hat) / sigma, in float64 (released).
-
-    The code rescales z to the next signal scale and mixes it with the prediction, which avoids cancellation at low noise.
-    """
+    """Return alpha_s x_hat + sigma_s (z - alpha x_hat) / sigma as a mixture in float64, without cancellation (released)."""
     t, s = torch.tensor([gamma, next_gamma], dtype=torch.float64, device=z.device)
     end = torch.sigmoid(-s).sqrt() * x_hat.double()
     rescaled = z.double() * ((F.softplus(t) - F.softplus(s)) / 2).exp()
@@ -190,8 +184,7 @@ class LangFlow(Method):
     def adapt(cls, base: Config, name: str) -> Config:
         vocab = math.log(paper_data(base)[0].vocab_size) / math.log(RELEASED_VOCAB)
         # Tokens become decodable where alpha / sigma * sqrt(H), the lead of the correct one over noise, exceeds the largest of
-        # V normal numbers, about sqrt(2 log V): so gamma shifts by log H - log log V. The loss of pure noise scales with log V.
-        # (assumed; equals the released values at the released sizes. The smoke preset starts at 3.2 and learns 3.3, measured.)
+        # V normal numbers, about sqrt(2 log V). The loss of pure noise scales with log V. (assumed; smoke learns 3.3 from 3.2)
         objective = LangFlowObjective(
             gumbel_loc=GUMBEL_LOC + math.log(base.model.hidden / RELEASED_WIDTH) - math.log(vocab),
             gumbel_entropy=GUMBEL_ENTROPY * vocab,
@@ -239,10 +232,8 @@ class LangFlow(Method):
     def skip_weight(self, step: int) -> float:
         """Return the weight of the skip logits: rising from 0 to 1 in training, 1 otherwise.
 
-        While it rises the network has to decode the embeddings itself, and so learns to read its neighbors. After 600 steps
-        on sentences about pictures (512 ids, two layers of width 64), the loss at the median noise was 0.58 nats below that
-        of the posterior without context with a ramp over half of the run, 0.48 without skip logits, and 0.39 with whole skip
-        logits from the start (measured). With a ramp over a tenth, a smoke run wrote word salad (measured).
+        While it rises the network has to decode the embeddings itself, and so learns to read its neighbors: with a ramp over
+        half of a short run, it gained half as much again from context as with whole skip logits from the start (measured).
         """
         if not self.training:
             return 1.0
@@ -296,10 +287,7 @@ class LangFlow(Method):
 
     @torch.no_grad()
     def integrate(self, z: Tensor, steps: int, watch: Watch | None = None, given_BL: Tensor | None = None) -> Tensor:
-        """Integrate from the noise z to tokens; each evaluation is conditioned on the previous prediction.
-
-        Given tokens are predicted as they are, so their noise recedes to their own embeddings.
-        """
+        """Integrate from the noise z to tokens, each evaluation conditioned on the previous one; given tokens are predicted."""
         E = self.backbone.embeddings()
         q = torch.linspace(1 - CUTOFF, CUTOFF, steps, dtype=torch.float64)
         gammas = self.proposal.quantile(q.to(z.device)).tolist()

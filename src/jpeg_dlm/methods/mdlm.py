@@ -7,7 +7,7 @@ because only masked positions are predicted. The bound is a cross-entropy with w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch.nn.functional as F
@@ -20,8 +20,8 @@ from jpeg_dlm.methods.common.discrete import (
     DIFFUSION_TENSORS,
     DditConfig,
     DiscreteObjective,
+    adapted,
     ddit_model,
-    ddit_training,
     paper_data,
     sampler_steps,
 )
@@ -57,12 +57,8 @@ class Mdlm(Absorbing):
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
         data, mask_id = paper_data(base)
-        return replace(
-            base, method=name, data=data, train=ddit_training(base),
-            model=DditConfig(**ddit_model(base), mask_id=mask_id),
-            objective=DiscreteObjective(ce_chunk=base.objective.ce_chunk),
-            sampler=MdlmSampler(steps=sampler_steps(base)),
-        )  # fmt: skip
+        objective, model = DiscreteObjective(ce_chunk=base.objective.ce_chunk), DditConfig(**ddit_model(base), mask_id=mask_id)
+        return adapted(base, name, objective, MdlmSampler(sampler_steps(base)), model, data)
 
     def weights(self, h_NH: Tensor) -> Tensor:
         return self.logits(h_NH).softmax(-1)

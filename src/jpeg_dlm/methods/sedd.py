@@ -22,8 +22,8 @@ from jpeg_dlm.methods.common.discrete import (
     PAPER_TOKENIZERS,
     DditConfig,
     DiscreteObjective,
+    adapted,
     ddit_model,
-    ddit_training,
     paper_data,
     sampler_steps,
 )
@@ -74,11 +74,8 @@ class Sedd(Absorbing):
             data = replace(data, frame=False)
         else:
             objective = replace(objective, stratified=True, reduction="token_mean")
-        return replace(
-            base, method=name, data=data, train=ddit_training(base, steps=1_300_001), objective=objective,
-            model=DditConfig(**ddit_model(base), mask_id=mask_id),
-            sampler=SeddSampler(steps=sampler_steps(base)),
-        )  # fmt: skip
+        model = DditConfig(**ddit_model(base), mask_id=mask_id)
+        return adapted(base, name, objective, SeddSampler(sampler_steps(base)), model, data, steps=1_300_001)
 
     def weights(self, h_NH: Tensor) -> Tensor:
         return (self.logits(h_NH) - math.log(self.vocab - 1)).exp()

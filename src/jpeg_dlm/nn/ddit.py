@@ -132,7 +132,7 @@ class DditBlock(nn.Module):
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention in which the queries are the last positions of the keys."""
+    """Compute causal attention in which the queries are the last positions of the keys."""
     new, seen = q.shape[2], k.shape[2]
     if new == 1:
         return F.scaled_dot_product_attention(q, k, v)
@@ -143,7 +143,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def capped_attention(q: Tensor, k: Tensor, v: Tensor, cap: float) -> Tensor:
-    """Bidirectional attention with scores squashed to (-cap, cap): cap * tanh(score / cap)."""
+    """Compute bidirectional attention with scores squashed to cap * tanh(score / cap)."""
     with fp32_island(q):  # as fused kernels do: a bf16 score near the cap is only accurate to 1/8
         scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
         weights = (cap * torch.tanh(scores / cap)).softmax(-1)

@@ -34,15 +34,15 @@ class Context:
         return Context(self.z_BCD[rows], self.present_BC[rows])
 
 
-def scalar_frequencies(dim: int, device: torch.device) -> Tensor:
-    """Return `dim / 2` frequencies from 1 down to 1e-4 (released)."""
+def scalar_frequencies(dim: int, device: torch.device, period: float = 10_000.0) -> Tensor:
+    """Return `dim / 2` frequencies from 1 down to 1 / period (released: 1e-4)."""
     half = dim // 2
-    return torch.exp(-math.log(10_000.0) * torch.arange(half, device=device, dtype=torch.float32) / half)
+    return torch.exp(-math.log(period) * torch.arange(half, device=device, dtype=torch.float32) / half)
 
 
-def scalar_embedding(x_B: Tensor, dim: int) -> Tensor:
-    """Cosines then sines of x at all frequencies; x is not multiplied by 1000 (released)."""
-    angles = x_B.float()[:, None] * scalar_frequencies(dim, x_B.device)
+def scalar_embedding(x_B: Tensor, dim: int, period: float = 10_000.0) -> Tensor:
+    """Return cosines then sines of x at all frequencies; x is not multiplied by 1000 (released)."""
+    angles = x_B.float()[:, None] * scalar_frequencies(dim, x_B.device, period)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 

@@ -1,10 +1,7 @@
 """Fused norm-linear and activation-linear layers with hand-written gradients: same results, less time and memory.
 
-Autograd keeps every intermediate tensor. These functions recompute normed tensors and activations in backward, which is
-one cheap pass, and keep only the outputs of matrix products (selective recomputation, Korthikanti et al. 2022). PyTorch's
-gradient of RMSNorm also takes several times longer than these few passes on a CPU (measured).
-
-Compilers fuse by themselves, so `torch.compile` and exporters see the plain formula.
+They recompute normed tensors and activations in backward and keep only the outputs of matrix products (selective
+recomputation, Korthikanti et al. 2022). `torch.compile` and exporters, which fuse by themselves, see the plain formula.
 """
 
 from __future__ import annotations

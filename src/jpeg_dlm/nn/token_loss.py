@@ -15,22 +15,20 @@ from jpeg_dlm.nn.precision import autocast_device, fp32_island
 
 
 def token_nll(project: Callable[[Tensor], Tensor], h_BLF: Tensor, tokens_BL: Tensor, chunk: int = 0) -> Tensor:
-    """Return -log p(token) at every position (B, L), with logits = project(h).
-
-    With `chunk` > 0, only that many rows of logits (positions, not sequences) exist at once. They are recomputed in
-    backward, which costs one more projection and avoids storing B x L x V numbers.
-    """
-    rows, targets = h_BLF.flatten(0, 1), tokens_BL.flatten()
+    """Return -log p(token) at every position (B, L), with logits = project(h) of `chunk` positions at a time (0: all)."""
 
     def nll(part: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(project(part).float(), target, reduction="none")
 
-    if chunk <= 0 or len(rows) <= chunk:
-        out = nll(rows, targets)
-    else:
-        parts = zip(rows.split(chunk), targets.split(chunk), strict=True)
-        out = torch.cat([checkpoint(nll, part, target, use_reentrant=False) for part, target in parts])
-    return out.view(tokens_BL.shape)
+    return in_parts(nll, chunk, h_BLF.flatten(0, 1), tokens_BL.flatten()).view(tokens_BL.shape)
+
+
+def in_parts(f: Callable[..., Tensor], size: int, *inputs: Tensor) -> Tensor:
+    """Apply f to `size` rows at a time (0: all) and recompute each part in backward, so that no logits are kept."""
+    if size <= 0 or len(inputs[0]) <= size:
+        return f(*inputs)
+    parts = zip(*(x.split(size) for x in inputs), strict=True)
+    return torch.cat([checkpoint(f, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])
 
 
 def linear_cross_entropy(

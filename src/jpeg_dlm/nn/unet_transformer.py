@@ -7,13 +7,12 @@ Shapes: B batch, N latents, D latent width, H hidden width.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.nn.ddit import rotary_table, rotate_halves, zero_linear
+from jpeg_dlm.nn.dit import scalar_embedding
 from jpeg_dlm.nn.perceiver import CodecRMSNorm
 from jpeg_dlm.nn.precision import fp32_island
 
@@ -22,10 +21,7 @@ MAX_PERIOD = 10.0  # of the time sinusoids; t is in [0, 1] and not rescaled (COS
 
 def time_waves(t_B: Tensor, dim: int) -> Tensor:
     """Return cosines then sines of t at `dim / 2` frequencies from 1 down to 1 / MAX_PERIOD."""
-    half = dim // 2
-    freqs = torch.exp(-math.log(MAX_PERIOD) * torch.arange(half, device=t_B.device, dtype=torch.float32) / half)
-    angles = t_B.float()[:, None] * freqs
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+    return scalar_embedding(t_B, dim, MAX_PERIOD)
 
 
 class LlamaBlock(nn.Module):

@@ -110,15 +110,14 @@ class BatchingService:
 
     A batch starts when it is full, when it has as many rows as the batch before, or when its oldest request has waited for
     `max_wait_s` (after a long batch, for a share of its time). A request that does not fit is split, unless it is watched. A
-    future can be cancelled at any time: rows that have not started are dropped, and a batch for which nobody waits any more
-    stops after its current step. While the service is open, only its thread may use the writers.
+    batch whose futures are all cancelled stops after its current step. Meanwhile only this thread may use the writers.
     """
 
     def __init__(
         self, max_batch: int = MAX_BATCH, max_wait_s: float = MAX_WAIT_S, max_queue: int | None = None,
         observe: Callable[[int, float], None] = lambda rows, seconds: None,
     ) -> None:  # fmt: skip
-        """`max_queue` bounds the rows that wait; `observe` is told the rows and seconds of every batch, in the thread."""
+        """Start the thread; `max_queue` bounds the rows that wait, and `observe(rows, seconds)` is called after every batch."""
         if max_batch < 1 or max_wait_s < 0:
             raise UsageError("A service needs max_batch of at least 1 and max_wait_s of at least 0.")
         self.max_batch, self.max_wait_s, self.max_queue, self.observe = max_batch, max_wait_s, max_queue, observe

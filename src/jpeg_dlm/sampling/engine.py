@@ -1,4 +1,4 @@
-"""The networks of JPEG-DLM on prepared weights, rearranged to leave the machine to products.
+"""The networks of JPEG-DLM on prepared weights, arranged so that matrix products take most of the time.
 
 `methods.jpeg_dlm` is the reference. In fp32 the two differ by rounding alone.
 """
@@ -45,7 +45,7 @@ class Engine:
 
     @torch.inference_mode()
     def denoiser(self, times: Sequence[float], w: float, context: Context | None = None) -> Denoise:
-        """f(z, t; s, w) for the times of a grid, after a context."""
+        """Return f(z, t; s, w) for the times of a grid, after a context."""
         prefixes = dict(zip(times, self.dit.prefixes(times, w, decode=False), strict=True))
         before = None if context is None else self.dit.context_tokens(context)
 
@@ -60,7 +60,7 @@ class Engine:
         return denoise
 
     def tokens(self, z: Tensor, w: float, given_BL: Tensor | None = None) -> Tensor:
-        """One decode evaluation at t = 1, then greedy tokens; a contextual decoder reads given ids in place of its own."""
+        """Return the most probable tokens of one decode evaluation; a contextual decoder reads given ids, not its own."""
         with torch.inference_mode():
             zhat = self.decode_latents(z, w)
             if self.contextual is None:
@@ -70,19 +70,19 @@ class Engine:
         return tokens.clone()  # a tensor of inference mode could not be changed in place
 
     def decode_latents(self, z: Tensor, w: float) -> Tensor:
-        """f(z, t = 1) in decode mode."""
+        """Return f(z, t = 1) in decode mode."""
         (prefix,) = self.predictor.prefixes([1.0], w, decode=True)
         zhat = predicted(self.decode_head, self.predictor.states(z, None, prefix, seen_SS=self.decode_seen))
         return zhat + z if self.decode_residual else zhat
 
 
 def predicted(head: DenseLinear, x_BNH: Tensor) -> Tensor:
-    """The head of hidden states: norm and linear, in fp32."""
+    """Apply a head to hidden states: norm and linear, in fp32."""
     return head.of_unit_rms(x_BNH.flatten(0, 1), NORM_EPS).unflatten(0, x_BNH.shape[:2])
 
 
 def accelerated(writer: Writer, dtype: Dtype = "fp32", compile: bool = False) -> LatentSampler:
-    """Algorithm 2 on weights of a writer's networks that are prepared as they are now; guides read the networks themselves."""
+    """Return Algorithm 2 on the weights of a writer's networks as they are now; guides use the networks themselves."""
     sampler = writer.latent_sampler
     if sampler is None or sampler.networks is None:
         raise UsageError(f"{writer.title} samples as it is: a dtype and compilation are for jpeg-dlm.")

@@ -34,11 +34,11 @@ class FastLayer(nn.Module):
         self.register_buffer("gain", layer.q_gain)
 
     def own(self, x_MD: Tensor) -> Tensor:
-        """Queries, keys and values of the tokens themselves."""
+        """Return queries, keys and values of the tokens themselves."""
         return self.qkv.of_unit_rms(x_MD, NORM_EPS)
 
     def forward(self, x_MD: Tensor, own: Tensor, kv_ctx_BN2D: Tensor, seen: Tensor | None) -> Tensor:
-        """`own` (1 or B, L, 3 D) may be common to all samples."""
+        """Apply the layer; `own` (1 or B, L, 3 D) may be common to all samples."""
         batch, d = len(kv_ctx_BN2D), x_MD.shape[1]
         q, own_kv = own.split([d, 2 * d], dim=-1)
         kv = torch.cat([kv_ctx_BN2D, own_kv.expand(batch, -1, -1)], dim=1)
@@ -80,7 +80,7 @@ class FastDecoder(nn.Module):
         return self.most_probable(self.states(z_BND)).view(len(z_BND), -1)
 
     def states(self, z_BND: Tensor) -> Tensor:
-        """The tokens' states (M, D) after all layers."""
+        """Return the states (M, D) of the tokens after all layers."""
         batch, length = len(z_BND), len(self.queries)
         ctx_MD = torch.addcmul(self.shift, z_BND, self.spread).flatten(0, 1)
         kv_layers = self.kv_ctx.of_unit_rms(ctx_MD, NORM_EPS).unflatten(0, z_BND.shape[:2]).chunk(len(self.layers), dim=-1)
@@ -102,7 +102,8 @@ class ContextualEnd:
 
     def __init__(self, networks: LatentNetworks, decoder: TokenDecoder) -> None:
         W = TokenProjection(networks.unembed_proj, networks.lm_head)
-        self.out_proj, self.decoder, self.W = copy.deepcopy((networks.decompressor.out_proj, decoder.eval(), W))
+        self.out_proj, self.decoder, self.W = copy.deepcopy((networks.decompressor.out_proj, decoder, W))
+        self.decoder.eval()
 
     def __call__(self, x_MD: Tensor, batch: int, given_BL: Tensor | None) -> Tensor:
         return self.decoder.written(self.out_proj(x_MD.float()).unflatten(0, (batch, -1)), self.W, given_BL)

@@ -38,7 +38,7 @@ class FastBlock(nn.Module):
         return self.w3.add_to(x_MH, F.silu(gate).mul_(up))
 
     def attend(self, x_MH: Tensor, cis: Tensor, batch: int, seen_SS: Tensor | None) -> Tensor:
-        """`cis` (S, 1, 1, head_dim / 2) turns pairs of channels as complex numbers, in one pass."""
+        """Attend, with pairs of channels rotated as complex numbers by `cis` (S, 1, 1, head_dim / 2)."""
         qkv = self.qkv.of_unit_rms(x_MH, NORM_EPS).view(batch, -1, 3, self.heads, x_MH.shape[1] // self.heads)
         v = qkv[:, :, 2]
         qk = unit_rms(qkv[:, :, :2].float(), NORM_EPS).mul_(self.gain)
@@ -67,13 +67,13 @@ class FastDiT(nn.Module):
                 block.compile()
 
     def prefixes(self, times: Sequence[float], w: float, decode: bool) -> Tensor:
-        """Conditioning tokens (T, P, H) of each time, without a context; they are the same for every sample."""
+        """Return the conditioning tokens (T, P, H) of each time, without a context; they are the same for every sample."""
         t = torch.tensor(times, device=self.mode.device)
         mode, none = ((self.mode * decode).expand(len(t), -1, -1), self.none.expand(len(t), -1, -1))
         return torch.cat([self.time.tokens_of(t), self.scale.tokens_of(torch.full_like(t, w)), mode, none], dim=1)
 
     def context_tokens(self, context: Context) -> Tensor:
-        """Conditioning tokens (B, C, H) of a context, for the last C of the prefix."""
+        """Return the conditioning tokens (B, C, H) of a context, for the last C of the prefix."""
         x_BCH = self.widen(self.in_z(context.z_BCD.flatten(0, 1))).unflatten(0, context.present_BC.shape) + self.kind
         return torch.where(context.present_BC[..., None], x_BCH, self.none)
 
@@ -81,7 +81,7 @@ class FastDiT(nn.Module):
         self, z_BND: Tensor, s_BND: Tensor | None, prefix_PH: Tensor, context_BCH: Tensor | None = None,
         seen_SS: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Hidden states (B, N, H); the sequence is one buffer that blocks write over."""
+        """Return hidden states (B, N, H); the sequence is one buffer that blocks overwrite."""
         batch, n = z_BND.shape[:2]
         u = self.in_z(z_BND.flatten(0, 1))
         if s_BND is not None:  # without it that half of the projection would only see zeros

@@ -32,7 +32,7 @@ class Weights(NamedTuple):
         return self.weight.shape[1]
 
     def reordered(self, outputs: Tensor) -> Weights:
-        """With its outputs in another order."""
+        """Return the weights with their outputs in another order."""
         return Weights(self.weight[outputs], None if self.bias is None else self.bias[outputs])
 
 
@@ -62,7 +62,7 @@ class FoldedScalar:
     mlp_2: Weights
 
     def tokens_of(self, x_B: Tensor) -> Tensor:
-        """Learned tokens plus the embedding of each scalar: (B, P, H)."""
+        """Return learned tokens plus the embedding of each scalar (B, P, H)."""
         angles = x_B[:, None] * self.frequencies
         h = F.linear(torch.cat([angles.cos(), angles.sin()], dim=-1), *self.mlp_0)
         return self.learned + F.linear(F.silu(h), *self.mlp_2)[:, None]
@@ -97,7 +97,7 @@ def copied(linear: nn.Linear) -> Weights:
 
 
 def after_gain(gain: Tensor, linear: nn.Linear) -> Weights:
-    """linear(gain * x)."""
+    """Return the weights of linear(gain * x)."""
     return Weights(linear.weight * gain, linear.bias.clone())
 
 
@@ -212,7 +212,7 @@ class Folded:
 
 @torch.no_grad()
 def fold(networks: LatentNetworks) -> Folded:
-    """The networks as they are now: weights that change later are not seen."""
+    """Fold the networks as they are now: weights that change later are not seen."""
     dit, predictor = networks.dit, networks.predictor or networks.dit
     folded = fold_dit(dit)
     return Folded(

@@ -99,6 +99,8 @@ def tuned(
     latent = writer.latent_sampler
     if latent is None:
         raise UsageError(f"{writer.title} has no sampling times to tune: use a jpeg-dlm model.")
+    if sampler.fast_solver == "sde":
+        raise UsageError("Stored times are those of an ODE: tune them for another fast solver than sde.")
     steps = steps_within(evaluations, sampler.fast_solver)
     few = replace(sampler, solver=sampler.fast_solver, w=sampler.fast_w or sampler.w)
     found = search(latent_error(latent, few, rows), steps, trials, progress)

@@ -21,7 +21,7 @@ def sample_batches(
     writer: Writer, n: int, sampler: Any, seed: int = 0, batch: int = 64, first: int = 0,
     watch: Watch | None = None, given: Tensor | None = None, control: Control | None = None,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """Token ids of samples `first` to `first + n - 1`, batch by batch.
+    """Yield token ids of samples `first` to `first + n - 1`, batch by batch.
 
     `given` is kept: one row (L) in every sample, or a row for each (n, L). So are the rows of an origin in `control`.
     """

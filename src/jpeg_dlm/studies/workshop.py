@@ -39,9 +39,10 @@ from jpeg_dlm.studies.budget import Budget, measure_step, spend
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.corpora import bring
 from jpeg_dlm.text.prepare import prepare
+from jpeg_dlm.training.encoder_stage import encoder_config
 from jpeg_dlm.training.lock import Locked, run_lock
 from jpeg_dlm.training.metrics import read_metrics
-from jpeg_dlm.training.run import encoder_config, fit_to_data, train_run
+from jpeg_dlm.training.run import fit_to_data, train_run
 
 SIGNALS = ("SIGTERM", "SIGINT")
 POLL_S = 1.0  # between attempts to take a lock (assumed: short compared to any training)

@@ -75,7 +75,7 @@ class Diagnosis:
 
         def generated(noise: RowNoise, like_BND: Tensor) -> Tensor:
             z_BND = noise.normal("sample", *like_BND.shape[1:])
-            return latent.latents(z_BND, grid_of(sampler, noise.shared("grid")).tolist(), sampler)
+            return latent.latents(z_BND, grid_of(sampler, noise.shared("grid")).tolist(), sampler, noise=noise)
 
         def is_text(tokens_BL: Tensor) -> Tensor:
             ends_BL = (tokens_BL == self.tokenizer.eos_id).long() * data.rows_end

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ FEATURES_FILE, PROGRESS_FILE, COMPLETE_FILE = "features.bin", "progress.json", "
 ROWS_PER_WRITE = 256
 SAVE_EVERY = 16  # writes between saves of progress: a save costs an fsync, a lost write a few seconds of encoding
 
-Dtype = Literal["float16", "bfloat16"]
+DTYPE, STORED = "float16", "<f2"
 RowSource = Callable[[range], tuple[Tensor, Tensor | None]]
 Progress = Callable[[int, int], None]
 
@@ -42,7 +42,7 @@ class CacheInfo:
     n_rows: int
     token_len: int
     feature_dim: int
-    dtype: Dtype
+    dtype: str = DTYPE
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -66,6 +66,7 @@ class FeatureCache:
         for name, found, wanted in (
             ("encoder weights", info.encoder_fingerprint, encoder_fingerprint),
             ("data", info.data_fingerprint, data_fingerprint),
+            ("numbers", info.dtype, DTYPE),
         ):
             if found != wanted:
                 raise DataError(f"The feature cache '{folder}' was made with other {name}: delete it to build it again.")
@@ -73,21 +74,13 @@ class FeatureCache:
         if not path.is_file() or path.stat().st_size != info.n_bytes:
             raise DataError(f"'{path}' is missing or cut short: delete the folder '{folder}' to build it again.")
         self.info = info
-        self._data = np.memmap(path, _storage(info.dtype), mode="r", shape=info.shape)
+        self._data = np.memmap(path, STORED, mode="r", shape=info.shape)
 
     @classmethod
     def build(
-        cls,
-        folder: Path,
-        encoder: FrozenEncoder,
-        blocks_rows: RowSource,
-        n_rows: int,
-        token_len: int,
-        progress: Progress | None = None,
-        data_fingerprint: str = "",
-        dtype: Dtype = "float16",
-        device: str = "cpu",
-    ) -> FeatureCache:
+        cls, folder: Path, encoder: FrozenEncoder, blocks_rows: RowSource, n_rows: int, token_len: int,
+        progress: Progress | None = None, data_fingerprint: str = "", device: str = "cpu",
+    ) -> FeatureCache:  # fmt: skip
         """Fill `folder`, resuming an interrupted call, or open it if it is complete.
 
         `blocks_rows(range)` returns the tokens (B, L) and mask of rows; `progress(done, total)` is called regularly.
@@ -96,14 +89,14 @@ class FeatureCache:
         if (folder / COMPLETE_FILE).is_file():
             check_listed(folder, remedy=f"delete the folder '{folder}' to build it again")
         else:
-            fingerprint = encoder.fingerprint
-            info = CacheInfo(encoder.name, fingerprint, data_fingerprint, n_rows, token_len, encoder.feature_dim, dtype)
+            shape = (n_rows, token_len, encoder.feature_dim)
+            info = CacheInfo(encoder.name, encoder.fingerprint, data_fingerprint, *shape)
             if n_rows < 1:
                 raise DataError("There are no rows to compute features of: prepare more text.")
             _fill(folder, info, encoder, blocks_rows, progress, device)
         cache = cls(folder, encoder.fingerprint, data_fingerprint)
-        if cache.info.shape != (n_rows, token_len, encoder.feature_dim) or cache.info.dtype != dtype:
-            raise DataError(f"The feature cache '{folder}' has another shape or type: delete the folder to build it again.")
+        if cache.info.shape != (n_rows, token_len, encoder.feature_dim):
+            raise DataError(f"The feature cache '{folder}' has another shape: delete the folder to build it again.")
         return cache
 
     def __len__(self) -> int:
@@ -114,12 +107,7 @@ class FeatureCache:
         numbers = np.asarray(indices, np.int64)
         if len(numbers) and not (0 <= numbers.min() and numbers.max() < self.info.n_rows):
             raise DataError(f"The feature cache '{self.folder}' ends at row {self.info.n_rows - 1}: build it for this data.")
-        stored = torch.from_numpy(np.ascontiguousarray(self._data[numbers]))
-        return stored.view(torch.bfloat16).float() if self.info.dtype == "bfloat16" else stored.float()
-
-
-def _storage(dtype: Dtype) -> str:
-    return "<u2" if dtype == "bfloat16" else "<f2"  # numpy has no bfloat16, so its bits are stored
+        return torch.from_numpy(np.ascontiguousarray(self._data[numbers])).float()
 
 
 def _read_info(path: Path, key: str | None = None) -> CacheInfo | None:
@@ -142,12 +130,7 @@ def _rows_done(folder: Path, info: CacheInfo) -> int:
 
 
 def _fill(
-    folder: Path,
-    info: CacheInfo,
-    encoder: FrozenEncoder,
-    blocks_rows: RowSource,
-    progress: Progress | None,
-    device: str,
+    folder: Path, info: CacheInfo, encoder: FrozenEncoder, blocks_rows: RowSource, progress: Progress | None, device: str
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     done = _rows_done(folder, info)
@@ -159,7 +142,7 @@ def _fill(
             f"The features need {info.n_bytes / 1e9:.1f} GB and the disk of '{folder}' has {free / 1e9:.1f} GB free: "
             "use --data.cache-features false, or another disk."
         )
-    data = np.memmap(path, _storage(info.dtype), mode="r+" if done else "w+", shape=info.shape)
+    data = np.memmap(path, STORED, mode="r+" if done else "w+", shape=info.shape)
     for turn, start in enumerate(range(done, info.n_rows, ROWS_PER_WRITE), 1):
         span = range(start, min(start + ROWS_PER_WRITE, info.n_rows))
         data[span.start : span.stop] = _encode(encoder, blocks_rows, span, info, device)
@@ -184,8 +167,7 @@ def _encode(encoder: FrozenEncoder, blocks_rows: RowSource, span: range, info: C
     if tuple(tokens_BL.shape) != (len(span), info.token_len):
         raise DataError(f"Rows have shape {tuple(tokens_BL.shape)}, not {(len(span), info.token_len)}: prepare the data again.")
     h_BLF = encoder(tokens_BL.to(device), None if mask_BL is None else mask_BL.to(device)).cpu()
-    if info.dtype == "bfloat16":
-        return h_BLF.bfloat16().view(torch.uint16).numpy()
-    if float(h_BLF.abs().max()) > torch.finfo(torch.float16).max:
+    stored_BLF = h_BLF.half()
+    if not stored_BLF.isfinite().all():
         raise DataError("Features exceed the range of float16: standardize them with --encoder.scale per_channel.")
-    return h_BLF.half().numpy()
+    return stored_BLF.numpy()

@@ -231,36 +231,35 @@ class Trainer:
     def fit(self, log: MetricsLog | None, stop: StopSignal, tell: Callable[[int, dict[str, float]], None],
             evaluate: Callable[[int], dict[str, float]] | None = None) -> str | None:  # fmt: skip
         """Train to the end or until asked to stop; return the name of the signal that stopped it."""
-        with step_timeout(self.config.train.timeout_s), Lifeline(self.ranks):
-            self._train(log, stop, tell, evaluate)
+        train = self.config.train
+
+        def due(every: int) -> bool:
+            return self.step % every == 0 or self.step == train.steps
+
+        def report(values: dict[str, float]) -> None:
+            if log:
+                log.log(self.step, values)
+            tell(self.step, values)
+
+        with step_timeout(train.timeout_s), Lifeline(self.ranks):
+            since, rows = time.monotonic(), 0
+            while self.step < train.steps and not self._stop_requested(stop):
+                stats = self.train_step()
+                rows += self.stream.rows_per_step
+                if due(train.log_every):
+                    report(stats | {"rows_per_s": rows / (time.monotonic() - since)})
+                    since, rows = time.monotonic(), 0
+                if evaluate and train.eval_every and due(train.eval_every):
+                    # On every process, because the losses of some methods use global statistics.
+                    report(evaluate(self.step))
+                    since, rows = time.monotonic(), 0
+                if due(train.save_every):
+                    self._save_logged(log)
+            if not due(train.save_every):
+                self._save_logged(log)
         self.wrapped = self.method  # DistributedDataParallel would keep the process group's threads alive
         # The signal may have reached another process.
-        return stop.requested or ("SIGTERM" if self.step < self.config.train.steps else None)
-
-    def _train(self, log: MetricsLog | None, stop: StopSignal, tell: Callable[[int, dict[str, float]], None],
-               evaluate: Callable[[int], dict[str, float]] | None) -> None:  # fmt: skip
-        train = self.config.train
-        since, rows = time.monotonic(), 0
-        while self.step < train.steps and not self._stop_requested(stop):
-            stats = self.train_step()
-            rows += self.stream.rows_per_step
-            if self.step % train.log_every == 0 or self.step == train.steps:
-                stats["rows_per_s"] = rows / (time.monotonic() - since)
-                since, rows = time.monotonic(), 0
-                if log:
-                    log.log(self.step, stats)
-                tell(self.step, stats)
-            due = train.eval_every and (self.step % train.eval_every == 0 or self.step == train.steps)
-            if evaluate and due:  # on every process, because the losses of some methods use global statistics
-                found = evaluate(self.step)
-                if log:
-                    log.log(self.step, found)
-                tell(self.step, found)
-                since, rows = time.monotonic(), 0
-            if self.step % train.save_every == 0 or self.step == train.steps:
-                self._save_logged(log)
-        if self.step < train.steps and self.step % train.save_every:
-            self._save_logged(log)
+        return stop.requested or ("SIGTERM" if self.step < train.steps else None)
 
     def _save_logged(self, log: MetricsLog | None) -> None:
         if log:

@@ -4,9 +4,8 @@ The momentum of a matrix is replaced by the nearest semi-orthogonal matrix, so a
 (Newton-Schulz iteration, Jordan et al. 2024). Both rules use Nesterov momentum with bias correction: after gradient g of
 step n, with m <- b m + (1 - b) g, the direction is b m / (1 - b**(n + 1)) + (1 - b) g / (1 - b**n).
 
-Each process updates its part of a sharded parameter. Only the iteration needs whole matrices: every process gathers them,
-computes the same result, and takes its part. Kept instead of `torch.optim.Muon`, which has neither this bias correction nor a
-rule for vectors.
+Each process updates its part of a sharded parameter; only the iteration gathers whole matrices. `torch.optim.Muon` has neither
+this bias correction nor a rule for vectors.
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ from jpeg_dlm.training.muon import Muon
 from jpeg_dlm.training.parts import is_divided, local
 
 # Learned tokens, queries and position tables are inputs, not maps, and get no weight decay (as in JiT and ELF).
-NOT_DECAYED = ("latents", "base_query", "tokens", "pos_emb.weight", "pos_latent.weight", "embedding.weight")
+NOT_DECAYED = (
+    "latents", "base_query", "tokens", "no_context", "context_kind", "pos_emb.weight", "pos_latent.weight", "embedding.weight",
+)  # fmt: skip
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogFormatter, MaxNLocator
 
 from jpeg_dlm.errors import DataError
+from jpeg_dlm.results.pictures import GENERATED_COLOR, INK, LINE_COLORS, REAL_COLOR, dress, png_bytes
 from jpeg_dlm.training.metrics import DIAGNOSIS, HELDOUT, read_metrics
 from jpeg_dlm.training.record import write_recorded
 
 LR = "lr_"
-TRAIN_COLOR, HELDOUT_COLOR, BAD_COLOR, INK = "#2b6cb0", "#dd6b20", "#c53030", "#2d3748"
-LINE_COLORS = (TRAIN_COLOR, "#2f855a", "#805ad5", "#b7791f", "#97266d")
+TRAIN_COLOR, HELDOUT_COLOR, BAD_COLOR = GENERATED_COLOR, REAL_COLOR, LINE_COLORS[-1]
 PANEL_SIZE = (4.1, 2.7)  # inches; four fit a wide screen at 110 dots per inch
 LOG_RANGE = 30.0  # a panel whose values span more than this factor gets a logarithmic axis
 # Titles and units of measures that are not losses; any measure without an entry is a loss term.
@@ -40,10 +38,7 @@ DECODE = "decode_t"  # followed by the share of clean latent in the mixture
 HIDDEN = ("step", "elapsed_s")
 
 
-@dataclass
-class _Series:
-    steps: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
+Points = list[tuple[int, float]]  # steps and values of a measure
 
 
 def plot_metrics(run: Path) -> Path:
@@ -79,16 +74,14 @@ def _draw_run(run: Path) -> Path:
     _set_margins(figure, rows, columns)
     FigureCanvasAgg(figure)
     figure.suptitle(run.resolve().name, fontsize=12, color=INK, fontweight="bold")
-    steps = [s for one in series.values() for s in one.steps]
+    steps = [step for points in series.values() for step, _ in points]
     for i, (title, unit, names) in enumerate(panels):
         axes = figure.add_subplot(rows, columns, i + 1)
         _draw_panel(axes, {name: series[name] for name in names})
-        _dress(axes, title, unit, (min(steps), max(steps)))
-        if i + columns >= len(panels):  # the lowest panel of its column
-            axes.set_xlabel("optimizer step", fontsize=9, color=INK)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=110)
-    write_recorded(run, "metrics.png", out.getvalue())
+        lowest = i + columns >= len(panels)
+        dress(axes, title, unit, "optimizer step" if lowest else "")
+        _scale(axes, min(steps), max(steps))
+    write_recorded(run, "metrics.png", png_bytes(figure))
     return run / "metrics.png"
 
 
@@ -103,20 +96,14 @@ def _set_margins(figure: Figure, rows: int, columns: int) -> None:
     )  # fmt: skip
 
 
-def _collect(rows: Sequence[dict[str, Any]]) -> dict[str, _Series]:
-    """Collect each numeric measure as a series, in order of first appearance."""
-    series: dict[str, _Series] = {}
+def _collect(rows: Sequence[dict[str, Any]]) -> dict[str, Points]:
+    """Collect the points of each numeric measure, in order of first appearance."""
+    series: dict[str, Points] = {}
     for row in rows:
         for name, value in row.items():
-            if (
-                name not in HIDDEN
-                and not name.startswith(DIAGNOSIS)
-                and isinstance(value, (int, float))
-                and not isinstance(value, bool)
-            ):
-                one = series.setdefault(name, _Series())
-                one.steps.append(row["step"])
-                one.values.append(float(value))
+            shown = name not in HIDDEN and not name.startswith(DIAGNOSIS)
+            if shown and isinstance(value, (int, float)) and not isinstance(value, bool):
+                series.setdefault(name, []).append((row["step"], float(value)))
     return series
 
 
@@ -146,11 +133,10 @@ def _label(name: str) -> str | None:
     return name.removeprefix(LR) if name.startswith(LR) else LATENT.get(name)
 
 
-def _draw_panel(axes: Axes, series: dict[str, _Series]) -> None:
+def _draw_panel(axes: Axes, series: Mapping[str, Points]) -> None:
     linear = all(_label(name) or name.removeprefix(HELDOUT) == SHARE for name in series)
-    for i, (name, one) in enumerate(series.items()):
-        order = np.argsort(one.steps, kind="stable")
-        x, y = np.asarray(one.steps)[order], np.asarray(one.values)[order]
+    for i, (name, points) in enumerate(series.items()):
+        x, y = np.array(sorted(points, key=lambda point: point[0])).T
         bad = ~np.isfinite(y)
         if label := _label(name):
             marks = "-" if name.startswith(LR) else "o-"  # evaluations are few
@@ -162,7 +148,7 @@ def _draw_panel(axes: Axes, series: dict[str, _Series]) -> None:
         if bad.any():
             full_height = axes.get_xaxis_transform()
             axes.vlines(x[bad], 0, 1, transform=full_height, color=BAD_COLOR, lw=1.0, alpha=0.7, label="not finite")
-    finite = np.concatenate([np.asarray(one.values) for one in series.values()])
+    finite = np.array([value for points in series.values() for _, value in points])
     finite = finite[np.isfinite(finite)]
     if not linear and len(finite) and finite.min() > 0 and finite.max() > LOG_RANGE * finite.min():
         axes.set_yscale("log")
@@ -196,21 +182,13 @@ def _smooth(values: np.ndarray, reach: int) -> np.ndarray:
     return np.where((number > 0) & (half >= reach // 2), (total[high] - total[low]) / np.maximum(number, 1), np.nan)
 
 
-def _dress(axes: Axes, title: str, unit: str, span: tuple[int, int]) -> None:
-    axes.set_title(title, fontsize=10, color=INK, loc="left", fontweight="bold")
-    axes.set_ylabel(unit, fontsize=9, color=INK)
-    if span[1] > span[0]:
-        pad = 0.02 * (span[1] - span[0])
-        axes.set_xlim(span[0] - pad, span[1] + pad)  # one span for all panels, so that they can be compared by eye
+def _scale(axes: Axes, first: int, last: int) -> None:
+    if last > first:
+        pad = 0.02 * (last - first)
+        axes.set_xlim(first - pad, last + pad)  # one span for all panels, so that they can be compared by eye
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.tick_params(which="both", labelsize=8, colors=INK, length=3)
-    axes.grid(True, color="#e2e8f0", lw=0.7)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#a0aec0")
+    axes.tick_params(which="minor", labelsize=8, colors=INK, length=3)
     if axes.get_yscale() == "linear":
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4))
         axes.yaxis.get_offset_text().set_fontsize(8)

@@ -67,8 +67,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def write_recorded(run: Path, name: str, content: bytes | str) -> None:
     """Write a file of a run and record its size and hash.
 
-    A kill in between must not look like damage. A new file is written before its record, because recorded files must exist;
-    a new version of a file is written after its record, because any recorded version is valid.
+    A kill in between must not look like damage: recorded files must exist, and any recorded version is valid.
     """
     raw = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
     row = {"file": name, "sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)}

@@ -15,19 +15,15 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from jpeg_dlm.config import Config, DataConfig, TrainConfig, validate
+from jpeg_dlm.config import Config, DataConfig, validate
 from jpeg_dlm.config_io import from_dict, read_json_file, to_dict
-from jpeg_dlm.encoders import FrozenEncoder, build_encoder
-from jpeg_dlm.encoders.build import FrozenSmallEncoder
-from jpeg_dlm.encoders.frozen import measure_statistics, save_statistics
-from jpeg_dlm.encoders.small import CONFIG_FILE, read_small_encoder_info, save_small_encoder
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.folders.checkpoint import latest_checkpoint, newest_step
 from jpeg_dlm.folders.model_folder import read_model
@@ -45,10 +41,11 @@ from jpeg_dlm.text.prepare import prepare
 from jpeg_dlm.text.rows import end_rows
 from jpeg_dlm.text.tokenizer import TextTokenizer
 from jpeg_dlm.training.alarms import Alarms
+from jpeg_dlm.training.bench import Bench, Outcome, StageStopped, statistics_rows
 from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.training.diagnosis import TEXTS, Diagnosis
 from jpeg_dlm.training.diagnosis_plot import plot_diagnosis
-from jpeg_dlm.training.feature_cache import FeatureCache
+from jpeg_dlm.training.encoder_stage import finish_encoder, with_encoder
 from jpeg_dlm.training.lock import run_lock
 from jpeg_dlm.training.loop import Trainer
 from jpeg_dlm.training.metrics import MetricsLog
@@ -59,44 +56,7 @@ from jpeg_dlm.training.telling import training_progress
 from jpeg_dlm.training.trackers import Follower, Start, check_tracker
 from jpeg_dlm.training.validation import heldout_losses
 
-STATISTICS_ROWS = 4096  # rows over which feature statistics are measured (assumed: plenty for a mean per channel)
 SAMPLE_TEXTS = 8
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The last step of a run, what stopped it (None if it finished), and the stage that was training then."""
-
-    step: int
-    stopped_by: str | None
-    stage: str = ""
-
-    @property
-    def saved(self) -> bool:
-        """True if there is a checkpoint to resume from, that is, after the first step."""
-        return self.step > 0
-
-
-class StageStopped(Exception):
-    """A stage was asked to stop, so later stages must not start."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(f"stopped by {outcome.stopped_by} at step {outcome.step}")
-        self.outcome = outcome
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Objects that all stages of a run share."""
-
-    blocks: Blocks
-    heldout: Blocks
-    ranks: Ranks
-    console: Console
-    stop: StopSignal
-    invocation: Invocation | None
-    encoder: FrozenEncoder | None = None
-    cache: FeatureCache | None = None
 
 
 def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume: bool, stop_at: int | None = None) -> Outcome:
@@ -119,7 +79,7 @@ def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume:
                 bench.heldout.verify()
             config = fit_to_data(config, bench.blocks, ranks.world)
             if method_class(config.method).needs_encoder(config):
-                bench = with_encoder(config, run, bench)
+                bench = with_encoder(config, run, bench, train_method)
             method = train_method(config, run, bench, stop_at)
         except StageStopped as stopped:
             return stopped.outcome
@@ -196,106 +156,7 @@ def fit_to_data(config: Config, blocks: Blocks, world: int) -> Config:
     return validate(replace(config, data=data, train=train))
 
 
-# ---------------------------------------------------------------- the frozen encoder
-
-
-def with_encoder(config: Config, run: Path, bench: Bench) -> Bench:
-    """Add the frozen encoder to `bench`, and the cache of its features if the config asks for it."""
-    bench = replace(bench, encoder=prepare_encoder(config, run, bench))
-    return replace(bench, cache=feature_cache(run, bench)) if config.data.cache_features else bench
-
-
-def prepare_encoder(config: Config, run: Path, bench: Bench) -> FrozenEncoder:
-    """Return the frozen encoder with its feature statistics; pretrain it first if the preset has its own encoder."""
-    folder = run / "encoder"
-    e, blocks = config.encoder, bench.blocks
-    if e.kind == "small" and not e.name and not (folder / CONFIG_FILE).is_file():
-        if config.train.encoder_steps == 0:
-            raise UsageError(
-                "The preset uses its own encoder: give a trained one with --encoder.name, or set --train.encoder-steps."
-            )
-        method = train_method(encoder_config(config), stage_folder(run, "encoder"), bench)
-        assert isinstance(method, EncoderPretraining)
-        finish_encoder(method, config, bench, folder)
-    if e.kind == "small":
-        _check_tokenizer(folder if (folder / CONFIG_FILE).is_file() else Path(e.name), blocks)
-    encoder = build_encoder(e, config.data.vocab_size, config.train.seed, folder)
-    if e.scale == "per_channel" and not encoder.has_statistics:
-        encoder.set_feature_statistics(*measure_statistics(encoder, statistics_batches(blocks)))
-        if bench.ranks.is_main:
-            save_statistics(folder, encoder)
-        barrier()
-    return encoder.to(bench.ranks.device)
-
-
-def _check_tokenizer(folder: Path, blocks: Blocks) -> None:
-    """Check that the encoder was trained with the tokenizer of the blocks."""
-    known = read_small_encoder_info(folder).tokenizer_fingerprint
-    if known and known != blocks.index["tokenizer"]:
-        raise UsageError(
-            f"The encoder in '{folder}' was trained with another tokenizer than the text: prepare the text with "
-            "--data.tokenizer set to that encoder's tokenizer.json, or train another encoder."
-        )
-
-
-def encoder_config(config: Config) -> Config:
-    """Return the config of the encoder's pretraining within a run, the same for every method."""
-    t = config.train
-    train = replace(
-        t, steps=t.encoder_steps, lr=t.encoder_lr, schedule="cosine", warmup=0, lr_floor=0.0, compile=False,
-        optimizer="adamw", weight_decay=TrainConfig.weight_decay, adam_eps=TrainConfig.adam_eps,
-    )  # fmt: skip
-    return replace(config, method="encoder", train=train)
-
-
-def statistics_rows(blocks: Blocks) -> Iterator[list[int]]:
-    """Yield the numbers of the rows used for feature statistics, batch by batch."""
-    rows = range(min(STATISTICS_ROWS, len(blocks)))
-    return (list(rows[start : start + 256]) for start in range(0, len(rows), 256))
-
-
-def statistics_batches(blocks: Blocks) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    for rows in statistics_rows(blocks):
-        tokens = blocks.rows(rows)
-        yield tokens, blocks.mask(tokens)
-
-
-def finish_encoder(method: EncoderPretraining, config: Config, bench: Bench, folder: Path) -> None:
-    """Measure the trained encoder's feature statistics and save it in `folder`."""
-    if bench.ranks.is_main:
-        model, blocks = method.model.cpu(), bench.blocks
-        scale = replace(config.encoder, scale="per_channel", kind="small")
-        measured = measure_statistics(FrozenSmallEncoder(model, "small", scale), statistics_batches(blocks))
-        model.set_feature_statistics(*measured)
-        save_small_encoder(folder, model, blocks.tokenizer().fingerprint)
-    barrier()
-
-
-def feature_cache(run: Path, bench: Bench) -> FeatureCache:
-    """Compute the features of all training rows once and open them from disk."""
-    blocks, encoder, ranks = bench.blocks, bench.encoder, bench.ranks
-    assert encoder is not None
-
-    def rows(numbers: range) -> tuple[torch.Tensor, torch.Tensor | None]:
-        tokens = blocks.rows(list(numbers))
-        return tokens, blocks.mask(tokens)
-
-    folder = run / "features"
-    if ranks.is_main:
-        with bench.console.progress("Caching encoder features", "rows") as progress:
-            FeatureCache.build(
-                folder, encoder, rows, len(blocks), blocks.token_len, progress, blocks.fingerprint, device=str(ranks.device)
-            )
-    barrier()
-    return FeatureCache(folder, encoder.fingerprint, blocks.fingerprint)
-
-
 # ---------------------------------------------------------------- training proper
-
-
-def stage_folder(run: Path, stage: str) -> Path:
-    """Return the folder of a stage within a larger run."""
-    return run / f"{stage}-training"
 
 
 def train_method(config: Config, run: Path, bench: Bench, stop_at: int | None = None) -> Trainable:
@@ -341,7 +202,7 @@ def train_method(config: Config, run: Path, bench: Bench, stop_at: int | None = 
 def new_method(config: Config, run: Path, bench: Bench, stream: BatchStream) -> Trainable:
     """Build the untrained method; train its first stage, if it has one, and start from its weights."""
     before, trained = method_class(config.method).first_stage(config), method_class(config.method).trained_stage(config)
-    stage = train_method(before, stage_folder(run, before.method), bench) if before else None
+    stage = train_method(before, run / f"{before.method}-training", bench) if before else None
     stage = read_model(trained).method if trained else stage
     method = build_method(config, bench.encoder).to(bench.ranks.device)
     if stage:

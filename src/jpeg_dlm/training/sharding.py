@@ -1,11 +1,9 @@
 """FSDP2: every process keeps an equal part of the weights, their averages, gradients and optimizer state.
 
-Weights are gathered at the beginning of a step and released at its end, not layer by layer: with self-conditioning a network
-runs up to three times in a step, and less often on a process none of whose rows is selected, so gathering per layer would
-cost more and could wait for a process that takes no part. Of the 20 bytes per parameter that live between steps (weight,
-average, gradient and two Adam moments) each process keeps its part; a step needs 4 more.
-
-Not sharded: the frozen encoder, which is in no checkpoint, and scalar parameters, which FSDP2 does not support.
+Weights are gathered for a whole step, not layer by layer: with self-conditioning a network runs up to three times in a step,
+and less often on a process none of whose rows is selected, which others would wait for. Of the 20 bytes per parameter that
+live between steps each process keeps its part; a step needs 4 more. Not sharded: the frozen encoder, which is in no
+checkpoint, and scalar parameters, which FSDP2 does not support.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class StopSignal:
     """Within the `with` block, sets `requested` to the name of the first signal that arrives.
 
-    The second signal restores the previous handlers, so that a third takes effect, writes the message that `farewell`
-    returns, and exits with 128 plus its number (130 for Ctrl-C, 143 for SIGTERM). Signals within `echo_s` seconds of the
-    first are ignored: under torchrun a single Ctrl-C reaches a worker twice, from the terminal and from the launcher.
+    The second signal restores the previous handlers, writes the message that `farewell` returns, and exits with 128 plus its
+    number. Signals within `echo_s` seconds of the first are ignored: under torchrun a single Ctrl-C reaches a worker twice.
     Outside the main thread Python allows no handlers, and `requested` stays None.
     """
 

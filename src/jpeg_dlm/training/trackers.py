@@ -1,8 +1,7 @@
 """Sends metrics to a dashboard: TensorBoard, Weights & Biases or Trackio, chosen by `--train.log`.
 
-`metrics.jsonl` stays the record of a run, and a tracker receives the same lines. A resumed run logs no step twice:
-TensorBoard purges the steps that run again, and the others, which cannot, skip steps that they already have. If a tracker
-fails, training goes on without it.
+`metrics.jsonl` stays the record of a run, and a tracker receives the same lines. A resumed run logs no step twice. If a
+tracker fails, training goes on without it.
 """
 
 from __future__ import annotations

@@ -20,10 +20,8 @@ def heldout_losses(
 ) -> dict[str, float]:  # fmt: skip
     """Return mean losses over the first held-out rows with fixed noise, and token accuracy if the method reconstructs text.
 
-    For methods with latents, also measure their geometry and their decoding under noise, on the first batch alone: it has
-    enough vectors for a spectrum and takes a fraction of the time.
-
-    Every process takes an equal share of each batch, so up to `world - 1` rows at the end are skipped.
+    For methods with latents, also measure their geometry and their decoding under noise, on the first batch alone. Every
+    process takes an equal share of each batch, so up to `world - 1` rows at the end are skipped.
     """
     totals: dict[str, float] = {}
     device, world = ranks.device, ranks.world

@@ -8,7 +8,7 @@ import torch
 
 from jpeg_dlm.config_io import override
 from jpeg_dlm.methods.base import Batch
-from jpeg_dlm.methods.common.absorbing import Absorbing, RowCache, in_parts, race, step_distribution
+from jpeg_dlm.methods.common.absorbing import Absorbing, RowCache, race, step_distribution
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.rng import RowNoise
@@ -146,22 +146,6 @@ def test_a_float32_race_suppresses_rare_tokens(k):
 def test_uniform_float32_numbers_are_multiples_of_two_to_the_minus_24():
     u = torch.rand(10_000, generator=torch.Generator().manual_seed(0))
     assert torch.equal(u * 2**24, (u * 2**24).round()) and not torch.equal(u * 2**23, (u * 2**23).round())
-
-
-def test_parts_change_neither_value_nor_gradient():
-    w = torch.randn(5, 3, requires_grad=True)
-    x, y = torch.randn(7, 5), torch.randn(7)
-
-    def f(x, y):
-        return (x @ w).logsumexp(-1) * y
-
-    results = []
-    for size in (0, 2, 7, 100):
-        out = in_parts(f, size, x, y)
-        (gradient,) = torch.autograd.grad(out.sum(), w)
-        results.append((out.detach(), gradient))
-    for out, gradient in results[1:]:
-        assert torch.allclose(out, results[0][0]) and torch.allclose(gradient, results[0][1], atol=1e-6)
 
 
 def test_rows_are_computed_again_only_where_that_matters():

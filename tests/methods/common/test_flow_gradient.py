@@ -1,18 +1,11 @@
-"""The warm-up, gradients that leave values alone, standardization by the batch, and times that follow the loss."""
+"""The warm-up, gradients that leave values alone, and standardization by the batch."""
 
 import math
 
 import pytest
 import torch
 
-from jpeg_dlm.methods.common.flow_gradient import (
-    BINS,
-    UNIFORM,
-    AdaptiveTimes,
-    batch_standardized,
-    warmup_factor,
-    with_gradient_of,
-)
+from jpeg_dlm.methods.common.flow_gradient import batch_standardized, warmup_factor, with_gradient_of
 
 
 def test_the_warmup_is_a_sigmoid_from_zero_to_one():
@@ -47,31 +40,3 @@ def test_neither_shift_nor_scale_of_a_channel_lowers_a_loss_of_standardized_late
     assert gradient.abs().sum() > 0.1
     assert ((gradient.sum(0).abs() / gradient.abs().sum(0)) < 1e-4).all()
     assert (((gradient * centered).sum(0).abs() / size) < 1e-4).all()
-
-
-def test_times_begin_uniform_and_follow_the_slope_of_the_loss():
-    times = AdaptiveTimes()
-    u = (torch.arange(20_000) + 0.5) / 20_000
-    assert torch.allclose(times.draw(u), u, atol=0.02)  # the ends have one neighbor less
-    # All of the loss falls between 0.3 and 0.5: nine in ten times lie there, and the others anywhere.
-    centers = (torch.arange(BINS) + 0.5) / BINS
-    times.loss_K.copy_(((0.5 - centers) / 0.2).clamp(0, 1))
-    t = times.draw(u)
-    assert (t.diff() >= 0).all() and 0 <= t.min() and t.max() < 1
-    assert ((t > 0.28) & (t < 0.52)).float().mean().item() == pytest.approx(1 - UNIFORM * 0.76, abs=0.01)
-    # The loss is linear in the quantile of a time, as far as times are not uniform.
-    inside = (t > 0.32) & (t < 0.48)
-    loss = ((0.5 - t) / 0.2).clamp(0, 1)
-    slope = loss[inside].diff() / u[inside].diff()
-    assert slope.std() / slope.mean().abs() < 0.05
-
-
-def test_errors_move_the_bins_of_their_times_alone():
-    times = AdaptiveTimes()
-    before = times.loss_K.clone()
-    error = torch.tensor([0.5, 0.7, 9.0, math.nan])
-    for _ in range(2000):
-        times.update(torch.tensor([0.105, 0.108, 0.505, 0.905]), error)
-    assert times.loss_K[10].item() == pytest.approx(0.6, abs=1e-4) and times.loss_K[50].item() == pytest.approx(9.0, abs=1e-4)
-    others = [k for k in range(BINS) if k not in (10, 50)]
-    assert torch.equal(times.loss_K[others], before[others])

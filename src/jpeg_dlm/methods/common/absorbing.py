@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from jpeg_dlm.config import Checks, Config, opt
+from jpeg_dlm.config import Config, opt
 from jpeg_dlm.flow.control import keep_given
 from jpeg_dlm.methods.base import FILLS_IN, Batch, Likelihood, Method, Watch
 from jpeg_dlm.methods.common.discrete import (
@@ -31,17 +31,18 @@ from jpeg_dlm.methods.common.discrete import (
     LogLinear,
     ddit_sizes,
     draw_tokens,
-    in_parts,
     reduce_loss,
     sampling_times,
     training_times,
 )
+from jpeg_dlm.methods.common.shared_options import StepSampler
 from jpeg_dlm.nn.ddit import DDiT
+from jpeg_dlm.nn.token_loss import in_parts
 from jpeg_dlm.rng import RowNoise, RowStreams
 
 
 @dataclass(frozen=True)
-class AbsorbingSampler:
+class AbsorbingSampler(StepSampler):
     """Ancestral sampling from all masks on evenly spaced times."""
 
     steps: int = opt(128, "steps from all masks to text (paper: 128 on LM1B, 1024 on OWT)")
@@ -52,15 +53,8 @@ class AbsorbingSampler:
         "biased: it draws rare tokens too seldom, more so with more steps, which flatters generative perplexity",
     )
 
-    def checks(self, config: Config) -> Checks:
-        return [(self.steps >= 1, "sampler.steps must be at least 1")]
-
-    def label(self) -> str:
-        """Return the name in tables."""
-        return f"{self.steps} steps"
-
     def evaluations(self, token_len: int) -> int:
-        """Return the network evaluations of one sample: one per step, and one for tokens still masked after the last."""
+        """Add one evaluation for tokens that are still masked after the last step."""
         return self.steps + 1
 
 
@@ -167,10 +161,7 @@ class Absorbing(Method):
     # ------------------------------------------------------------ the bound
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
-        """Estimate the mean integrand of the bound over [t_min, 1], which omits the thousandth with the least noise.
-
-        Training minimizes this estimate and held-out losses report it; `likelihood` omits nothing.
-        """
+        """Estimate the mean integrand of the bound over [t_min, 1]; `likelihood` does not omit the least noise."""
         o, t_B = self.config.objective, training_times(noise, self.config.objective)
         masked_BL = noise.uniform("mask", batch.tokens_BL.shape[1]) < 1 - self.schedule.alpha(t_B)[:, None]
         weight_B = self.schedule.dsigma(t_B) / self.schedule.sigma(t_B).expm1()  # 1 / t
@@ -187,11 +178,10 @@ class Absorbing(Method):
     def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
         """Estimate the whole bound without bias from one time per row, without cutting either end and without large weights.
 
-        As an integral over the masked share m = 1 - alpha from 0 to 1, the bound is E[sum of costs] / m. A uniform m would
-        give rare rows huge weights. Instead, the number n of masked tokens is uniform on 1..L, m is the n-th smallest of L
-        uniform numbers, and the positions up to it are masked: this pair has density n / L times that of the integral, hence
-        the weight L / n. Shares above 1 - eps, which the schedule never reaches, are passed to the network as t = 1.
-        Padding is noised like text, as in training, but neither its cost nor its tokens count.
+        Over the masked share m = 1 - alpha, the bound is the integral of E[sum of costs] / m. A uniform m would give rare rows
+        huge weights. Instead, the number n of masked tokens is uniform on 1..L, and m is the n-th smallest of L uniform
+        numbers: this pair has density n / L times that of the integral, hence the weight L / n. Shares above 1 - eps, which
+        the schedule never reaches, are passed to the network as t = 1. Padding is noised like text but does not count.
         """
         x0_BL = batch.tokens_BL
         length = x0_BL.shape[1]
@@ -199,9 +189,7 @@ class Absorbing(Method):
         n_B1 = (noise.stratified("time") * length).long().clamp_max(length - 1)[:, None] + 1
         masked_BL = order_BL.argsort(1) < n_B1
         t_B = self.schedule.time(1 - u_BL.gather(1, n_B1 - 1).squeeze(1)).clamp_max(1)
-        real_BL = torch.ones_like(masked_BL) if batch.mask_BL is None else batch.mask_BL.bool()
-        nats_BL = length / n_B1 * self.costs(x0_BL, masked_BL, t_B) * real_BL
-        return Likelihood(nats_BL.sum(1), real_BL.sum(1))
+        return Likelihood.over(length / n_B1 * self.costs(x0_BL, masked_BL, t_B), batch.real_BL)
 
     # ------------------------------------------------------------ sampling
 
@@ -264,5 +252,3 @@ class Absorbing(Method):
             u_NV = torch.rand(w_NV.shape, generator=generator, device=w_NV.device, dtype=dtype)
             x_L[masked_L] = race(step_distribution(w_NV, c, self.mask_id), u_NV)
         return x_BL
-
-    # ------------------------------------------------------------ optimization

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-import torch
 from torch import Tensor
 
 from jpeg_dlm.methods.base import Batch, Latents
@@ -19,16 +18,15 @@ def decoder_measures(
 ) -> dict[str, float]:  # fmt: skip
     """Return the measures of a decoder over parts, each with latents of real text, that text, and generated latents.
 
-    `decoder_nll` is -log p of the real tokens, given the tokens before them and their latents, `decoder_nll_other` given
-    the latents of another text of the part; `decoder_gap` is the difference and `decoder_changed` the share of most
-    probable tokens that change with it. `decoder_confidence` is log p of the decoder's own greedy tokens on the latents of
-    real text, `decoder_confidence_generated` on generated ones, where `is_text` tells which of the tokens count.
+    `decoder_nll` is -log p of the real tokens, `decoder_nll_other` with the latents of another text; `decoder_gap` is the
+    difference, and `decoder_changed` the share of most probable tokens that change. `decoder_confidence` is log p of the
+    decoder's own tokens, `decoder_confidence_generated` on generated latents, where `is_text` tells which tokens count.
     """
     total: defaultdict[str, float] = defaultdict(float)
     for latents, batch, generated_BND in parts:
         assert latents.logits is not None
         z, tokens_BL = latents.z_BND, batch.tokens_BL
-        mask_BL = torch.ones_like(tokens_BL, dtype=torch.bool) if batch.mask_BL is None else batch.mask_BL
+        mask_BL = batch.real_BL
         own, other = (latents.logits(of, tokens_BL) for of in (z, z.roll(1, 0)))
         total["real"] += int(mask_BL.sum())
         total["nll"] -= float(log_p(own, tokens_BL)[mask_BL].sum())

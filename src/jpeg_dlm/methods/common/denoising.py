@@ -52,9 +52,8 @@ class LinearDenoiser:
 def fit_linear_denoiser(z_SND: Tensor, joint_size: int = JOINT_SIZE) -> LinearDenoiser:
     """Fit the filter of all coordinates together, or of each position if there are more than `joint_size` coordinates.
 
-    A sample spectrum is too spread out, more so with fewer rows. So the variances are measured on some rows along the
-    directions of the others (Abadir, Distaso and Zikes 2014), and sorted like the directions of all rows. On the latents of
-    a trained model this beat the sample covariance and Ledoit and Wolf's shrinkage at every t and number of rows (measured).
+    A sample spectrum is too spread out. So the variances are measured on some rows along the directions of the others
+    (Abadir, Distaso and Zikes 2014); this beat the sample covariance and Ledoit and Wolf's shrinkage (measured).
     """
     rows, positions, width = z_SND.shape
     groups = 1 if positions * width <= joint_size else positions
@@ -95,7 +94,7 @@ def compare_denoisers(parts: Iterable[tuple[Latents, Batch, RowNoise]], linear: 
     for latents, batch, noise in parts:
         assert latents.predict is not None
         z = latents.z_BND.float()
-        mask_BL = torch.ones_like(batch.tokens_BL, dtype=torch.bool) if batch.mask_BL is None else batch.mask_BL
+        mask_BL = batch.real_BL
         squares, real = squares + float(z.square().sum()), real + int(mask_BL.sum())
         eps = noise.normal("diagnosis", *z.shape[1:])
         for i, t in enumerate(TIMES):

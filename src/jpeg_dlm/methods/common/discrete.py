@@ -1,4 +1,4 @@
-"""Shared parts of the systems on token ids: options, the noise schedule, stratified times, and drawing tokens.
+"""Shared parts of the systems on the transformer of `nn.ddit`: options, presets, noise schedule, times, and drawing tokens.
 
 Sources are (MDLM), (SEDD) and (Duo) for the three public code bases, and (paper) for the settings of the comparison.
 Shapes: B batch, L tokens, V vocabulary.
@@ -6,17 +6,16 @@ Shapes: B batch, L tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from jpeg_dlm.config import Checks, Config, DataConfig, TrainConfig, head_checks, opt
-from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.methods.base import masked_mean
+from jpeg_dlm.methods.common.released_layout import repeated, shapes_of
 from jpeg_dlm.rng import RowNoise
 
 T_MIN_SAMPLING = 1e-5  # last time of samplers (MDLM, SEDD, Duo)
@@ -95,17 +94,15 @@ class DiscreteObjective:
 def ddit_model(base: Config) -> dict[str, Any]:
     """Return sizes of the shared transformer that match a preset's DiT: same width, depth and heads."""
     m = base.model
-    small = base.preset not in PAPER_TOKENIZERS  # no dropout, as short runs repeat little of their data
+    dropout = 0.1 if base.preset in PAPER_TOKENIZERS else 0.0  # short runs repeat little of their data
     sizes = {"hidden": m.hidden, "depth": m.depth, "heads": m.heads, "freq_dim": m.freq_dim}
-    more = {"cond_dim": min(128, m.hidden), "dropout": 0.0 if small else 0.1}
-    return sizes | more
+    return sizes | {"cond_dim": min(128, m.hidden), "dropout": dropout}
 
 
 def paper_data(base: Config, tokenizer: str | None = None) -> tuple[DataConfig, int]:
     """Return a preset's data with the tokenizer of the paper's comparison (or the named one), and its mask id.
 
-    Documents are joined by end tokens, cut anywhere, and each row is framed by a begin and an end token (MDLM, Duo). Their code
-    drops what is left of every thousand documents; here it begins the next row.
+    Documents are joined, cut anywhere, and rows are framed (MDLM, Duo); what is left of a document begins the next row.
     """
     if base.preset not in PAPER_TOKENIZERS:
         return base.data, -1
@@ -125,6 +122,17 @@ def ddit_training(base: Config, steps: int = 1_000_000) -> TrainConfig:
     )  # fmt: skip
 
 
+def adapted(
+    base: Config, name: str, objective: Any, sampler: Any, model: Any = None, data: DataConfig | None = None,
+    steps: int = 1_000_000,
+) -> Config:  # fmt: skip
+    """Adapt such a system to a preset of JPEG-DLM: the recipe of the comparison, or the budget of a small preset."""
+    return replace(
+        base, method=name, data=data or paper_data(base)[0], model=model or NetworkConfig(**ddit_model(base)),
+        objective=objective, train=ddit_training(base, steps), sampler=sampler,
+    )  # fmt: skip
+
+
 def sampler_steps(base: Config) -> int:
     """Return the sampler steps of a preset: the paper's, or two per token for short rows, where more change little."""
     return PAPER_STEPS.get(base.preset, min(128, 2 * base.data.token_len))
@@ -135,20 +143,23 @@ def ddit_sizes(tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, int]]:
 
     The weights do not determine the number of heads: published models have heads of 64 channels, so this is assumed.
     """
-
-    def shape(name: str) -> tuple[int, ...]:
-        full = f"backbone.{name}"
-        if full not in tensors or tensors[full].ndim != 2:
-            raise CheckpointError(f"The file is not in the layout of the shared transformer: it lacks the matrix '{full}'.")
-        return tuple(tensors[full].shape)
-
-    vocab, hidden = shape("vocab_embed.embedding")
-    depth = len({name.split(".")[2] for name in tensors if name.startswith("backbone.blocks.")})
-    sizes = {"hidden": hidden, "depth": depth, "heads": max(1, hidden // 64)}
+    shape = shapes_of(tensors, "the layout of the shared transformer")
+    vocab, hidden = shape("backbone.vocab_embed.embedding")
+    sizes = {"hidden": hidden, "depth": repeated(tensors, "backbone.blocks"), "heads": max(1, hidden // 64)}
     if "backbone.sigma_map.mlp.0.weight" in tensors:
-        cond_dim, freq_dim = shape("sigma_map.mlp.0.weight")
+        cond_dim, freq_dim = shape("backbone.sigma_map.mlp.0.weight")
         sizes |= {"cond_dim": cond_dim, "freq_dim": freq_dim}
     return vocab, sizes
+
+
+def published_config(tensors: Mapping[str, Tensor], base: Config) -> Config:
+    """Return `base` with the sizes of a published checkpoint; its vocabulary size identifies tokenizer and row length."""
+    vocab, sizes = ddit_sizes(tensors)
+    data = replace(base.data, vocab_size=vocab)
+    for preset, (tokenizer, ids, _) in PAPER_TOKENIZERS.items():
+        if ids == vocab:
+            data = replace(data, tokenizer=tokenizer, token_len=128 if preset == "lm1b" else 1024)
+    return replace(base, data=data, model=replace(base.model, **sizes))
 
 
 # ---------------------------------------------------------------- the log-linear schedule
@@ -213,11 +224,3 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
     p, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
     struck = p.cumsum(-1) - p >= top_p
     return logits.masked_fill(torch.zeros_like(struck).scatter_(-1, order, struck), -torch.inf)
-
-
-def in_parts(f: Callable[..., Tensor], size: int, *inputs: Tensor) -> Tensor:
-    """Apply f to `size` rows at a time (0: all) and recompute each part in backward, so that no logits are kept."""
-    if size <= 0 or len(inputs[0]) <= size:
-        return f(*inputs)
-    parts = zip(*(x.split(size) for x in inputs), strict=True)
-    return torch.cat([checkpoint(f, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])

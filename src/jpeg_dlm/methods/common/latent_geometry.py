@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from jpeg_dlm.flow.path import interpolate
+from jpeg_dlm.flow.path import interpolate, per_sample
 from jpeg_dlm.machine.collectives import all_mean, world_size
-from jpeg_dlm.methods.base import Batch, Latents, masked_mean
+from jpeg_dlm.methods.base import Batch, Latents
 from jpeg_dlm.methods.common.regularizers import sigreg, unit_directions
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.rng import RowNoise, generator
@@ -114,18 +114,12 @@ def measure(z_BND: Tensor) -> Geometry:
     std = cov_DD.diagonal().clamp_min(0).sqrt()
     vectors = len(u) * world_size()
     rank = effective_rank(eigenvalues)
+    most = max(1, min(len(eigenvalues), vectors - 1))  # R vectors span R - 1 directions around their mean
     return Geometry(
-        vectors=vectors,
-        eigenvalues=eigenvalues.tolist(),
-        effective_rank=rank,
-        rank=rank / max(1, min(len(eigenvalues), vectors - 1)),  # R vectors span R - 1 directions around their mean
-        participation_ratio=participation_ratio(eigenvalues),
-        isotropy=isotropy(eigenvalues),
-        std_min=float(std.min()),
-        std_median=float(std.median()),
-        text=text_variance(z_BND),
-        sigreg=sigreg_distance(u),
-    )
+        vectors, eigenvalues.tolist(), effective_rank=rank, rank=rank / most, isotropy=isotropy(eigenvalues),
+        participation_ratio=participation_ratio(eigenvalues), std_min=float(std.min()), std_median=float(std.median()),
+        text=text_variance(z_BND), sigreg=sigreg_distance(u),
+    )  # fmt: skip
 
 
 def noisy_accuracy(latents: Latents, batch: Batch, noise: RowNoise, times: Sequence[float] = DECODE_TIMES) -> list[float]:
@@ -134,8 +128,7 @@ def noisy_accuracy(latents: Latents, batch: Batch, noise: RowNoise, times: Seque
     eps = noise.normal("decode", *z.shape[1:])
     shares = []
     for t in times:
-        tokens_BL = latents.decode(interpolate(z, eps, torch.full((len(z),), t, device=z.device)))
-        shares.append(float(masked_mean((tokens_BL == batch.tokens_BL).float(), batch.mask_BL)))
+        shares.append(float(batch.accuracy(latents.decode(interpolate(z, eps, per_sample(t, z))))))
     return shares
 
 
@@ -144,7 +137,6 @@ def latent_measures(latents: Latents, batch: Batch, noise: RowNoise) -> dict[str
     found = measure(latents.z_BND)
     values = {f"latent_{name}": getattr(found, name) for name in ("rank", "isotropy", "std_min", "text", "sigreg")}
     rows = max(1, len(latents.z_BND) // DECODE_PART)
-    part = Batch(batch.tokens_BL[:rows], None if batch.mask_BL is None else batch.mask_BL[:rows])
     first = Latents(latents.z_BND[:rows], latents.decode)
-    shares = noisy_accuracy(first, part, replace(noise, rows=noise.rows[:rows]))
+    shares = noisy_accuracy(first, batch.first(rows), replace(noise, rows=noise.rows[:rows]))
     return values | {f"decode_t{t:g}": share for t, share in zip(DECODE_TIMES, shares, strict=True)}

@@ -13,6 +13,34 @@ import torch
 from torch import Tensor
 
 from jpeg_dlm.machine.collectives import all_mean, world_size
+from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmObjective
+from jpeg_dlm.rng import RowNoise
+
+
+def latent_regularizers(z: Tensor, o: JpegDlmObjective, steps: int, noise: RowNoise) -> dict[str, Tensor]:
+    """Return the SIGReg, variance and covariance terms of the context compressor's latents (B, N, D)."""
+    u, terms = chosen_vectors(z, o.reg_max_rows, noise), {}
+    if o.sigreg_weight:
+        directions = unit_directions(u.shape[1], o.sigreg_slices, noise.shared("sigreg"))
+        terms["sigreg"] = sigreg(u, directions, o.sigreg_knots, o.sigreg_t_max) * sigreg_growth(o, noise.step, steps)
+    terms["var"], terms["cov"] = variance_covariance(u)
+    return terms
+
+
+def chosen_vectors(z: Tensor, most: int, noise: RowNoise) -> Tensor:
+    """Return at most so many vectors (R, D) of the global batch for the regularizers, but at least one per row."""
+    kept = max(1, most // (noise.total or len(z))) if most else z.shape[1]
+    if kept < z.shape[1]:  # equally many per row, so that the choice does not depend on how a batch is split
+        chosen = noise.uniform("reg_rows", z.shape[1]).argsort(1)[:, :kept]
+        z = z.gather(1, chosen[..., None].expand(-1, -1, z.shape[2]))
+    return z.flatten(0, 1).float()
+
+
+def sigreg_growth(o: JpegDlmObjective, step: int, steps: int) -> float:
+    """Return the growth of SIGReg's weight: the compressor first learns to keep tokens, then to fill its space."""
+    if not o.sigreg_late:
+        return 1.0
+    return 1 + (o.sigreg_late / o.sigreg_weight - 1) * min(1.0, max(0.0, 10 * step / max(1, steps) - 0.5))
 
 
 def unit_directions(dim: int, slices: int, generator: torch.Generator) -> Tensor:
