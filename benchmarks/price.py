@@ -11,7 +11,9 @@ from torch import Tensor
 from jpeg_dlm.api import Model, load
 from jpeg_dlm.results.table import markdown_table
 from jpeg_dlm.sampling.linear import DTYPES
-from jpeg_dlm.scorers.scoring import Scorer, build_scorer, gen_ppl, unigram_entropy
+from jpeg_dlm.scorers.language_models import build_scorer
+from jpeg_dlm.scorers.scoring import Scorer
+from jpeg_dlm.text.text_metrics import gen_ppl, unigram_entropy
 
 PLAIN = "plain fp32"
 

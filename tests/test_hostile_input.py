@@ -29,7 +29,7 @@ from jpeg_dlm.files import load_tensors, write_manifest
 from jpeg_dlm.folders.model_folder import read_model
 from jpeg_dlm.presets import preset
 from jpeg_dlm.scorers.gguf_files import read_gguf
-from jpeg_dlm.scorers.scoring import GgufScorer
+from jpeg_dlm.scorers.language_models import GgufScorer
 from jpeg_dlm.strict_json import parse_json
 from jpeg_dlm.text import corpora
 from jpeg_dlm.text.blocks import Blocks

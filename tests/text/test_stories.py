@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from jpeg_dlm.errors import AssetError, UsageError
 from jpeg_dlm.rng import RowNoise
-from jpeg_dlm.scorers.scoring import build_scorer
+from jpeg_dlm.scorers.language_models import build_scorer
 from jpeg_dlm.text import corpora, stories
 from jpeg_dlm.text.stories import NUCLEUS, StoryWriter, nucleus_draw, stories_of
 from jpeg_dlm.text.stories15m import load_stories15m

@@ -91,7 +91,7 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     from jpeg_dlm.results.plain import plain
     from jpeg_dlm.results.resumable import Parts
     from jpeg_dlm.results.table import write_result
-    from jpeg_dlm.scorers.scoring import build_scorer
+    from jpeg_dlm.scorers.language_models import build_scorer
 
     console, parts = Console(args.quiet), Parts(args.out / "parts" if args.out else None)
     request = EvaluationRequest(

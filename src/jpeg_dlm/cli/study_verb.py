@@ -113,7 +113,7 @@ def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome
     from jpeg_dlm.evaluation.protocols import protocol
     from jpeg_dlm.machine.console import Console
     from jpeg_dlm.machine.dist import read_ranks
-    from jpeg_dlm.scorers.scoring import build_scorer
+    from jpeg_dlm.scorers.language_models import build_scorer
     from jpeg_dlm.studies import trained
     from jpeg_dlm.studies.budget import parse_budget
     from jpeg_dlm.studies.workshop import Workshop
@@ -186,7 +186,7 @@ def _run_models(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome:
     from jpeg_dlm.machine.console import Console
     from jpeg_dlm.machine.dist import read_ranks
     from jpeg_dlm.results.resumable import Parts
-    from jpeg_dlm.scorers.scoring import build_scorer
+    from jpeg_dlm.scorers.language_models import build_scorer
     from jpeg_dlm.studies.study import Asked
 
     console = Console(args.quiet)

@@ -159,13 +159,6 @@ class ScoredPoint:
     runs: Sequence[ScoredTraining]
 
 
-def compare(asked: Comparison, workshop: Workshop, scorer: Callable[[], Scorer], request: EvaluationRequest) -> dict[str, Any]:
-    """Train, sample, score and time all methods; return what `compare.json` holds."""
-    rows = plan(asked, workshop)
-    train(rows, workshop)
-    return evaluate(asked, rows, workshop, scorer, request)
-
-
 def evaluate(
     asked: Comparison,
     rows: Mapping[str, CompareRow],

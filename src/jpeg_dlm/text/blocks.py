@@ -178,8 +178,3 @@ class EpochOrder:
             parts.append(part)
             position, count = position + len(part), count - len(part)
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-
-def row_indices(seed: int, position: int, count: int, n_rows: int) -> np.ndarray:
-    """Return `EpochOrder.rows` for a single call."""
-    return EpochOrder(seed, n_rows).rows(position, count)

@@ -16,9 +16,7 @@ value, packing can stop after any document and resume later.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-
-import numpy as np
+from collections.abc import Iterable, Sequence
 
 from jpeg_dlm.text.rows import Layout
 
@@ -56,19 +54,6 @@ def step(layout: Layout, carry: Carry, document: Document) -> tuple[list[list[in
     else:
         payloads, carry = _cut_at_sentences(layout.payload, [*carry, *pieces])
     return [layout.row(p) for p in payloads], carry
-
-
-def pack(layout: Layout, documents: Iterable[Document]) -> Iterator[list[int]]:
-    """Yield the rows of a stream of documents; drop an unfilled last row."""
-    carry: Carry = []
-    for document in documents:
-        rows, carry = step(layout, carry, document)
-        yield from rows
-
-
-def lengths(rows: np.ndarray, pad_id: int) -> np.ndarray:
-    """Return the number of tokens before the padding in each row."""
-    return (rows != pad_id).sum(axis=1)
 
 
 def _flat(pieces: Iterable[Sequence[int]]) -> list[int]:

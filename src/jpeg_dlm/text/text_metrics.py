@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ import torch
 from jpeg_dlm.errors import DataError
 from jpeg_dlm.rng import derive_seed
 
-T = TypeVar("T")
 Aggregate = Literal["corpus", "sequence"]
 DEGENERATE_REPETITION = 0.5  # assumed: a text that repeats more than half of its 4-grams is degenerate
 
@@ -118,19 +117,3 @@ def shuffle_words(text: str, generator: torch.Generator) -> str:
     """Return the words of a text in random order: the same unigrams without grammar, a baseline for any scorer."""
     words = text.split()
     return " ".join(words[i] for i in torch.randperm(len(words), generator=generator).tolist())
-
-
-def bootstrap_interval(
-    items: Sequence[T],
-    statistic: Callable[[Sequence[T]], float],
-    seed: int = 0,
-    resamples: int = 1000,
-    level: float = 0.95,
-) -> tuple[float, float]:
-    """Return a percentile bootstrap interval of `statistic` over items (texts)."""
-    if not items:
-        raise DataError("A bootstrap interval needs at least one text.")
-    random = np.random.default_rng(derive_seed(seed, "bootstrap"))
-    values = [statistic([items[i] for i in random.integers(len(items), size=len(items))]) for _ in range(resamples)]
-    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
