@@ -19,10 +19,10 @@ import hashlib
 import itertools
 import json
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -30,11 +30,12 @@ from jpeg_dlm.config import DataConfig
 from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.files import atomic_file, sweep_temps, write_atomic, write_sealed
 from jpeg_dlm.text.blocks import FORMAT
-from jpeg_dlm.text.corpora import Corpus, Document, Ids, open_corpus
+from jpeg_dlm.text.corpora import Corpus, open_corpus
 from jpeg_dlm.text.packing import Carry, sentences, step
 from jpeg_dlm.text.prepared import SPLITS, UNCOMPARED, Prepared, describe, reuse
 from jpeg_dlm.text.rows import Layout, layout_of
 from jpeg_dlm.text.split import START, DocumentPiece, Place, choose_split
+from jpeg_dlm.text.text_files import Document, Ids, budgeted
 from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 from jpeg_dlm.wording import counted
 
@@ -47,7 +48,6 @@ BATCH = 1 << 18  # characters tokenized at once
 TEXT_ROWS = 4096  # held-out rows that are also kept as text
 
 Progress = Callable[[int, int | None], None]
-Item = TypeVar("Item")
 
 
 @dataclass
@@ -162,7 +162,7 @@ class _Run:
             return load_tokenizer(self.data.tokenizer)
         # The tokenizer is not trained on held-out text.
         texts = (str(piece.content) for piece in self._pieces(START) if piece.split == "train")
-        lines = (line for text in _budgeted(texts, BPE_SAMPLE, len) for line in text.split("\n"))
+        lines = (line for text in budgeted(texts, BPE_SAMPLE, len) for line in text.split("\n"))
         return train_bpe(lines, self.data.vocab_size, self.check)
 
     def _check_vocabulary(self) -> None:
@@ -331,17 +331,8 @@ def _bytes(document: Document) -> int:
     return len(document.encode()) if isinstance(document, str) else 6 * len(document)
 
 
-def _budgeted(items: Iterable[Item], characters: int, length: Callable[[Item], int]) -> Iterator[Item]:
-    """Yield items until their total length exceeds `characters`."""
-    for item in items:
-        yield item
-        characters -= length(item)
-        if characters < 0:
-            return
-
-
 def _batches(pieces: Iterator[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
-    while batch := list(_budgeted(pieces, BATCH, lambda piece: len(piece.content))):
+    while batch := list(budgeted(pieces, BATCH, lambda piece: len(piece.content))):
         yield batch
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from jpeg_dlm.rng import derive_seed
-from jpeg_dlm.text.corpora import Document
 from jpeg_dlm.text.packing import sentences
+from jpeg_dlm.text.text_files import Document
 
 STRETCHES = 8  # held-out stretches inside long documents (assumed: several parts of a book, each long enough to read)
 CHUNK = 1 << 20  # most characters in one piece of a long document: tokenized at once, and between two saves
