@@ -25,7 +25,8 @@ from jpeg_dlm.config_io import override
 from jpeg_dlm.errors import CheckpointError, UsageError, reason_of
 from jpeg_dlm.files import MANIFEST, load_json, load_tensors
 from jpeg_dlm.folders.model_folder import MODEL_FILE, TOKENIZER_FILE, ModelParts, build_stored
-from jpeg_dlm.foreign.torch_files import Foreign, StoredTensor, load_stored, read_torch_file
+from jpeg_dlm.foreign.pickle_machine import Foreign, StoredTensor
+from jpeg_dlm.foreign.torch_files import load_stored, read_torch_file
 from jpeg_dlm.methods.base import Publication
 from jpeg_dlm.methods.registry import for_method, names, system_class
 from jpeg_dlm.presets import preset
