@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jpeg_dlm.config_io import flatten
-from jpeg_dlm.report.page_blocks import Block, Command, Paragraph
+from jpeg_dlm.report.page_blocks import Block, Paragraph, Verbatim
 from jpeg_dlm.training.record import INVOCATIONS, read_rows
 
 AGAIN = "AGAIN"  # the folder of the repetition
@@ -30,7 +30,7 @@ def training_commands(folder: Path, config: Mapping[str, Any], threads: int) -> 
         words += _options(taken[i - 1]["config"] if i else config, row["config"])
         if after and after["stage"] == config.get("method") and after["step"] != row["config"]["train"]["steps"]:
             words += ["--stop-at", str(after["step"])]
-        blocks.append(Command(shlex.join([*_program(row["processes"]), "train", *words])))
+        blocks.append(Verbatim(shlex.join([*_program(row["processes"]), "train", *words])))
         if after and after["stage"] != config.get("method"):
             place = f"at step {after['step']:,} of its stage '{after['stage']}'"
             blocks.append(Paragraph(f"This one was stopped {place}, before the next began."))
