@@ -14,7 +14,7 @@ from jpeg_dlm.scorers.language_models import TransformersScorer, build_scorer
 from jpeg_dlm.text.text_metrics import (
     TextScore,
     distinct_n,
-    gen_ppl,
+    perplexity,
     perplexity_interval,
     repetition_rate,
     shuffle_words,
@@ -67,7 +67,7 @@ def test_scores_equal_transformers_called_directly(gpt2_folder, bos, max_tokens,
     # Blank texts are always skipped; a single token has nothing to be scored on unless something precedes it.
     assert sum(score.skipped for score in scores) == (2 if bos else 3)
     total = sum(score.nll_sum for score in scores) / sum(score.n_tokens for score in scores)
-    assert gen_ppl(scores) == pytest.approx(math.exp(total))
+    assert perplexity(scores) == pytest.approx(math.exp(total))
 
 
 def test_a_text_scores_the_same_in_any_company(gpt2_folder):
@@ -109,9 +109,9 @@ def test_requests_that_cannot_work_are_refused(gpt2_folder, tmp_path):
 
 def test_gen_ppl_weighs_tokens_not_texts():
     scores = [TextScore(2.0, 1, (1, 2)), TextScore(3.0, 9, tuple(range(10))), TextScore(0.0, 0, ())]
-    assert gen_ppl(scores) == pytest.approx(math.exp(0.5))
+    assert perplexity(scores) == pytest.approx(math.exp(0.5))
     with pytest.raises(DataError):
-        gen_ppl(scores[2:])
+        perplexity(scores[2:])
 
 
 def test_entropy_by_hand():

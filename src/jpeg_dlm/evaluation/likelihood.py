@@ -35,9 +35,7 @@ def heldout_likelihood(
     source: ModelSource, n: int | None = None, draws: int = DRAWS, seed: int = 0, progress: Progress | None = None
 ) -> dict[str, Any]:
     """Return the perplexity of the first `n` held-out rows (None: all) with a 95% bootstrap interval over rows."""
-    heldout, model = source.heldout, source.model
-    if heldout is None or len(heldout) == 0:
-        raise DataError(f"There is no held-out text for '{source.name}': name its text or prepared folder with --data.")
+    heldout, model = source.blocks, source.model
     n = min(n or len(heldout), len(heldout))
     method = model.complete_method()
     draws = 1 if method.exact_likelihood else draws

@@ -17,7 +17,7 @@ from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 from torch import Tensor
 
 from jpeg_dlm import __version__
-from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol
+from jpeg_dlm.evaluation.protocols import Protocol
 from jpeg_dlm.evaluation.sources import ModelSource, SourceTexts
 from jpeg_dlm.flow.vp import TanSchedule
 from jpeg_dlm.methods.base import LatentView, linear_time
@@ -37,6 +37,7 @@ from jpeg_dlm.studies.latents import (
     unit_rms,
     view_of,
 )
+from jpeg_dlm.studies.steps import common_protocol
 from jpeg_dlm.studies.study import Asked, StudyOutcome
 from jpeg_dlm.text.blocks import EpochOrder
 from jpeg_dlm.text.text_metrics import perplexity, perplexity_interval, unigram_entropy
@@ -52,7 +53,7 @@ SHOWN = 2  # texts per point kept in the results
 def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
     """Score every model at every noise level and lambda."""
     check_sources(sources, rows=2)
-    scorer, protocol = asked.scorer(), protocol_of(sources)
+    scorer, protocol = asked.scorer(), common_protocol(sources)
     levels = [level(t) for t in TIMES]
     rows = [about(s) | {"levels": [_scored_path(s, one, scorer, protocol, asked) for one in levels]} for s in sources]
     result = {
@@ -67,12 +68,6 @@ def level(t: float) -> dict[str, float]:
     """Return the noise level at a time of COSMOS: sigma / alpha, and the time of the linear path with the same ratio."""
     ratio = tan_ratio(t, TanSchedule())
     return {"t": t, "ratio": ratio, "linear_t": linear_time(ratio)}
-
-
-def protocol_of(sources: Sequence[ModelSource]) -> Protocol:
-    """Return one protocol for all models: that of their common preset if it has one, else the default."""
-    presets = {source.model.config.preset for source in sources}
-    return PROTOCOLS.get(presets.pop() if len(presets) == 1 else "", PROTOCOLS["default"])
 
 
 # ---------------------------------------------------------------- from pairs to texts

@@ -5,7 +5,8 @@ Shapes: B batch, N latents, D latent width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,6 +113,12 @@ def about(source: ModelSource) -> dict[str, Any]:
     }
 
 
-def label(row: dict[str, Any]) -> str:
+def label(row: Mapping[str, Any]) -> str:
     """Return the name of a model in tables and pictures."""
     return f"{row['name']} ({row['title']}, r = {row['rate']:g})"
+
+
+def log_of(path: Path | None) -> Path | None:
+    """Return the log of the run that a path or one of its checkpoints names, or None."""
+    run = path.parent.parent if path and path.parent.name == "checkpoints" else path
+    return run / "metrics.jsonl" if run and (run / "metrics.jsonl").is_file() else None

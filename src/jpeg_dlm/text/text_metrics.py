@@ -35,22 +35,20 @@ class TextScore:
         return self.n_tokens == 0
 
 
-def gen_ppl(scores: Sequence[TextScore]) -> float:
-    """Return exp(total NLL / total tokens): weighted by tokens over all texts, not a mean of per-text figures."""
-    tokens = sum(score.n_tokens for score in scores)
-    if not tokens:
-        raise DataError("No text had a token to score: give texts of at least two tokens.")
-    return math.exp(math.fsum(score.nll_sum for score in scores) / tokens)
-
-
 def perplexity(scores: Sequence[TextScore], aggregate: Aggregate = "corpus") -> float:
-    """Return `gen_ppl`, or the mean of the per-text perplexities, which a few bad texts dominate (SEDD's code)."""
-    if aggregate == "corpus":
-        return gen_ppl(scores)
-    own = [math.exp(min(700.0, score.nll_sum / score.n_tokens)) for score in scores if not score.skipped]
-    if not own:
+    """Return exp(total NLL / total tokens), or the mean of the per-text perplexities, which bad texts dominate (SEDD)."""
+    kept = [score for score in scores if not score.skipped]
+    if not kept:
         raise DataError("No text had a token to score: give texts of at least two tokens.")
-    return math.fsum(own) / len(own)
+    if aggregate == "corpus":
+        return math.exp(min(700.0, math.fsum(score.nll_sum for score in kept) / sum(score.n_tokens for score in kept)))
+    return math.fsum(math.exp(min(700.0, score.nll_sum / score.n_tokens)) for score in kept) / len(kept)
+
+
+def summary(scores: Sequence[TextScore]) -> dict[str, float]:
+    """Return the perplexity of texts with its interval, as results hold it."""
+    low, high = perplexity_interval(scores)
+    return {"perplexity": perplexity(scores), "low": low, "high": high}
 
 
 def perplexity_interval(
