@@ -1,9 +1,4 @@
-"""Use from Python: `load()` gives a `Model` that generates, reconstructs, interpolates, encodes and decodes text.
-
-from jpeg_dlm import load
-model = load()                      # the bundled model; or a model folder, a run, a checkpoint
-model.generate(4, steps=32, seed=0)
-"""
+"""Use from Python: `load()` returns a `Model` that generates, reconstructs, interpolates, encodes and decodes text."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Read and write options as JSON and command-line strings, strictly: unknown or ambiguous values are errors.
+"""Read and write options as JSON and command-line strings, strictly, without importing torch.
 
-This module never imports torch, so that `--help` is fast. Kept instead of tyro or OmegaConf: which options exist depends on
-the method, and JSON and command line share one check whose errors name the option and the nearest known one.
+Kept instead of tyro or OmegaConf: the method determines which options exist, and JSON and command line share one check.
 """
 
 from __future__ import annotations

@@ -135,10 +135,9 @@ def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome
 
 @contextlib.contextmanager
 def _workers(args: argparse.Namespace, rest: Sequence[str], console: Console) -> Iterator[None]:
-    """Start `--jobs` - 1 workers that train beside this process, which takes over the work of any worker that fails.
+    """Start `--jobs` - 1 workers that train beside this process, and terminate those that still run at the end.
 
-    By default the CPU threads are divided equally and the GPUs assigned in turn. At the end, terminate workers that still
-    run; one that is training saves first.
+    By default the CPU threads are divided equally and the GPUs assigned in turn.
     """
     import torch
 

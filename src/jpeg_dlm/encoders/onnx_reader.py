@@ -1,8 +1,6 @@
 """Read the weights and nodes of an ONNX file from the protobuf wire format, with numpy only.
 
-The reader decodes what a weight conversion needs: initializers (TensorProto) and nodes (NodeProto) of the main graph.
-The `onnx` package would be a heavy dependency for that. Running the graph is not an option either: the int8 graph of the
-pinned encoder also rounds activations, which degrades its features a lot.
+The `onnx` package would be a heavy dependency for that, and the int8 graph of the pinned encoder also rounds activations.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Reads sample files of any program: one text per line, or one JSON value per line.
-
-Ambiguous lines raise an error with their number; a cut last line is skipped, counted and reported.
-"""
+"""Read sample files of any program: one text or JSON value per line; a cut last line is skipped and counted."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Choose the fastest form of a model on this machine: torch's engine in some type, or an exported form that is there.
 
-One evaluation is timed in each form, once per machine and model size: exported forms in a child process that a runtime may
-kill, torch's forms in this process, after a copy of it has survived their products, which spares the start of another one. The
-findings are kept beside those of `jpeg_dlm.machine.cpu`, under the same key of CPU, kernel and versions.
+One evaluation is timed in each form, once per machine and model size, where a runtime cannot kill this process.
 """
 
 from __future__ import annotations

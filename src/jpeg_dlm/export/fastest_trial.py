@@ -1,7 +1,6 @@
 """Time one denoise evaluation of a model's size in each form, for `export.fastest`, whose child process this is too.
 
-Torch's forms are timed on random weights and few blocks, since all blocks take the same time; together this takes under a
-second. An exported form is the file itself, timed as a whole. A child answers in lines of JSON, in the order of the request.
+Torch's forms are timed on random weights and few blocks. A child answers in lines of JSON, in the order of the request.
 """
 
 from __future__ import annotations

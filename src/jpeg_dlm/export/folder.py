@@ -1,10 +1,6 @@
-"""An exported model on disk, complete for sampling.
+"""An exported model on disk, complete for sampling: export.json, two networks, tokenizer.json and manifest.json.
 
-    export.json  denoise.onnx  decode.onnx                              tokenizer.json  manifest.json
-    export.json  denoise.xml   denoise.bin   decode.xml   decode.bin    tokenizer.json  manifest.json
-
-The manifest has size and SHA-256 of every file; export.json has the format, a hash of the weights, the versions that wrote it,
-how closely it agreed with torch, and the config.
+export.json has the format, a hash of the weights, the versions that wrote it, how closely it agreed with torch, and the config.
 """
 
 from __future__ import annotations

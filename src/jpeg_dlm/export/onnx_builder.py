@@ -1,8 +1,4 @@
-"""A small writer of ONNX graphs; the package onnx is met here alone.
-
-Graphs are written node by node and not traced: a trace takes most of a minute at the paper's sizes and keeps every
-detail of how torch trains. What is written is compared with torch before anything is saved.
-"""
+"""A small writer of ONNX graphs, node by node, because a trace takes most of a minute at the paper's sizes; imports onnx."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The two networks of Algorithm 2 as ONNX graphs, on the folded weights.
+"""The two networks of Algorithm 2 as ONNX graphs, on the folded weights, for texts of one block.
 
-A context is left out: exported networks write texts of one block. What is left to the graphs: the scale of attention goes
-into the gain of q, and pairs of rotary channels become halves (q and k are permuted alike, so their products stay).
+The scale of attention goes into the gain of q, and pairs of rotary channels become halves.
 Shapes: B batch, N latents, D latent width, H hidden width, P prefix tokens, S = P + N, L tokens.
 """
 

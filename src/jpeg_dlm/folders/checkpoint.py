@@ -1,7 +1,6 @@
 """Checkpoints: one directory per step, `RUN/checkpoints/step-00001234/`, written atomically.
 
-A checkpoint holds safetensors files, `state.json` and a manifest with their hashes. Saving never touches an older checkpoint
-before the new one is durable; loading verifies every byte and falls back to the previous checkpoint with a warning.
+It holds safetensors files, `state.json` and a manifest; loading verifies every byte and falls back to the previous one.
 """
 
 from __future__ import annotations

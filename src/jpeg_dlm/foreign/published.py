@@ -1,4 +1,4 @@
-"""Checkpoints of the field as models of this project: where the weights lie in a file, what they are called, which system.
+"""Checkpoints of the field as models of this project.
 
     .safetensors            tensors by name: the authors' JPEG-DLM, LangFlow
     a Hugging Face folder   config.json with model.safetensors (or its shards) or pytorch_model.bin: MDLM, Duo, SEDD
@@ -6,8 +6,7 @@
     .pth                    {model, ema: {shadow_params: [...]}}: SEDD's own code
     checkpoint_<step>       {params, ema_params1}: ELF in torch
 
-`Method.publication` says how a system is recognized. Sizes come from the tensors (`Method.config_of`); the two things that
-leave no trace there, the number of heads and the length of a text, from the config that lies beside them or inside.
+Sizes come from the tensors, and the number of heads and the length of a text from the config beside or inside them.
 """
 
 from __future__ import annotations
@@ -222,10 +221,7 @@ def _only_tensors(values: Mapping[Any, Any], path: Path) -> dict[str, StoredTens
 
 
 def _averaged(stored: dict[str, StoredTensor], average: Any, path: Path) -> dict[str, StoredTensor]:
-    """`stored` with its moving average, which comes by name (ELF) or as a list in the order of the parameters.
-
-    The list covers the network's parameters, which are its tensors in their order, because its one buffer is left out.
-    """
+    """Return `stored` with its moving average, given by name (ELF) or as a list in the order of the parameters."""
     if isinstance(average, list):
         names = [name for name in stored if name.startswith(NETWORK)]
         average = dict(zip(names, average, strict=True)) if len(names) == len(average) else None
@@ -256,10 +252,7 @@ def _sampled(tensors: dict[str, T]) -> dict[str, T]:
 
 
 def dig(value: Any, *path: str) -> Any:
-    """The value under a path of keys, or None.
-
-    It looks through objects of OmegaConf, which keep a container's entries as `_content` and a leaf as `_val`.
-    """
+    """Return the value under a path of keys, or None; look through objects of OmegaConf (`_content`, `_val`)."""
     for key in path:
         value = _plain(value)
         value = value.get(key) if isinstance(value, dict) else None

@@ -38,11 +38,7 @@ def training_commands(folder: Path, config: Mapping[str, Any], threads: int) -> 
 
 
 def effective(rows: Sequence[Mapping[str, Any]], method: str) -> list[Mapping[str, Any]]:
-    """The invocations that left something: what came after the step at which a later one began is lost.
-
-    Of several with the same options on the same number of threads and processes the first speaks for all, because stopping
-    and going on changes no bit.
-    """
+    """Return the invocations that left something, and of several with the same options in a row the first."""
     stages = list(dict.fromkeys([*(row["stage"] for row in rows if row["stage"] != method), method]))
     left: list[Mapping[str, Any]] = []
     for row in rows:

@@ -77,11 +77,9 @@ class Scorer:
     ) -> list[TextScore]:
         """Return one score per text, in order. Blank texts, and one-token texts without `bos`, are marked as skipped.
 
-        With `stride`, texts longer than the scorer's context are scored in overlapping windows, `stride` tokens apart; each
-        token counts in the first window that contains it (bd3lms). Otherwise they are cut.
-
-        `ids`, if given, are scored instead of the texts. `scored` "eos" follows the code of MDLM and Duo: rows are padded
-        with the end token to the longest one, and only the first end token of a row counts; "non_eos" counts none.
+        With `stride`, texts longer than the scorer's context are scored in overlapping windows, `stride` tokens apart, each
+        token in the first window that contains it (bd3lms); otherwise they are cut. `ids`, if given, replace the texts.
+        `scored` "eos" counts only the first end token of a row (MDLM, Duo); "non_eos" counts none.
         """
         if max_tokens < 2:
             raise UsageError("Scoring needs max_tokens of at least 2.")

@@ -1,9 +1,4 @@
-"""The routes of the service.
-
-Starlette rather than FastAPI: `requests` declares each field once, with its range and its sentence for the OpenAPI document,
-and refuses unknown fields by name, so a second library that validates would have nothing to do. FastAPI's documentation pages
-also load scripts from other hosts.
-"""
+"""The routes of the service, on Starlette: `requests` validates the fields itself, so FastAPI would have nothing to do."""
 
 from __future__ import annotations
 

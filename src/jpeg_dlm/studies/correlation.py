@@ -92,8 +92,7 @@ def off_diagonal(gram_NN: Tensor) -> Tensor:
 def bootstrap_means(z_SND: Tensor, resamples: int, seed: int = 0) -> np.ndarray:
     """Return the mean off-diagonal entry of `position_gram` for each bootstrap resample of the sequences.
 
-    A resample only weights sequences: with counts c, sum_s c_s z_s z_s' - S m m' is the Gram matrix before normalization, so
-    products of positions are computed once, in blocks of positions, instead of once per resample.
+    With counts c, sum_s c_s z_s z_s' - S m m' is the Gram matrix before normalization: products are computed once.
     """
     total, latents, _ = z_SND.shape
     random = np.random.default_rng(derive_seed(seed, "bootstrap"))

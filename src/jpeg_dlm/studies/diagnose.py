@@ -1,7 +1,4 @@
-"""Diagnosis of trained models (beyond the paper): denoiser, codec and samples of each model in one row.
-
-The measures are those that a training run logs, on more text; `training.diagnosis` describes them.
-"""
+"""Diagnosis of trained models (beyond the paper): the measures of `training.diagnosis` on more text, one row per model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Reliable decoding (Figure 5): Gen-PPL of texts decoded between the latents of two texts, without and with noise.
 
-Without noise, the decoding module alone decodes the mixed latents. With noise, the generative model first predicts clean
-latents once. Neither uses the decode branch of JPEG-DLM (paper, appendix).
+With noise, the generative model first predicts clean latents once; the decode branch is not used (paper, appendix).
 """
 
 from __future__ import annotations

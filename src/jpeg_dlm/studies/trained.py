@@ -1,7 +1,6 @@
-"""Runs a study that trains: plan the variants, train each configuration once, evaluate.
+"""Run a study that trains: plan the variants, train each configuration once, evaluate.
 
-The phases are separate because several processes may share the training: they make the same plan, so that each finds the
-results of the others. If a variant fails, its row holds the error.
+Several processes that share the training make the same plan, and find the results of the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The paper's studies that train variants of JPEG-DLM: Table 2, Figures 3 and 4a, and two tables of the appendix.
 
-The paper ran them on OWT-128 at r = 0.5 and d = 512. With another preset, the variants use the same switches, values of sigma
-and rates, and widths in the same proportion to the preset's.
+The paper ran them on OWT-128 at r = 0.5 and d = 512; other presets use widths in the same proportion.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ def _paper_base() -> dict[str, Any]:
 def ablations(base: Config) -> Variants:
     """Table 2: separate networks, no JEP, no feature loss, other corruption, token loss at more times.
 
-    The paper does not say over what the token loss at t in [0.5, 1] is a mean. Here it is the mean over the rows at these
-    times: they are 3% of all with the paper's times, and as a mean over all rows their loss would hardly count.
+    The token loss at t in [0.5, 1] is the mean over the rows at these times (assumed), which are 3% of all.
     """
     found = []
     for row in paper_tables()["ablation"]["rows"]:

@@ -1,7 +1,4 @@
-"""Measures samples against the training text: trigram perplexity, known words, copied rows.
-
-Rows of `padded` data end at their first end token; other rows are used whole.
-"""
+"""Measures samples against the training text: trigram perplexity, known words, copied rows."""
 
 from __future__ import annotations
 

@@ -1,16 +1,7 @@
 """Pack documents of token ids into rows of exactly L tokens, as pure functions with an explicit remainder.
 
-A document is a list of pieces: the whole text, its lines (when framed), or its sentences. `step` takes the remainder and
-one document, and returns full rows and the new remainder; `pack` folds it over a stream. Because the remainder is a
-value, packing can stop after any document and resume later.
-
-| packing | rows | text that is lost |
-|---|---|---|
-| continuous | documents joined by eos, cut anywhere; the remainder starts the next row | the last unfilled row of the stream |
-| sentences | the same, but rows start with a sentence: one that is cut starts the next row again | the same |
-| padded | each document is cut into its own rows, the last one ends with eos and pad | none; with `whole`, longer documents |
-
-`text.rows` has the layout of a row.
+A document is a list of pieces: the whole text, its lines (when framed), or its sentences. `continuous` and `sentences` lose
+the last unfilled row of the stream, `padded` loses nothing, and with `whole` documents longer than a row.
 """
 
 from __future__ import annotations
@@ -78,8 +69,7 @@ def _cut_anywhere(width: int, stream: list[int]) -> tuple[list[list[int]], list[
 def _cut_at_sentences(width: int, pieces: Carry) -> tuple[list[list[int]], Carry]:
     """Return full payloads that start with a piece, and the remaining pieces.
 
-    A piece that is cut starts the next row again, which loses no text and costs half a sentence per row. A piece longer
-    than a row continues where it was cut, as the packing could not advance otherwise.
+    A piece that is cut starts the next row again; one that is longer than a row continues where it was cut.
     """
     payloads: list[list[int]] = []
     first, filled, i = 0, 0, 0  # the open row holds pieces[first:i], `filled` ids

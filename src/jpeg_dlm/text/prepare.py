@@ -1,15 +1,11 @@
 """Turn text into a folder of token blocks: shards of rows, their hashes, the tokenizer, and held-out text.
 
     out/index.json           shapes, hashes, counts and options; written last, so its presence means complete
-    out/tokenizer.json
-    out/train-00000.bin ...  rows of token_len little-endian uint16 or uint32, at most 64 MB each
-    out/heldout-00000.bin ...
+    out/train-00000.bin ...  rows of token_len little-endian uint16 or uint32, at most 64 MB each; also heldout-*.bin
     out/heldout.jsonl        the first held-out rows as text, for scorers
-    out/manifest.json        hashes of the files above except the shards, whose hashes are in the index
+    out/manifest.json        hashes of the files above and tokenizer.json, except the shards, whose hashes are in the index
 
-Progress is saved whenever a shard is full: `state.npz` holds the position in the stream, the remainders of packing and
-the rows of unfinished shards, in one file so that it is always consistent. A killed preparation resumes from there and
-writes the same bytes as one that was never interrupted.
+Whenever a shard is full, `state.npz` saves the progress, from which a killed preparation resumes to the same bytes.
 """
 
 from __future__ import annotations
@@ -74,8 +70,8 @@ def prepare(
 ) -> Prepared:
     """Write the blocks of `data.source` to `out`, or return those that are already there.
 
-    `progress` is called with (bytes done, total bytes or None). A given `tokenizer` replaces the one that `data` names.
-    `check` is called often and may raise to stop.
+    `progress` is called with (bytes done, total bytes or None), and `check` often, which may raise to stop. A given `tokenizer`
+    replaces the one that `data` names.
     """
     finished = reuse(data, out, tokenizer)
     if finished:

@@ -1,7 +1,4 @@
-"""Metrics of texts as pure functions of scores and token ids.
-
-Entropy is in nats. Token ids are those of the scorer, so that systems with different tokenizers are comparable.
-"""
+"""Metrics of texts as pure functions of scores and token ids of the scorer; entropy is in nats."""
 
 from __future__ import annotations
 
