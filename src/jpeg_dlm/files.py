@@ -248,10 +248,7 @@ def write_manifest(directory: Path, extra: Mapping[str, Any]) -> None:
 
 
 def write_sealed(directory: Path, written: Iterable[str], last: str, content: bytes | str) -> None:
-    """Complete a directory: write the manifest of the files `written` and `last`, then `last` with this content.
-
-    Readers treat a directory with `last` as complete, so this order ensures that a complete directory has a manifest.
-    """
+    """Write the manifest of the files `written` and `last`, then `last`, whose presence marks a complete directory."""
     raw = content.encode() if isinstance(content, str) else content
     (directory / last).unlink(missing_ok=True)  # an earlier one does not match this manifest
     promised = {last: {"sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)}}
@@ -299,10 +296,7 @@ def verify_manifest(directory: Path) -> dict[str, Any]:
 
 
 def check_listed(directory: Path, *names: str, remedy: str = RESTORE) -> bool:
-    """Check these files, or all listed ones, against the manifest next to them; return False if there is none.
-
-    Folders written by earlier versions have no manifest.
-    """
+    """Check these files, or all listed ones, against the manifest beside them; return False if there is none."""
     if not (directory / MANIFEST).is_file():
         return False
     listed = _read_manifest(directory)["files"]

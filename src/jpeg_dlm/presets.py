@@ -147,10 +147,7 @@ def captions() -> Config:
 
 
 def stories() -> Config:
-    """Children's stories of any length: 8 latents for a block of 32 tokens (r = 0.25), after the two blocks before it.
-
-    Latents per token are those of `captions`, and so are the options of training.
-    """
+    """Children's stories of any length: 8 latents for a block of 32 tokens (r = 0.25), after the two blocks before it."""
     base = captions()
     return replace(
         base,

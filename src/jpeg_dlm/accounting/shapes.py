@@ -152,10 +152,7 @@ def _attention(
 
 @dataclass(frozen=True)
 class ShapeNoise(RowNoise):
-    """Numbers of rows and positions are real, larger noise is a shape.
-
-    A number for each row is spread evenly over [0, 1), and one for the whole batch lies at `place`.
-    """
+    """Numbers of rows are spread evenly over [0, 1), one of a whole batch lies at `place`, and larger noise is a shape."""
 
     place: float = 0.5
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,7 @@ GROUPS = ("data", "encoder", "model", "objective", "train", "sampler")
 
 
 def add_config_arguments(parser: Parser, default: str = "tiny", groups: Sequence[str] = GROUPS, required: bool = True) -> None:
-    """Add `--preset`, `--config` and `--help-all`, which documents these groups; the options of all groups are accepted.
-
-    If `required` is False, `--preset` is None unless given, and the verb applies the default itself.
-    """
+    """Add `--preset`, None by default unless `required`, `--config` and `--help-all`, and accept the options of all groups."""
     parser.add_argument(
         "--preset", choices=tuple(PRESETS), default=default if required else None, metavar="NAME",
         help="base values of all options" if required else f"base values of all options (default: {default})",
@@ -96,9 +94,7 @@ def list_options(config: Config) -> str:
 
 
 def _shown(config: Config, dotted: str) -> str:
-    value: Any = config
-    for part in dotted.split("."):
-        value = getattr(value, part)
+    value = attrgetter(dotted)(config)
     return str(value).lower() if isinstance(value, bool) else str(value) or "''"
 
 

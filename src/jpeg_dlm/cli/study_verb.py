@@ -135,10 +135,7 @@ def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome
 
 @contextlib.contextmanager
 def _workers(args: argparse.Namespace, rest: Sequence[str], console: Console) -> Iterator[None]:
-    """Start `--jobs` - 1 workers that train beside this process, and terminate those that still run at the end.
-
-    By default the CPU threads are divided equally and the GPUs assigned in turn.
-    """
+    """Start `--jobs` - 1 workers on equal shares of the CPU threads, or on the GPUs in turn, and end them after the block."""
     import torch
 
     threads = torch.get_num_threads()

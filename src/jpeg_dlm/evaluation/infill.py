@@ -30,10 +30,7 @@ COLUMNS = ("model", "given tokens kept", "decoded by the latents", "hidden token
 
 
 def templates(rows_NL: Tensor, layout: Layout, seed: int) -> Tensor:
-    """Return rows with runs of 1 to 4 tokens that are given in turn with runs that are FREE.
-
-    Where rows end, the end is given and padding is free. The runs of row i depend on the seed and i alone.
-    """
+    """Return rows in which given runs of 1 to 4 tokens alternate with runs that are FREE; the end of a row is given."""
     given_NL = torch.full_like(rows_NL, FREE)
     for i, row in enumerate(rows_NL):
         g = generator(seed, "holes", i)

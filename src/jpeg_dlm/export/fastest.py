@@ -61,9 +61,6 @@ Seconds = dict[str, float | None]  # of an evaluation by the name of its form; N
 Child = Callable[[Config, Sequence[Form]], list[float | None]]  # times forms in order, as far as it lives
 
 
-# ---------------------------------------------------------------- forms that are there
-
-
 def available_forms(parts: ModelParts, reduced: bool, device: str = "cpu") -> list[Form]:
     """Return the forms that write the tokens of fp32, plain torch first; with `reduced` also those that nearly do."""
     if device != "cpu":
@@ -94,9 +91,6 @@ def exported_forms(parts: ModelParts) -> list[Form]:
     return list(found.values())
 
 
-# ---------------------------------------------------------------- their speed
-
-
 def ranked(config: Config, forms: Sequence[Form], child: Child | None = None) -> list[Form]:
     """Return the forms that run on this machine, the one to take first; plain torch is always among them."""
     if len(forms) == 1:
@@ -124,10 +118,7 @@ def speeds_of(config: Config, forms: Sequence[Form], child: Child | None = None)
 
 
 def measure(config: Config, forms: Sequence[Form], child: Child) -> Seconds:
-    """Time torch's forms here and the others in one child.
-
-    Where the child ends in the middle, that form is out and another child goes on behind it.
-    """
+    """Time torch's forms here and the others in a child; a form that ends the child is out, and another child goes on."""
     began = time.perf_counter()
     safe = any(form.folder is None and form != PLAIN for form in forms) and harmless()
     here = [form for form in forms if form == PLAIN or (form.folder is None and safe)]

@@ -77,10 +77,7 @@ def torch_evaluation(config: Config, dtype: Dtype) -> Callable[[Tensor], object]
 
 @torch.inference_mode()
 def seconds_of(act: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of several calls, after one that warms up.
-
-    With one thread these are seconds of this process, so that others do not matter.
-    """
+    """Return the seconds of the fastest of several calls after a first one, of this process alone if it has one thread."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     act()
     best, began, calls = float("inf"), clock(), 0

@@ -81,9 +81,6 @@ def weights_key(networks: LatentNetworks) -> str:
     return found.hexdigest()[:32]
 
 
-# ---------------------------------------------------------------- writing
-
-
 def write_exported(parts: ModelParts, kind: str, out: Path, tell: Callable[[str], None] = lambda text: None) -> Path:
     """The model as a folder of `kind`, one of FORMATS; nothing is written unless its networks agree with torch's."""
     networks = exportable(parts, kind)
@@ -145,9 +142,6 @@ def agreement_of(name: str, networks: LatentNetworks, opened: Opened) -> float:
 
 def _versions(kind: str) -> dict[str, str]:
     return {package: importlib.metadata.version(package) for package in ("torch", "onnx", FORMATS[kind].runtime)}
-
-
-# ---------------------------------------------------------------- reading
 
 
 def read_exported(path: Path) -> ModelParts:

@@ -71,8 +71,6 @@ class Graph:
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
         self.onnx.save(model, path)
 
-    # ------------------------------------------------------------ what networks are made of
-
     def linear(self, x: str, weight_OI: Tensor, bias_O: Tensor | None = None) -> str:
         y = self.op("MatMul", x, self.constant(weight_OI.T))
         return y if bias_O is None else self.op("Add", y, self.constant(bias_O))

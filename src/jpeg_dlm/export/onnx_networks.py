@@ -31,9 +31,6 @@ def write_network(name: str, networks: LatentNetworks, path: Path) -> None:
         g.save(path, tokens, OUTPUTS[DECODE], [networks.config.data.token_len], integers=True)
 
 
-# ---------------------------------------------------------------- the DiT
-
-
 def denoise(g: Graph, folded: Folded, z: str, t: str, s: str, w: str) -> str:
     """x = f(z, t; s, w)."""
     dit = folded.dit
@@ -112,9 +109,6 @@ def rotary(g: Graph, x: str, cos: Tensor, sin: Tensor) -> str:
 
 def head(g: Graph, weights: Weights, x: str) -> str:
     return g.linear(g.unit_rms(x, weights.inputs, NORM_EPS), *weights)
-
-
-# ---------------------------------------------------------------- D
 
 
 def decompressed(g: Graph, decoder: FoldedDecoder, z: str) -> str:

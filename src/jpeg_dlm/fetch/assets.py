@@ -157,10 +157,7 @@ ASSETS: Mapping[str, Asset] = {
 
 
 def fetch(name: str, manifest: Mapping[str, Asset] = ASSETS, console: Console | None = None) -> Path:
-    """Return the cached file or folder of an asset; download and verify it first if necessary.
-
-    An archive that the user has put into `<cache>/archives` is used instead of the network.
-    """
+    """Return the cached asset; if it is missing, verify the archive in `<cache>/archives` or a download, and extract it."""
     if name not in manifest:
         raise UsageError(f"Unknown asset '{name}'; known: {', '.join(manifest)}.")
     asset, cache = manifest[name], cache_dir()

@@ -71,9 +71,6 @@ class CheckpointReport:
     error: str | None
 
 
-# ---------------------------------------------------------------- saving
-
-
 def save_checkpoint(
     run: Path,
     step: int,
@@ -133,9 +130,6 @@ def _retire(folder: Path, step: int, keep: int) -> None:
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
-
-
-# ---------------------------------------------------------------- loading
 
 
 def latest_checkpoint(run: Path, warn: Callable[[str], None]) -> Checkpoint | None:

@@ -36,9 +36,6 @@ CHILD_SECONDS = 300  # a child that takes longer is inconclusive (assumed: impor
 FOUND_BYTES = 1 << 16  # largest file of findings that is read; they have a few hundred bytes
 
 
-# ---------------------------------------------------------------- the machine
-
-
 def cpu_facts(path: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[str]]:
     """Return the model name and flags of the CPU on Linux; other systems have no flags here, so no AMX."""
     with contextlib.suppress(OSError):
@@ -75,9 +72,6 @@ def fingerprint() -> str:
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
-# ---------------------------------------------------------------- findings on disk
-
-
 def remembered(name: str, find: Callable[[], Any], valid: Callable[[Any], bool]) -> Any:
     """Return the result of `find`, cached on disk for this machine; if the cache fails, `find` runs again."""
     path = _findings_file()
@@ -100,9 +94,6 @@ def findings(path: Path | None = None) -> dict[str, Any]:
 
 def _findings_file() -> Path:
     return cache_dir() / f"cpu-{fingerprint()}.json"
-
-
-# ---------------------------------------------------------------- safe instructions
 
 
 def run_child(runtime: Runtime, limit: str) -> int:

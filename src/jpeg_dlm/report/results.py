@@ -38,9 +38,6 @@ def study_names(folder: Path) -> list[str]:
     return [name for name in STUDIES if name in found] + sorted(found - STUDIES.keys())
 
 
-# ---------------------------------------------------------------- sections
-
-
 def evaluation_section(folder: Path) -> Section:
     trouble = Trouble()
     result = _result(folder / "results.json", trouble)
@@ -91,9 +88,6 @@ def _section(
         (*trouble.notes(), *about, *tables, *pictures),
         tuple(Section(name, tuple(blocks)) for name, blocks in parts.items() if blocks),
     )
-
-
-# ---------------------------------------------------------------- parts
 
 
 def _result(path: Path, trouble: Trouble) -> dict[str, Any]:

@@ -318,7 +318,7 @@ def _cells(row: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
     found = row.get("measured", {})
     if "seconds" not in found:
         return [*cells, "left out", ""]
-    return [*cells, f"{found['seconds'] / result['batch']:.3g}", gigabytes(found["peak_bytes"])]
+    return [*cells, f"{found['seconds'] / result['batch']:.3g}", gigabytes(found["peak_bytes"] / result["batch"])]
 
 
 def _paper(row: Mapping[str, Any]) -> str:

@@ -48,9 +48,6 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
     return StudyOutcome(result, [table(result)], lambda path: draw(result, path))
 
 
-# ---------------------------------------------------------------- counting
-
-
 def ways_of(view: LatentView) -> dict[str, Callable[[Tensor, Tensor, float], Tensor]]:
     """Return each way of decoding as a function from latents z, noise eps and time t > 0 to tokens."""
 
@@ -108,9 +105,6 @@ def curve(right_TS: np.ndarray, real_S: np.ndarray, times: Sequence[float] = TIM
         "share": share_T.tolist(), "low": low_T.tolist(), "high": high_T.tolist(),
         "break": break_point(times, share_T.tolist()), "break_low": low, "break_high": high,
     }  # fmt: skip
-
-
-# ---------------------------------------------------------------- table and picture
 
 
 def table(result: Mapping[str, Any]) -> Table:

@@ -71,9 +71,6 @@ def way(found: Mapping[str, Any]) -> float | None:
     return math.log(shuffled / own) / math.log(shuffled / real)
 
 
-# ---------------------------------------------------------------- table and picture
-
-
 def table(result: Mapping[str, Any]) -> Table:
     """Return a table with a row per model; measures that a model lacks stay empty."""
     heading = (

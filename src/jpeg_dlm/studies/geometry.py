@@ -69,9 +69,6 @@ def over_training(path: Path | None) -> dict[str, list[float]]:
     return {name: [row[name] for row in rows] for name in ("step", *OVER_TRAINING)} if rows else {}
 
 
-# ---------------------------------------------------------------- table and picture
-
-
 def table(result: Mapping[str, Any]) -> Table:
     """Return a table with a row per model, and a sentence about each."""
     heading = (

@@ -23,8 +23,6 @@ from jpeg_dlm.methods.registry import systems_that
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.wording import either
 
-# ---------------------------------------------------------------- noise levels and times
-
 
 def tan_ratio(t: float, schedule: TanSchedule) -> float:
     """Return sigma / alpha at time t of a tan-d schedule."""
@@ -48,9 +46,6 @@ def view_of(method: Method) -> LatentView:
         return view
     able = either(systems_that(lambda system: system.latent_view is not Method.latent_view))
     raise UsageError(f"{method.title} has no latents to look at: name checkpoints of {able}.")
-
-
-# ---------------------------------------------------------------- models and their text
 
 
 def check_sources(sources: Sequence[ModelSource], rows: int) -> None:

@@ -85,9 +85,6 @@ def figures_of(generated: Sequence[int], real: Sequence[int], limit: int | None)
     }  # fmt: skip
 
 
-# ---------------------------------------------------------------- table and picture
-
-
 def over_seeds(system: Mapping[str, Any], kind: str, *keys: str) -> Mapping[str, Any] | None:
     """Return mean and deviation of a figure over seeds, or None if a run lacks it."""
     values: list[Any] = [run[kind] for run in system["runs"]]

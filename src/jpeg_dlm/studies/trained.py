@@ -54,9 +54,6 @@ def ask(
     return Question(study, *read_base(preset, source, options), budget, train_seeds, only)
 
 
-# ---------------------------------------------------------------- plan
-
-
 @dataclass
 class Row:
     """A variant in progress: a configuration per training seed, the finished runs, and its record in the result."""
@@ -96,9 +93,6 @@ def plan(question: Question, workshop: Workshop) -> Plan:
     return Plan(question, rows, derived.left_out)
 
 
-# ---------------------------------------------------------------- train
-
-
 def train(planned: Plan, workshop: Workshop, wait: bool = True) -> None:
     """Train all planned configurations; without `wait`, skip those that other processes are training."""
 
@@ -110,9 +104,6 @@ def train(planned: Plan, workshop: Workshop, wait: bool = True) -> None:
     rows = [row for row in planned.rows if row.configs]
     pairs = [(row, row.configs[i]) for i in range(planned.question.train_seeds) for row in rows]
     workshop.take_turns([partial(one, row, config) for row, config in pairs], wait)
-
-
-# ---------------------------------------------------------------- evaluate
 
 
 def evaluate(

@@ -49,9 +49,6 @@ def _scale_perplexity(axes: Axes, side: Literal["x", "y"], values: Sequence[floa
         axis.set_minor_locator(NullLocator())
 
 
-# ---------------------------------------------------------------- variants side by side
-
-
 def draw_rows(result: Result, path: Path) -> Path | None:
     """One dot per variant and measure; the paper's beside, in panels of their own."""
     rows = _shown(result)
@@ -87,9 +84,6 @@ def _dress_rows(axes: Axes, heading: str, key: str, name: str, rows: Rows, value
     axes.margins(x=0.15)
     if key == "gen_ppl" and values:
         _scale_perplexity(axes, "x", values)
-
-
-# ---------------------------------------------------------------- curves
 
 
 def draw_rates(result: Result, path: Path) -> Path | None:
@@ -156,9 +150,6 @@ def draw_options(result: Result, path: Path) -> Path | None:
             _line(axes, own, "rate", key, option, *look)
 
     return _draw_panels(result, path, "rate", RATE, draw, reconstruction="tokens reconstructed")
-
-
-# ---------------------------------------------------------------- joint and two-stage training
 
 
 def draw_joint(result: Result, path: Path) -> Path | None:

@@ -40,18 +40,12 @@ def _paper_base() -> dict[str, Any]:
     return _paper(paper_tables()["ablation"]["rows"][0])
 
 
-# ---------------------------------------------------------------- switches of the objective
-
-
 def ablations(base: Config) -> Variants:
-    """Table 2: separate networks, no JEP, no feature loss, other corruption, token loss at more times.
-
-    The token loss at t in [0.5, 1] is the mean over the rows at these times (assumed), which are 3% of all.
-    """
+    """Table 2: separate networks, no JEP, no feature loss, other corruption, token loss at more times."""
     found = []
     for row in paper_tables()["ablation"]["rows"]:
         o = base.objective
-        late = CE_TIME_MIN[row["ce_times"]] < 1
+        late = CE_TIME_MIN[row["ce_times"]] < 1  # then the mean over the rows at these times, 3% of all (assumed)
         objective = replace(
             o, sigma=row["sigma"], ce_time_min=CE_TIME_MIN[row["ce_times"]], ce_time_mean="late" if late else o.ce_time_mean,
             jep_weight=o.jep_weight if row["jep"] else 0.0, feat_weight=o.feat_weight if row["feat"] else 0.0,
@@ -71,9 +65,6 @@ def regularizers(base: Config) -> Variants:
         label = " and ".join(names) or "no regularizer"
         found.append(Variant(label, replace(base, objective=replace(base.objective, **off)), _paper(row)))
     return Variants(found)
-
-
-# ---------------------------------------------------------------- sizes of the latents
 
 
 def rates(base: Config) -> Variants:
@@ -100,9 +91,6 @@ def widths(base: Config) -> Variants:
         if width not in found or paper:
             found[width] = Variant(f"d = {width}", config, paper, facts)
     return Variants([found[width] for width in sorted(found)])
-
-
-# ---------------------------------------------------------------- the two-stage system
 
 
 def _cosmos_paper() -> dict[float, dict[str, Any]]:

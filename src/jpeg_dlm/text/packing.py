@@ -67,10 +67,7 @@ def _cut_anywhere(width: int, stream: list[int]) -> tuple[list[list[int]], list[
 
 
 def _cut_at_sentences(width: int, pieces: Carry) -> tuple[list[list[int]], Carry]:
-    """Return full payloads that start with a piece, and the remaining pieces.
-
-    A piece that is cut starts the next row again; one that is longer than a row continues where it was cut.
-    """
+    """Return full payloads that start with a piece, which if cut starts the next row again, and the remaining pieces."""
     payloads: list[list[int]] = []
     first, filled, i = 0, 0, 0  # the open row holds pieces[first:i], `filled` ids
     while i < len(pieces):
