@@ -37,7 +37,7 @@ from jpeg_dlm.results.pictures import INK
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.spread import plus_minus, spread
 from jpeg_dlm.results.table import markdown_table
-from jpeg_dlm.scorers.scoring import build_scorer
+from jpeg_dlm.scorers.language_models import build_scorer
 
 TEXTS, SEEDS = 100, 3  # the fewest texts for MAUVE; three seeds show the variation that differences must exceed
 BATCH = 64

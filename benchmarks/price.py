@@ -11,7 +11,9 @@ from torch import Tensor
 from jpeg_dlm.api import Model, load
 from jpeg_dlm.results.table import markdown_table
 from jpeg_dlm.sampling.linear import DTYPES
-from jpeg_dlm.scorers.scoring import Scorer, build_scorer, gen_ppl, unigram_entropy
+from jpeg_dlm.scorers.language_models import build_scorer
+from jpeg_dlm.scorers.scoring import Scorer
+from jpeg_dlm.text.text_metrics import perplexity, unigram_entropy
 
 PLAIN = "plain fp32"
 
@@ -43,6 +45,6 @@ def row(mode: str, model: Model, scorer: Scorer, tokens: Tensor, exact: Tensor) 
         "mode": mode,
         "agreement": same.float().mean().item(),
         "same_texts": same.all(1).float().mean().item(),
-        "ppl": gen_ppl(scores),
+        "ppl": perplexity(scores),
         "entropy": unigram_entropy(score.token_ids for score in scores),
     }

@@ -257,7 +257,7 @@ def test_texts_are_encoded_as_the_rows_of_training_were(frame, micro_folders):
     for text in ("The farmer", "The captain steers ships", "books " * (10 if frame else 12)):
         ids = tok.encode(text)
         if len(ids) <= model.layout.payload:
-            assert model._rows([text])[0].tolist() == step(layout, [], [ids])[0][:1]
+            assert model._rows([model._ids(text)])[0].tolist() == step(layout, [], [ids])[0][:1]
 
 
 def test_sampler_options_are_keywords(model):
@@ -326,7 +326,7 @@ def test_a_long_text_is_reconstructed_block_by_block(model, corpus_file):
 
 
 def test_a_short_text_gives_back_no_more_tokens_than_it_has(model):
-    (row,), (n,) = model._rows(["The farmer"])
+    (row,), (n,) = model._rows([model._ids("The farmer")])
     assert len(row) == L and n == len(model.tokenizer.encode("The farmer")) < L
     tokens = model.method.tokens(model._encode_rows(row[None]), model.config.sampler.w)[0, :n].tolist()
     assert model.reconstruct(["The farmer"]) == [model.tokenizer.decode(tokens)]

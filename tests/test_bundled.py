@@ -93,7 +93,7 @@ def test_a_text_comes_back_once_from_its_latents(model, text):
 @pytest.mark.slow
 def test_it_fills_in_templates_through_its_latents(model):
     """Templates of sentences that it did not see; without guidance the latents decode to few of the given tokens."""
-    rows = model._rows(SENTENCES)[0].repeat(4, 1)
+    rows = model._rows(map(model._ids, SENTENCES))[0].repeat(4, 1)
     given = templates(rows, model.layout, seed=1)
     shares = []
     for strength in (0.0, 1.0):
@@ -116,7 +116,7 @@ def test_an_edit_keeps_everything_without_noise_and_chance_with_noise_alone(mode
     for text in SENTENCES:
         assert model.edit(text, noise=0.0) == [text]
         assert model.edit(text, 2, noise=1.0, seed=5) == model.generate(2, seed=5)
-    rows = model._rows(SENTENCES)[0].repeat(8, 1)
+    rows = model._rows(map(model._ids, SENTENCES))[0].repeat(8, 1)
     written = model.rewritten(rows, 1.0)
     real = rows != model.tokenizer.pad_id
     chance = (rows.roll(1, 0) == written)[real].float().mean()  # against another sentence

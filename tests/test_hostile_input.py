@@ -29,9 +29,9 @@ from jpeg_dlm.files import load_tensors, write_manifest
 from jpeg_dlm.folders.model_folder import read_model
 from jpeg_dlm.presets import preset
 from jpeg_dlm.scorers.gguf_files import read_gguf
-from jpeg_dlm.scorers.scoring import GgufScorer
+from jpeg_dlm.scorers.language_models import GgufScorer
 from jpeg_dlm.strict_json import parse_json
-from jpeg_dlm.text import corpora
+from jpeg_dlm.text import corpora, text_files
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.prepare import prepare
 from jpeg_dlm.text.tokenizer import TextTokenizer, train_bpe
@@ -476,15 +476,15 @@ def bomb(path: Path, megabytes: int, chunk: bytes) -> Path:
 )
 @pytest.mark.parametrize("suffix", [".txt.gz", ".jsonl.gz"])
 def test_a_small_file_that_unpacks_to_a_large_one(chunk, suffix, tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora, "BOMB_BYTES", 1 << 20)
-    monkeypatch.setattr(corpora, "LONGEST", 1 << 20)
+    monkeypatch.setattr(text_files, "BOMB_BYTES", 1 << 20)
+    monkeypatch.setattr(text_files, "LONGEST", 1 << 20)
     path = bomb(tmp_path / f"bomb{suffix}", 12, chunk)
     assert path.stat().st_size < 200_000
     tracemalloc.start()  # what Python holds, whatever the system makes of it
     try:
         for source in (path, tmp_path):  # a file alone, and in a folder, where a small file is one document
             with pytest.raises(DataError, match="bomb"):
-                for _ in corpora.documents(str(source)):
+                for _ in corpora.open_corpus(str(source)).stream(0):
                     pass
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
@@ -492,25 +492,25 @@ def test_a_small_file_that_unpacks_to_a_large_one(chunk, suffix, tmp_path, monke
 
 
 def test_a_line_or_a_document_without_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora, "LONGEST", 1000)
+    monkeypatch.setattr(text_files, "LONGEST", 1000)
     (tmp_path / "a.txt").write_text("x" * 2000)
     (tmp_path / "b.txt").write_text("one\n\n" + "two\n" * 500)
     for name, word in (("a.txt", "line of more"), ("b.txt", "document of more")):
         with pytest.raises(DataError, match=word):
-            list(corpora.documents(str(tmp_path / name)))
+            list(corpora.open_corpus(str(tmp_path / name)).stream(0))
 
 
 def test_ordinary_packed_text_is_no_bomb(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora, "BOMB_BYTES", 1)
+    monkeypatch.setattr(text_files, "BOMB_BYTES", 1)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(made_up_text(3).encode()))
-    assert len(list(corpora.documents(str(tmp_path / "a.txt.gz")))) == 3
+    assert len(list(corpora.open_corpus(str(tmp_path / "a.txt.gz")).stream(0))) == 3
 
 
 def test_names_of_files_need_not_be_text(tmp_path):
     os.makedirs(os.fsencode(tmp_path) + b"/d\xff")
     with open(os.fsencode(tmp_path) + b"/d\xff/caf\xe9\n.txt", "w") as file:
         file.write("some words here\n")
-    assert list(corpora.documents(str(tmp_path))) == ["some words here"]
+    assert list(corpora.open_corpus(str(tmp_path)).stream(0)) == ["some words here"]
     assert corpora.open_corpus(str(tmp_path)).fingerprint.startswith("files:")
 
 

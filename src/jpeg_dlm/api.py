@@ -1,15 +1,10 @@
-"""Use from Python: `load()` gives a `Model` that generates, reconstructs, interpolates, encodes and decodes text.
-
-from jpeg_dlm import load
-model = load()                      # the bundled model; or a model folder, a run, a checkpoint
-model.generate(4, steps=32, seed=0)
-"""
+"""Use from Python: `load()` returns a `Model` that generates, reconstructs, interpolates, encodes and decodes text."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -20,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from jpeg_dlm.arguments import as_texts, check_given, check_latents, check_tokens, real_number, shown, whole_number
+from jpeg_dlm.arguments import as_texts, check_given, check_latents, check_tokens, counts, real_number, shown, whole_number
 from jpeg_dlm.config import Config, validate
 from jpeg_dlm.config_io import override
 from jpeg_dlm.continuing import LongTexts, context_blocks
@@ -95,10 +90,7 @@ class Model:
         self, n: int, seed: int, first: int, batch: int, watch: Watch | None, given: Tensor | None, control: Control | None,
         sampler: dict[str, Any],
     ) -> Tensor:  # fmt: skip
-        counts = {"n": n, "seed": seed, "first": first, "batch": batch}
-        n, seed, first, batch = (whole_number(value, name) for name, value in counts.items())
-        if n < 1 or batch < 1 or first < 0:
-            raise UsageError("The number of samples and the batch must be at least 1, the first sample at least 0.")
+        n, seed, first, batch = counts(n, seed, first, batch)
         if given is not None:
             check_given(given, n, self.config.data.token_len, self.config.data.vocab_size)
             if self.writer.latent_sampler and self.writer.latent_sampler.known:
@@ -197,14 +189,11 @@ class Model:
         """Return the row of ids that `sample` keeps for a prompt or a template."""
         if prompt is not None and template is not None:
             raise UsageError("Give a prompt or a template, not both.")
-        if prompt is not None:
-            require("prompts", self.writer)
-            row = prompt_row(self.tokenizer, self.layout, *as_texts([prompt]))
-        elif template is not None:
-            require("templates", self.writer)
-            row = template_row(self.tokenizer, self.layout, *as_texts([template]))
-        else:
+        if prompt is None and template is None:
             return None
+        kind, make, text = ("prompts", prompt_row, prompt) if template is None else ("templates", template_row, template)
+        require(kind, self.writer)
+        row = make(self.tokenizer, self.layout, *as_texts([text]))
         self._refuse_unknown_ids(row.tolist(), strict=True)
         return row
 
@@ -260,8 +249,7 @@ class Model:
     @torch.no_grad()
     def encode(self, texts: str | Sequence[str]) -> Tensor:
         """Standardized latents (B, N, D) of texts, or of one, of at most L tokens each."""
-        rows, _ = self._rows(as_texts(texts))
-        return self._encode_rows(rows)
+        return self._encode_rows(self._rows(map(self._ids, as_texts(texts)))[0])
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> list[str]:
@@ -282,19 +270,17 @@ class Model:
     @torch.no_grad()
     def round_trip(self, text: str) -> tuple[list[int], list[int]]:
         """Return the token ids of a text, and as many that its latents decode to."""
-        blocks = self._blocks(text)
-        rows, lengths = self._rows(blocks, from_ids=True)
+        ids, size, start = self._ids(text), self.layout.payload, self.layout.start
+        rows, lengths = self._rows(ids[i : i + size] for i in range(0, len(ids), size))
         back = self._decode_rows(self._encode_rows(rows)).tolist()
-        start = self.layout.start
-        ids = [i for row, n in zip(back, lengths, strict=True) for i in row[start : start + n]]
-        return [i for block in blocks for i in block], ids
+        return ids, [i for row, n in zip(back, lengths, strict=True) for i in row[start : start + n]]
 
     @torch.no_grad()
     def interpolate(self, *texts: str, points: int = 5) -> list[str]:
         """Texts along straight lines between the latents of two or more texts, `points` for each line, ends included."""
         if whole_number(points, "points") < 2:
             raise UsageError("An interpolation needs at least 2 points.")
-        rows, lengths = self._rows(as_texts(texts))
+        rows, lengths = self._rows(map(self._ids, as_texts(texts)))
         if len(rows) < 2:
             raise UsageError("An interpolation needs at least 2 texts.")
         z_BND = self._encode_rows(rows)
@@ -314,7 +300,7 @@ class Model:
         """
         noise = real_number(noise, "noise", 0, 1)
         require("edits", self.writer)
-        rows, lengths = self._rows(as_texts([text]))
+        rows, lengths = self._rows(map(self._ids, as_texts([text])))
         self._refuse_unknown_ids(rows[0].tolist(), strict=True)
         if whole_number(n, "n") < 1:
             raise UsageError("The number of texts must be at least 1.")
@@ -347,11 +333,6 @@ class Model:
     def _decode_rows(self, latents: Tensor) -> Tensor:
         return self.codec.tokens(latents.to(self.codec.device), self.config.sampler.w).cpu()
 
-    def _blocks(self, text: str) -> list[list[int]]:
-        ids = self._ids(text)
-        size = self.layout.payload
-        return [ids[i : i + size] for i in range(0, len(ids), size)]
-
     def _ids(self, text: str) -> list[int]:
         ids = self.tokenizer.encode(text)
         if not ids:
@@ -359,14 +340,13 @@ class Model:
         self._refuse_unknown_ids(ids)
         return ids
 
-    def _rows(self, texts: Sequence[Any], from_ids: bool = False) -> tuple[Tensor, list[int]]:
-        """Rows of exactly L tokens in the form the model was trained on, and how many tokens of each are the text's."""
-        texts_ids = [list(text) if from_ids else self._ids(text) for text in texts]
-        size = self.layout.payload
-        for ids in texts_ids:
+    def _rows(self, texts: Iterable[Sequence[int]]) -> tuple[Tensor, list[int]]:
+        """Return texts of ids as rows in the form the model was trained on, and how many tokens each text has."""
+        texts, size = list(texts), self.layout.payload
+        for ids in texts:
             if len(ids) > size:
                 raise DataError(f"The text has {len(ids)} tokens, the model takes {size}: shorten it or use reconstruct.")
-        return torch.tensor([self.layout.text_row(ids) for ids in texts_ids]), [len(ids) for ids in texts_ids]
+        return torch.tensor([self.layout.text_row(ids) for ids in texts]), [len(ids) for ids in texts]
 
     # ------------------------------------------------------------ parts
 

@@ -37,6 +37,14 @@ def whole_number(value: Any, name: str) -> int:
         raise UsageError(f"`{name}` must be a whole number, not {shown(value)}.") from error
 
 
+def counts(n: Any, seed: Any, first: Any, batch: Any) -> tuple[int, ...]:
+    """Return the numbers of a request for samples as ints."""
+    found = tuple(whole_number(v, name) for v, name in ((n, "n"), (seed, "seed"), (first, "first"), (batch, "batch")))
+    if found[0] < 1 or found[3] < 1 or found[2] < 0:
+        raise UsageError("The number of samples and the batch must be at least 1, the first sample at least 0.")
+    return found
+
+
 def check_tokens(tokens: Any) -> None:
     """Raise `UsageError` unless `tokens` is a tensor with rows of token ids."""
     if not _is_integers(tokens) or tokens.dim() != 2:

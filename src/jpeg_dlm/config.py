@@ -1,10 +1,7 @@
-"""All options of the project as frozen dataclasses, and checks for combinations that cannot work.
+"""All options of the project as frozen dataclasses, and checks for combinations that cannot work; never imports torch.
 
 The help text of a field names its source: (paper), (released) for the authors' inference code, (measured) here, or
-(assumed) where no source states it. This module never imports torch, so that `--help` is fast.
-
-The groups `model`, `objective` and `sampler` belong to the method, which defines them in its file or beside it. Each group
-lists its conditions in `checks`; a sampler group also has `label` and `evaluations`.
+(assumed) where no source states it. The groups `model`, `objective` and `sampler` belong to the method.
 """
 
 from __future__ import annotations

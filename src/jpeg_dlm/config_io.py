@@ -1,13 +1,14 @@
-"""Read and write options as JSON and command-line strings, strictly: unknown or ambiguous values are errors.
+"""Read and write options as JSON and command-line strings, strictly, without importing torch.
 
-This module never imports torch, so that `--help` is fast. Kept instead of tyro or OmegaConf: which options exist depends on
-the method, and JSON and command line share one check whose errors name the option and the nearest known one.
+Kept instead of tyro or OmegaConf: the method determines which options exist, and JSON and command line share one check.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import math
 import reprlib
 import typing
 from collections.abc import Mapping, Sequence
@@ -75,20 +76,13 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
         key = value.lower() if isinstance(value, str) else value
         if isinstance(key, (bool, str)) and key in table:
             return table[key]
-    elif hint is int and not isinstance(value, bool):
-        try:
+    elif hint in (int, float) and not isinstance(value, bool):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
             number = float(value)
-            if number == int(number):
-                return int(value) if isinstance(value, (int, str)) and str(value).lstrip("+-").isdigit() else int(number)
-        except (TypeError, ValueError, OverflowError):
-            pass
-    elif hint is float and not isinstance(value, bool):
-        try:
-            number = float(value)
-            if number == number and abs(number) != float("inf"):
+            if hint is float and math.isfinite(number):
                 return number
-        except (TypeError, ValueError, OverflowError):
-            pass
+            if hint is int and number == int(number):
+                return int(value) if isinstance(value, (int, str)) and str(value).lstrip("+-").isdigit() else int(number)
     elif hint is str and isinstance(value, str):
         return value
     kinds = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a text"}

@@ -1,4 +1,4 @@
-"""Long texts of a `Model`: what a prompt and a length ask for, checked, and the texts that follow."""
+"""Long texts of a `Model` after prompts, block by block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from jpeg_dlm.arguments import as_texts, real_number, whole_number
+from jpeg_dlm.arguments import as_texts, counts, real_number, whole_number
 from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.flow.control import Control
 from jpeg_dlm.flow.guides import Guide
@@ -71,10 +71,7 @@ class LongTexts:
         decoded: Decoded | None = None, **sampler: Any,
     ) -> Iterator[NewText]:  # fmt: skip
         """Yield what follows the prompts of samples `first` to `first + n - 1` of `seed`, block by block."""
-        counts = {"n": n, "seed": seed, "first": first, "batch": batch}
-        n, seed, first, batch = (whole_number(value, name) for name, value in counts.items())
-        if n < 1 or batch < 1 or first < 0:
-            raise UsageError("The number of samples and the batch must be at least 1, the first sample at least 0.")
+        n, seed, first, batch = counts(n, seed, first, batch)
         options, model = self.model.sampler_options(**sampler), self.model
         if options.protocol == "released":
             raise UsageError("The released protocol writes single blocks: use the default one for long texts.")

@@ -1,8 +1,4 @@
-"""Errors for users: one sentence that names the cause and the remedy.
-
-Every expected failure is a `JpegDlmError`. The command line prints only the sentence and exits with `exit_code`; it shows
-a traceback only with `--debug`.
-"""
+"""Errors for users: one sentence that names the cause and the remedy; the command line prints it and exits with `exit_code`."""
 
 
 class JpegDlmError(Exception):

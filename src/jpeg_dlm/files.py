@@ -1,9 +1,7 @@
 """Crash-safe files: atomic writes, atomic directories, manifests, and tensors as safetensors.
 
-Every write goes to a temporary file next to its target, is flushed to the disk and only then renamed, so a reader sees the
-old content or the new one, never a part. Only the few functions that need torch import it, because modules that must start
-quickly use the others. Kept instead of a package: those for atomic writes handle single files, not directories, and leave
-the temporary files of a killed process behind.
+A write goes to a temporary file next to its target, is flushed and then renamed. Functions that need torch import it, because
+modules that must start quickly use the others. Packages for atomic writes do not handle directories or killed processes.
 """
 
 from __future__ import annotations
@@ -129,9 +127,8 @@ def write_atomic(path: Path, content: bytes | str, new: bool = False) -> None:
 def atomic_directory(path: Path, new: bool = False) -> Iterator[Path]:
     """Yield a temporary directory to fill, and rename it to `path` once every file in it is on the disk.
 
-    An existing `path` is renamed to `path.old` and removed after the new one is durable: a kill at any moment leaves at
-    least one of the two complete, so readers may have to look at both names. With `new`, only an empty directory is
-    replaced.
+    An existing `path` becomes `path.old` until the new one is durable, so after a kill readers may have to look at both names.
+    With `new`, only an empty directory is replaced.
     """
     temp, old = temp_name(path), path.with_name(path.name + OLD_SUFFIX)
     try:
@@ -251,10 +248,7 @@ def write_manifest(directory: Path, extra: Mapping[str, Any]) -> None:
 
 
 def write_sealed(directory: Path, written: Iterable[str], last: str, content: bytes | str) -> None:
-    """Complete a directory: write the manifest of the files `written` and `last`, then `last` with this content.
-
-    Readers treat a directory with `last` as complete, so this order ensures that a complete directory has a manifest.
-    """
+    """Write the manifest of the files `written` and `last`, then `last`, whose presence marks a complete directory."""
     raw = content.encode() if isinstance(content, str) else content
     (directory / last).unlink(missing_ok=True)  # an earlier one does not match this manifest
     promised = {last: {"sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)}}
@@ -302,10 +296,7 @@ def verify_manifest(directory: Path) -> dict[str, Any]:
 
 
 def check_listed(directory: Path, *names: str, remedy: str = RESTORE) -> bool:
-    """Check these files, or all listed ones, against the manifest next to them; return False if there is none.
-
-    Folders written by earlier versions have no manifest.
-    """
+    """Check these files, or all listed ones, against the manifest beside them; return False if there is none."""
     if not (directory / MANIFEST).is_file():
         return False
     listed = _read_manifest(directory)["files"]
@@ -368,11 +359,10 @@ DTYPE_NAMES = {  # the type names of the safetensors format
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write tensors as one safetensors file.
+    """Write tensors as one safetensors file, each in full and one at a time.
 
-    This function writes the format itself, and the safetensors package reads it: the package's own writer reports a full
-    disk without an error number, orders metadata at random, does not flush to the disk and sets the file mode 0600. Tensors
-    that share storage are each written in full; only one tensor is copied at a time, never the whole model.
+    The package's own writer reports a full disk without an error number, orders metadata at random, does not flush to the disk
+    and sets the file mode 0600.
     """
     import torch
 

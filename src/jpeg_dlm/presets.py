@@ -1,8 +1,4 @@
-"""Presets: functions that return a whole config, with the expected results in their docstrings.
-
-The three presets of the paper use the numbers of its tables "Model and training configurations" and of the OWT-128
-appendix; options that the paper does not state keep the defaults of `config.py`, which name their sources.
-"""
+"""Presets: functions that return a whole config, with the paper's results in their docstrings."""
 
 from __future__ import annotations
 
@@ -75,11 +71,9 @@ def owt128() -> Config:
 def tiny() -> Config:
     """A model of any text that two CPU cores train in an evening, with its own tokenizer and encoder, r = 0.25.
 
-    Sizes are (measured) on two AVX2 cores: about 0.6 GFLOP per row, so half a million rows take about 90 minutes.
-    bf16 is emulated on such a CPU and ten times slower than fp32. Residual decode head, position tables at scale 1,
-    a weaker SIGReg and a higher codec rate let a short run leave the unigram plateau; none of them is in the paper.
-    The uniform grid scored better than the quantile grid here: eight latents of width 128 are still undecided at t = 0.5,
-    from where the quantile grid jumps to the end (measured).
+    Half a million rows take about 90 minutes (measured). Residual decode head, position tables at scale 1, a weaker SIGReg and
+    a higher codec rate let a short run leave the unigram plateau; none of them is in the paper. The uniform grid scored better
+    than the quantile grid, which jumps to the end from t = 0.5, where eight latents of width 128 are undecided (measured).
     """
     return Config(
         preset="tiny",
@@ -127,10 +121,9 @@ def tiny() -> Config:
 def captions() -> Config:
     """The bundled model: whole sentences of at most 16 simple words, 4 latents each (r = 0.25).
 
-    Differences from `tiny`: simple text, a tokenizer that keeps most words whole and a deeper encoder, so that the codec
-    loses little; a skip in the denoise head, times around the one at which 32 latent dimensions per token are decided, two
-    noise draws per row, and SIGReg at the paper's weight once tokens decode, so that the latents fill their space
-    (docs/model-card.md).
+    Other than in `tiny`, the tokenizer keeps most words whole and the encoder is deeper, so that the codec loses little; times
+    lie around the one at which 32 latent dimensions per token are decided; and SIGReg has the paper's weight once tokens
+    decode, so that the latents fill their space (docs/model-card.md).
     """
     base = tiny()
     return replace(
@@ -154,10 +147,7 @@ def captions() -> Config:
 
 
 def stories() -> Config:
-    """Children's stories of any length: 8 latents for a block of 32 tokens (r = 0.25), after the two blocks before it.
-
-    Latents per token are those of `captions`, and so are the options of training.
-    """
+    """Children's stories of any length: 8 latents for a block of 32 tokens (r = 0.25), after the two blocks before it."""
     base = captions()
     return replace(
         base,

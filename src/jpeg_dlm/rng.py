@@ -1,8 +1,4 @@
-"""Random numbers addressed by (seed, purpose, counters), without hidden state.
-
-A generator depends only on its address, so resuming a run needs no saved random state, and sample i of seed s is the same
-in any batch and on any number of processes. Methods draw from `RowNoise`, which has one generator per row.
-"""
+"""Random numbers addressed by (seed, purpose, counters): resuming needs no saved state, and batches do not matter."""
 
 from __future__ import annotations
 

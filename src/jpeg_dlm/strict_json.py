@@ -1,8 +1,4 @@
-"""Strict parsing of untrusted JSON: anything that readers could interpret differently is an error.
-
-`json.loads` accepts NaN, keeps the last of duplicate keys and raises RecursionError on deep nesting; here all of these
-are a ValueError, the only error that a caller has to handle.
-"""
+"""Strict parsing of untrusted JSON: NaN, repeated keys and deep nesting are a ValueError, unlike in `json.loads`."""
 
 from __future__ import annotations
 

@@ -172,6 +172,8 @@ def test_a_first_stage_is_planned_too(measured_at_once):
     found = plan.full_plan(config, plan.parse_devices("8x80GB"), SPEED)
     assert (found["steps"], found["first_stage"]["steps"]) == (500_000, 200_000)
     assert "Both stages" in plan_text.format_plan(found)
+    unknown = found | {"steps": 0, "days": 0.0}  # an unknown corpus
+    assert "whole run" in plan_text.format_plan(unknown) and "Both stages" not in plan_text.format_plan(unknown)
 
 
 class Stranger(Ar):

@@ -16,7 +16,7 @@ from jpeg_dlm.evaluation.continuation import block_cases, completed, conditional
 from jpeg_dlm.folders.model_folder import ModelParts, write_model
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.presets import preset
-from jpeg_dlm.scorers.scoring import TransformersScorer
+from jpeg_dlm.scorers.language_models import TransformersScorer
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.prepare import prepare
 from jpeg_dlm.text.tokenizer import train_bpe

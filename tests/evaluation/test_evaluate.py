@@ -23,7 +23,7 @@ from jpeg_dlm.results.plain import plain
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.spread import spread
 from jpeg_dlm.results.table import markdown
-from jpeg_dlm.scorers.scoring import TransformersScorer
+from jpeg_dlm.scorers.language_models import TransformersScorer
 
 pytest_plugins = ["tiny_evaluation", "stand_in"]  # fixtures
 

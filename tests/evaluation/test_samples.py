@@ -32,6 +32,11 @@ def test_json_lines_by_field(tmp_path):
     assert ids.token_ids == [[3], []]
 
 
+def test_a_single_line_may_begin_with_a_mark_and_lack_its_end(tmp_path):
+    found = read_samples(written(tmp_path, "a.jsonl", '\ufeff{"text": "one"}'))
+    assert found.texts == ["one"] and found.cut_lines == 0
+
+
 def test_half_a_character_is_replaced(tmp_path):
     assert read_samples(written(tmp_path, "a.jsonl", b'"a \\ud800 b"\n')).texts == ["a ? b"]
 

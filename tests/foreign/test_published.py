@@ -10,8 +10,8 @@ from jpeg_dlm.cli.main import main
 from jpeg_dlm.config_io import override
 from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.folders.model_folder import read_model
+from jpeg_dlm.foreign.pickle_machine import Foreign
 from jpeg_dlm.foreign.published import dig, read_published
-from jpeg_dlm.foreign.torch_files import Foreign
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.nn.ddit import CausalTransformer, DDiT
 from jpeg_dlm.presets import preset

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from jpeg_dlm.errors import CheckpointError
-from jpeg_dlm.foreign.torch_files import Foreign, StoredTensor, load_stored, read_torch_file
+from jpeg_dlm.foreign.pickle_machine import Foreign, StoredTensor
+from jpeg_dlm.foreign.torch_files import load_stored, read_torch_file
 
 
 class Tokenizer:
@@ -246,7 +247,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_one_sentence_for(case, tmp_path, monkeypatch):
-    monkeypatch.setattr("jpeg_dlm.foreign.torch_files.WORK", 10_000)
+    monkeypatch.setattr("jpeg_dlm.foreign.pickle_machine.WORK", 10_000)
     make, word = BROKEN[case]
     make(tmp_path / "file.pt")
     with pytest.raises(CheckpointError, match="file.pt") as caught:

@@ -14,9 +14,9 @@ from jpeg_dlm.errors import UsageError
 from jpeg_dlm.files import sha256_file
 from jpeg_dlm.report import markdown, page
 from jpeg_dlm.report.collect import collect
-from jpeg_dlm.report.page_blocks import Command, Course, Details, Facts, Figure, Note, Paragraph, Samples, Verbatim, figures
+from jpeg_dlm.report.page_blocks import Course, Details, Facts, Figure, Note, Paragraph, Samples, Verbatim, figures
 from jpeg_dlm.report.results import evaluate_command
-from jpeg_dlm.report.runs import split_samples
+from jpeg_dlm.report.run_folder import split_samples
 from jpeg_dlm.results.resumable import key_of
 from jpeg_dlm.results.table import Table
 from jpeg_dlm.training.alarms import ADVICE
@@ -68,7 +68,7 @@ def test_a_run(tmp_path):
     assert (recorded["Seed"], recorded["Step"], recorded["Data fingerprint"]) == ("7", "20", "d" * 64)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     assert (recorded["torch"], recorded["Threads"]) == (manifest["versions"]["torch"], str(manifest["threads"]))
-    (command,) = only(Command, found["Provenance"])
+    (command,) = only(Verbatim, found["Provenance"])
     assert shlex.split(command.text)[:4] == ["jpeg-dlm", "train", "--config", str(run / "config.json")]
 
 

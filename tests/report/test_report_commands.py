@@ -10,7 +10,7 @@ from report_folders import make_run
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.files import sha256_file
 from jpeg_dlm.report.commands import effective, training_commands
-from jpeg_dlm.report.page_blocks import Command, Paragraph
+from jpeg_dlm.report.page_blocks import Paragraph, Verbatim
 from jpeg_dlm.report.runs import run_section
 from jpeg_dlm.training.record import INVOCATIONS, append_row, read_rows
 
@@ -20,7 +20,7 @@ SMALL = {"encoder__kind": "random", "encoder__scale": "none", "train__steps": 4,
 
 def commands(run: Path) -> list[list[str]]:
     (provenance,) = (part for part in run_section(run).parts if part.title == "Provenance")
-    return [shlex.split(block.text) for block in provenance.blocks if isinstance(block, Command)]
+    return [shlex.split(block.text) for block in provenance.blocks if isinstance(block, Verbatim)]
 
 
 def test_the_commands_of_a_run_that_was_extended_give_its_hashes(corpus_file, tmp_path):
@@ -70,7 +70,7 @@ def test_what_is_not_recorded_is_said(tmp_path):
     def told() -> tuple[str, list[str]]:
         blocks = training_commands(folder, config, 2)
         said = [block.text for block in blocks if isinstance(block, Paragraph)]
-        return " ".join(said), [block.text for block in blocks if isinstance(block, Command)]
+        return " ".join(said), [block.text for block in blocks if isinstance(block, Verbatim)]
 
     said, lines = told()
     assert "not recorded" in said and len(lines) == 1 and "--threads 2" in lines[0]

@@ -6,7 +6,7 @@ from markdown_it import MarkdownIt
 from report_folders import tiny_png
 
 from jpeg_dlm.report.markdown import render
-from jpeg_dlm.report.page_blocks import Command, Facts, Figure, Paragraph, Report, Samples, Section, code
+from jpeg_dlm.report.page_blocks import Facts, Figure, Paragraph, Report, Samples, Section, Verbatim, code
 from jpeg_dlm.results.table import Table
 
 words = st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), min_size=1).map(lambda s: " ".join(s.split()))
@@ -35,7 +35,7 @@ def test_any_text_reads_back(a, b):
 
 
 def test_a_fence_is_longer_than_what_it_holds():
-    section = Section("s", (Samples(("a\n```\n# no heading", "b")), Command("echo ````"), Facts((("n", "1.5"),))))
+    section = Section("s", (Samples(("a\n```\n# no heading", "b")), Verbatim("echo ````"), Facts((("n", "1.5"),))))
     text = render(Report("t", "a", (section,)), {})
     assert "````text\n[0] a\n```\n# no heading\n[1] b\n````\n" in text and "`````text\necho ````\n`````" in text
     assert "| n | 1.5 |" in text  # numbers need no escape

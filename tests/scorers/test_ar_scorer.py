@@ -8,7 +8,7 @@ from jpeg_dlm.encoders.frozen import tensors_sha256
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.rng import RowNoise
-from jpeg_dlm.scorers.scoring import ArScorer, build_scorer
+from jpeg_dlm.scorers.language_models import ArScorer, build_scorer
 
 pytest_plugins = ["tiny_evaluation", "stand_in"]  # fixtures
 

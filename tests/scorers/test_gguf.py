@@ -11,7 +11,7 @@ from reference import made_up_llama, slow_llama
 from jpeg_dlm.errors import AssetError
 from jpeg_dlm.scorers import smollm2
 from jpeg_dlm.scorers.gguf_files import read_gguf
-from jpeg_dlm.scorers.scoring import build_scorer
+from jpeg_dlm.scorers.language_models import build_scorer
 from jpeg_dlm.scorers.smollm2 import convert_gguf, gguf_tokenizer
 
 F32, F16, Q4_0, Q4_1, Q8_0 = 0, 1, 2, 3, 8

@@ -18,8 +18,8 @@ from jpeg_dlm.evaluation.protocols import PROTOCOLS
 from jpeg_dlm.evaluation.sources import file_sources
 from jpeg_dlm.machine.console import Console
 from jpeg_dlm.results.resumable import Parts
+from jpeg_dlm.scorers.language_models import TransformersScorer
 from jpeg_dlm.scorers.mauve_score import KMEANS_SEEDS, mauve_score
-from jpeg_dlm.scorers.scoring import TransformersScorer
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
 

@@ -9,14 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpeg_dlm.errors import AssetError, DataError, UsageError
-from jpeg_dlm.scorers import scoring
-from jpeg_dlm.scorers.scoring import (
+from jpeg_dlm.scorers import language_models, scoring
+from jpeg_dlm.scorers.language_models import TransformersScorer, build_scorer
+from jpeg_dlm.text.text_metrics import (
     TextScore,
-    TransformersScorer,
-    bootstrap_interval,
-    build_scorer,
     distinct_n,
-    gen_ppl,
+    perplexity,
+    perplexity_interval,
     repetition_rate,
     shuffle_words,
     unigram_entropy,
@@ -58,7 +57,7 @@ def direct_nll(folder, text, max_tokens, bos):
 @pytest.mark.parametrize("max_tokens", [6, 1024])
 def test_scores_equal_transformers_called_directly(gpt2_folder, bos, max_tokens, monkeypatch):
     monkeypatch.setattr(scoring, "TOKENS_PER_BATCH", 40)  # several batches
-    monkeypatch.setattr(scoring, "ROWS_PER_CHUNK", 7)
+    monkeypatch.setattr(language_models, "ROWS_PER_CHUNK", 7)
     seen = []
     scores = build_scorer(f"hf:{gpt2_folder}").nll(TEXTS, max_tokens, bos, lambda done, total: seen.append((done, total)))
     for text, score in zip(TEXTS, scores, strict=True):
@@ -68,7 +67,7 @@ def test_scores_equal_transformers_called_directly(gpt2_folder, bos, max_tokens,
     # Blank texts are always skipped; a single token has nothing to be scored on unless something precedes it.
     assert sum(score.skipped for score in scores) == (2 if bos else 3)
     total = sum(score.nll_sum for score in scores) / sum(score.n_tokens for score in scores)
-    assert gen_ppl(scores) == pytest.approx(math.exp(total))
+    assert perplexity(scores) == pytest.approx(math.exp(total))
 
 
 def test_a_text_scores_the_same_in_any_company(gpt2_folder):
@@ -110,9 +109,9 @@ def test_requests_that_cannot_work_are_refused(gpt2_folder, tmp_path):
 
 def test_gen_ppl_weighs_tokens_not_texts():
     scores = [TextScore(2.0, 1, (1, 2)), TextScore(3.0, 9, tuple(range(10))), TextScore(0.0, 0, ())]
-    assert gen_ppl(scores) == pytest.approx(math.exp(0.5))
+    assert perplexity(scores) == pytest.approx(math.exp(0.5))
     with pytest.raises(DataError):
-        gen_ppl(scores[2:])
+        perplexity(scores[2:])
 
 
 def test_entropy_by_hand():
@@ -148,14 +147,11 @@ def test_shuffle_keeps_words_and_follows_its_generator():
 
 
 def test_bootstrap_interval_covers_a_mean():
-    values = torch.randn(400, generator=torch.Generator().manual_seed(0)).tolist()
-
-    def mean(items):
-        return sum(items) / len(items)
-
-    low, high = bootstrap_interval(values, mean, resamples=400)
-    half = 1.96 * torch.tensor(values).std().item() / 20
-    assert low == pytest.approx(mean(values) - half, abs=0.02) and high == pytest.approx(mean(values) + half, abs=0.02)
-    assert (low, high) == bootstrap_interval(values, mean, resamples=400)
+    values = torch.randn(400, generator=torch.Generator().manual_seed(0))
+    scores = [TextScore(value, 1, (0,)) for value in values.tolist()]
+    low, high = perplexity_interval(scores, resamples=400)
+    mean, half = values.mean().item(), 1.96 * values.std().item() / 20
+    assert math.log(low) == pytest.approx(mean - half, abs=0.02) and math.log(high) == pytest.approx(mean + half, abs=0.02)
+    assert (low, high) == perplexity_interval(scores, resamples=400)
     with pytest.raises(DataError):
-        bootstrap_interval([], mean)
+        perplexity_interval([])

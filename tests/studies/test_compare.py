@@ -14,6 +14,7 @@ from jpeg_dlm.config_io import override
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.evaluate import EvaluationRequest
 from jpeg_dlm.evaluation.protocols import protocol
+from jpeg_dlm.machine import dist
 from jpeg_dlm.machine.console import Console
 from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.registry import build_method, for_method
@@ -21,10 +22,12 @@ from jpeg_dlm.presets import preset
 from jpeg_dlm.results.plain import plain
 from jpeg_dlm.results.spread import spread
 from jpeg_dlm.results.table import markdown
-from jpeg_dlm.scorers.scoring import build_scorer
+from jpeg_dlm.scorers import language_models
+from jpeg_dlm.scorers.language_models import build_scorer
+from jpeg_dlm.studies import compare as compare_module
 from jpeg_dlm.studies import workshop as workshop_module
 from jpeg_dlm.studies.budget import parse_budget, parse_tokens
-from jpeg_dlm.studies.compare import Comparison, ScoredPoint, compare, method_names, points_of
+from jpeg_dlm.studies.compare import Comparison, ScoredPoint, evaluate, method_names, plan, points_of, train
 from jpeg_dlm.studies.compare_pictures import draw_comparison, draw_curves
 from jpeg_dlm.studies.compare_report import at_time, compare_table, compare_tables
 from jpeg_dlm.studies.compare_tasks import summarized, task_names
@@ -39,6 +42,12 @@ pytest_plugins = ["tiny_evaluation"]  # fixtures
 def asked(corpus_file, methods, budget="6steps"):
     base = override(preset("smoke"), MICRO | {"data.source": str(corpus_file)})
     return Comparison(base, method_names(methods), (parse_budget(budget),), {}, batch=2, repeats=1)
+
+
+def compare(asked, workshop, scorer, request):
+    rows = plan(asked, workshop)
+    train(rows, workshop)
+    return evaluate(asked, rows, workshop, scorer, request)
 
 
 def run(asked, folder, byte_gpt2):
@@ -275,3 +284,18 @@ def test_options_of_jpeg_dlm_shape_every_system_and_the_others_hold_for_all():
     assert ar.model.depth == elf.model.depth == 3
     assert elf.train.lr == 0.5 != for_method(base, "elf").train.lr  # ELF's own recipe gives way to what was asked for
     assert (ar.data.token_len, ar.data.source) == (24, "some.txt")
+
+
+def test_the_scorer_computes_where_the_models_do(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(dist, "read_ranks", lambda *_: Ranks(device=torch.device("meta")))
+    monkeypatch.setattr(language_models, "build_scorer", lambda spec, device="cpu", console=None: asked.append(device))
+    for name in ("plan", "train"):
+        monkeypatch.setattr(compare_module, name, lambda *_, **__: {})
+
+    def stop(asked, rows, workshop, scorer, request):
+        scorer()
+        raise UsageError("enough")
+
+    monkeypatch.setattr(compare_module, "evaluate", stop)
+    assert main(["compare", "--out", str(tmp_path)]) == 2 and asked == ["meta"]

@@ -112,7 +112,7 @@ def fake_trials(monkeypatch, seconds):
     def run(config, trial):
         calls.append((config.method, config.data.token_len))
         spent = seconds(config)
-        return {"seconds": spent, "built_bytes": 1000, "peak_bytes": 500} if spent <= trial.limit else None
+        return {"seconds": spent, "built_bytes": 1000, "peak_bytes": 5e8} if spent <= trial.limit else None
 
     monkeypatch.setattr(cost, "run_trial", run)
     return calls
@@ -124,7 +124,7 @@ def test_measured_points_are_medians_in_turns(tmp_path, monkeypatch):
     outcome = cost.study(asked(tmp_path, measure=True, lengths="12", rates="0.25", repeats=3, batch=2), MICRO)
     assert calls[: len(calls) // 3] == calls[len(calls) // 3 : 2 * len(calls) // 3]  # each round has all of them
     full = next(row for row in outcome.result["by_length"] if row["system"] == cost.FULL)
-    assert full["measured"]["seconds"] == 2.0 and "| 1 |" in markdown(outcome.tables)  # two texts at once
+    assert full["measured"]["seconds"] == 2.0 and "| 1 | 0.25 GB |" in markdown(outcome.tables)  # two texts at once
     assert outcome.write(tmp_path, "cost")[-1].stat().st_size > 10_000
     again = len(calls)
     assert (

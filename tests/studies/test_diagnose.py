@@ -11,7 +11,8 @@ from jpeg_dlm.cli.main import main
 from jpeg_dlm.report.collect import collect
 from jpeg_dlm.report.page_blocks import Facts, Figure
 from jpeg_dlm.results.table import Table
-from jpeg_dlm.studies.diagnose import run_of, way
+from jpeg_dlm.studies.diagnose import way
+from jpeg_dlm.studies.latents import log_of
 from jpeg_dlm.training import run as training
 from jpeg_dlm.training.diagnosis_plot import diagnoses, plot_diagnosis
 
@@ -70,5 +71,6 @@ def test_the_way_from_shuffled_to_real():
 
 
 def test_a_checkpoint_belongs_to_its_run(runs):
-    assert run_of(runs / "latent" / "checkpoints" / "step-00000012") == run_of(runs / "latent") == runs / "latent"
-    assert run_of(runs) is None and run_of(None) is None
+    log = runs / "latent" / "metrics.jsonl"
+    assert log_of(runs / "latent" / "checkpoints" / "step-00000012") == log_of(runs / "latent") == log
+    assert log_of(runs) is None and log_of(None) is None

@@ -13,7 +13,7 @@ from jpeg_dlm.machine.console import Console
 from jpeg_dlm.results.plain import plain
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.table import markdown
-from jpeg_dlm.scorers.scoring import build_scorer
+from jpeg_dlm.scorers.language_models import build_scorer
 from jpeg_dlm.studies import steps
 from jpeg_dlm.studies.study import Asked
 from jpeg_dlm.text.blocks import Blocks

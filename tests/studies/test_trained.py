@@ -18,7 +18,7 @@ from jpeg_dlm.machine.console import Console
 from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.results.table import markdown
-from jpeg_dlm.scorers.scoring import build_scorer
+from jpeg_dlm.scorers.language_models import build_scorer
 from jpeg_dlm.studies import compare, trained
 from jpeg_dlm.studies import workshop as workshop_module
 from jpeg_dlm.studies.budget import parse_budget

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jpeg_dlm.config import DataConfig
 from jpeg_dlm.errors import DataError
-from jpeg_dlm.text.blocks import Blocks, EpochOrder, row_indices
+from jpeg_dlm.text.blocks import Blocks, EpochOrder
 from jpeg_dlm.text.prepare import prepare
 
 TEXT = "\n\n".join(f"Paragraph {i} tells of the {w} and of nothing else." for i in range(40) for w in ("sun", "moon"))
@@ -83,7 +83,7 @@ def test_folders_that_are_not_prepared_are_refused(folder, tmp_path):
 @given(st.integers(0, 5), st.integers(1, 40), st.integers(0, 3), st.integers(1, 17))
 def test_every_row_is_seen_once_per_epoch_whatever_the_batch(seed, n_rows, epoch, batch):
     first = epoch * n_rows
-    order = row_indices(seed, first, n_rows, n_rows)
+    order = EpochOrder(seed, n_rows).rows(first, n_rows)
     assert sorted(order) == list(range(n_rows))
     walker = EpochOrder(seed, n_rows)
     seen = [walker.rows(first + i, min(batch, n_rows - i)) for i in range(0, n_rows, batch)]
@@ -92,15 +92,15 @@ def test_every_row_is_seen_once_per_epoch_whatever_the_batch(seed, n_rows, epoch
 
 @given(st.integers(0, 200), st.integers(0, 60), st.integers(1, 30))
 def test_the_stream_is_addressed_by_position_alone(position, count, n_rows):
-    whole = row_indices(3, 0, position + count, n_rows)
-    part = row_indices(3, position, count, n_rows)
+    whole = EpochOrder(3, n_rows).rows(0, position + count)
+    part = EpochOrder(3, n_rows).rows(position, count)
     assert part.tolist() == whole[position:].tolist()
 
 
 def test_epochs_and_seeds_differ_and_the_order_is_pinned():
-    a, b, c = row_indices(0, 0, 100, 100), row_indices(0, 100, 100, 100), row_indices(1, 0, 100, 100)
+    a, b, c = EpochOrder(0, 100).rows(0, 100), EpochOrder(0, 100).rows(100, 100), EpochOrder(1, 100).rows(0, 100)
     assert a.tolist() != b.tolist() and a.tolist() != c.tolist()
     # A run resumed on another machine must see the same batches: these numbers may never change.
-    assert row_indices(42, 0, 8, 10).tolist() == [5, 1, 8, 6, 9, 7, 2, 3]
+    assert EpochOrder(42, 10).rows(0, 8).tolist() == [5, 1, 8, 6, 9, 7, 2, 3]
     with pytest.raises(DataError, match="no rows"):
-        row_indices(0, 0, 1, 0)
+        EpochOrder(0, 0).rows(0, 1)

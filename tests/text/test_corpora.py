@@ -13,8 +13,14 @@ from jpeg_dlm.errors import DataError, MissingPackageError, UsageError
 from jpeg_dlm.fetch.assets import ASSETS
 from jpeg_dlm.text import corpora
 from jpeg_dlm.text.captions import sentence
-from jpeg_dlm.text.corpora import detokenize_lm1b, documents, open_corpus, text_lines
+from jpeg_dlm.text.corpora import open_corpus
+from jpeg_dlm.text.lm1b import detokenize_lm1b
+from jpeg_dlm.text.text_files import text_lines
 from jpeg_dlm.text.wikipedia import clean_wikitext, wikipedia_articles
+
+
+def documents(source, detokenize="none", skip=0):
+    return open_corpus(source, detokenize).stream(skip)
 
 
 def zipped():
@@ -49,6 +55,9 @@ def test_folder_is_one_document_per_file_in_order(tmp_path):
     (tmp_path / "c").mkdir()
     write(tmp_path / "c" / "d.jsonl", '{"text": "D."}\n\n{"title": "E."}\n')
     write(tmp_path / "ignored.csv", "x,y")
+    (tmp_path / "c" / ".hidden").mkdir()
+    (tmp_path / "c" / "._d.jsonl").write_bytes(b"\0\5\x16\7")  # as macOS leaves beside files on other disks
+    write(tmp_path / "c" / ".hidden" / "e.txt", "E.")
     assert list(documents(str(tmp_path))) == ["A.", "B one.\nB two.", "D.", "E."]
     assert list(documents(str(tmp_path), skip=2)) == ["D.", "E."]
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from jpeg_dlm.errors import AssetError, UsageError
 from jpeg_dlm.rng import RowNoise
-from jpeg_dlm.scorers.scoring import build_scorer
+from jpeg_dlm.scorers.language_models import build_scorer
 from jpeg_dlm.text import corpora, stories
 from jpeg_dlm.text.stories import NUCLEUS, StoryWriter, nucleus_draw, stories_of
 from jpeg_dlm.text.stories15m import load_stories15m
@@ -203,7 +203,7 @@ def test_a_stopped_writer_goes_on_and_leaves_the_same_bytes(cache, monkeypatch):
 
 
 def test_more_stories_begin_with_the_fewer_ones(cache, capsys):
-    few = list(corpora.documents("stories:5"))
+    few = list(corpora.open_corpus("stories:5").stream(0))
     assert "Writing 8 stories" in capsys.readouterr().err
     many = corpora.open_corpus("stories:11")
     assert "Writing 4 stories" in capsys.readouterr().err
@@ -215,7 +215,7 @@ def test_the_number_of_stories_is_part_of_the_name(tmp_path):
     assert stories_of("stories") == stories.STORIES and stories_of("stories:300") == 300 and stories_of("sotu") is None
     for wrong in ("stories:", "stories:many", "stories:-3", "stories:1", "stories:9000000000"):
         with pytest.raises(UsageError, match="stories:20000"):
-            corpora.documents(wrong)
+            corpora.open_corpus(wrong)
 
 
 def test_the_scorer_is_named_and_counts_from_the_beginning(path, twin, monkeypatch):

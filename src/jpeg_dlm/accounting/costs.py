@@ -1,7 +1,6 @@
 """Parameters, operations and memory of any method, measured while it trains or samples on shapes alone.
 
-A method that needs values, say to choose by what its network predicts, runs on a few real rows instead. One multiply-accumulate
-is one operation, as in the paper's "sampling compute"; products alone count.
+One multiply-accumulate is one operation, as in the paper's "sampling compute". A method that needs values runs on a few rows.
 """
 
 from __future__ import annotations
@@ -156,8 +155,7 @@ def sampling_cost(
 ) -> SamplingCost:
     """Measure a run of the sampler on shapes; `prepare` changes the method before it.
 
-    Solver steps cost the same, so two short runs tell of any number of them. A sampler that chooses positions by what it has
-    written, as those of masked tokens do, cannot be measured.
+    Solver steps cost the same, so two short runs suffice. Samplers that choose positions by values cannot be measured.
     """
     steps = getattr(config.sampler, "steps", 0)
     if steps <= max(SHORT):

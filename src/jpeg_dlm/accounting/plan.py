@@ -1,7 +1,6 @@
 """Plan a training before anyone pays for it: memory of each device, time of a step, days of the run.
 
-Memory and operations are measured on shapes, so a plan exists for every method. Time is operations over a speed that is either
-stated (a device's peak and the share of it that is reached) or measured here with forward and backward of a few rows.
+Time is operations over a speed that is either stated (a device's peak and the share of it that is reached) or measured here.
 """
 
 from __future__ import annotations

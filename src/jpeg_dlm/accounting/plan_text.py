@@ -21,7 +21,7 @@ def format_plan(plan: dict[str, Any]) -> str:
     if "first_stage" in plan:
         lines += ["First stage:", "", *_body(plan["first_stage"]), "", "Second stage:", ""]
     lines += _body(plan)
-    if "first_stage" in plan:
+    if "first_stage" in plan and plan["steps"] and plan["first_stage"]["steps"]:
         lines += ["", f"Both stages: {_days(plan['days'] + plan['first_stage']['days'])}."]
     return "\n".join(lines)
 

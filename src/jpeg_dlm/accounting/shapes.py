@@ -1,8 +1,7 @@
-"""Run a method on shapes alone: tensors on the meta device have sizes and types, but neither memory nor values.
+"""Run a method on shapes alone: floating-point tensors with two or more axes are on the meta device, without values.
 
-Every floating-point tensor with two or more axes is such a shape. Integers, masks and vectors stay real, because a method
-chooses rows and positions by them, and so the right number of rows takes part. Autocast and fused attention do not exist on the
-meta device: `Kernels` casts and attends there as torch does on a CPU.
+Integers, masks and vectors stay real, because a method chooses rows and positions by them. `Kernels` casts and attends as
+torch does on a CPU, because autocast and fused attention do not exist on the meta device.
 """
 
 from __future__ import annotations
@@ -153,11 +152,7 @@ def _attention(
 
 @dataclass(frozen=True)
 class ShapeNoise(RowNoise):
-    """Numbers of rows and positions are real, larger noise is a shape.
-
-    A number for each row is spread evenly over [0, 1), and one for the whole batch lies at `place`: so as many rows, and over
-    several places as many batches, are chosen as the probabilities say.
-    """
+    """Numbers of rows are spread evenly over [0, 1), one of a whole batch lies at `place`, and larger noise is a shape."""
 
     place: float = 0.5
 

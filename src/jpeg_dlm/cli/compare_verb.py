@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from jpeg_dlm.machine.console import Console
     from jpeg_dlm.machine.dist import read_ranks
     from jpeg_dlm.results.table import write_result
-    from jpeg_dlm.scorers.scoring import build_scorer
+    from jpeg_dlm.scorers.language_models import build_scorer
     from jpeg_dlm.studies import compare
     from jpeg_dlm.studies.budget import parse_budget, parse_tokens
     from jpeg_dlm.studies.compare_pictures import draw_comparison, draw_curves
@@ -79,7 +79,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     compare.train(rows, workshop, wait=not args.train_only)
     if args.train_only:
         return 0
-    result = compare.evaluate(asked, rows, workshop, lambda: build_scorer(args.scorer, console=workshop.console), request)
+    device = str(workshop.ranks.device)
+    result = compare.evaluate(
+        asked, rows, workshop, lambda: build_scorer(args.scorer, device, workshop.console), request
+    )  # fmt: skip
     result["command"] = args.command
     tables = compare_tables(result, base.preset if base.preset == "owt1024" else "lm1b")
     show(tables)

@@ -69,9 +69,6 @@ def _level(words: tuple[str, ...], parser: argparse.ArgumentParser) -> Level:
     return Level(words, said, shown)
 
 
-# ---------------------------------------------------------------- scripts
-
-
 def bash_script(found: Sequence[Level]) -> str:
     """Return a completion function for bash, which falls back to file names."""
     ways = " | ".join(f'"{" ".join(level.words[:-1])} {level.words[-1]}"' for level in found if level.words)

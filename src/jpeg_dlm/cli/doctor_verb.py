@@ -48,7 +48,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     for line in form_lines() if whole else ():
         print(line)
     cache = cache_dir()
-    print(f"Cache: {cache} ({shutil.disk_usage(_existing(cache)).free / 1e9:.0f} GB free)")
+    disk = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+    print(f"Cache: {cache} ({shutil.disk_usage(disk).free / 1e9:.0f} GB free)")
     for name, asset in ASSETS.items():
         there = (cache / asset.cached_name).exists()
         print(f"  {name:<18} {'cached' if there else f'{asset.megabytes} MB, fetched when first needed'}")
@@ -99,7 +100,3 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _existing(path):  # noqa: ANN001, ANN202 - Path to Path
-    return path if path.exists() else _existing(path.parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -91,7 +92,7 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     from jpeg_dlm.results.plain import plain
     from jpeg_dlm.results.resumable import Parts
     from jpeg_dlm.results.table import write_result
-    from jpeg_dlm.scorers.scoring import build_scorer
+    from jpeg_dlm.scorers.language_models import build_scorer
 
     console, parts = Console(args.quiet), Parts(args.out / "parts" if args.out else None)
     request = EvaluationRequest(
@@ -178,12 +179,12 @@ def _claim(out: Path, asked: dict[str, Any]) -> None:
 
 
 def _sources(args: argparse.Namespace, request: EvaluationRequest, console: Console) -> Iterator[Source]:
-    """Read all sample files first, so that errors come early; load models one by one."""
+    """Return all sample files, read first, so that errors come early, and models, loaded one by one."""
     from jpeg_dlm.evaluation.samples import REAL, is_samples, read_samples
     from jpeg_dlm.evaluation.sources import file_sources
 
     files = [path for path in args.sources if is_samples(path)]
-    models: list[Path | None] = [path for path in args.sources if not is_samples(path)]
+    models = [path for path in args.sources if not is_samples(path)] if args.sources else [None]
     if files and not models and args.likelihood:
         raise UsageError("--likelihood needs a model, not only sample files: name a checkpoint.")
     if files and args.task != "write":
@@ -192,25 +193,18 @@ def _sources(args: argparse.Namespace, request: EvaluationRequest, console: Cons
     for source in found:
         source.real(1)  # raises an error if there are no real texts to compare with
     reference = read_samples(args.reference, REAL) if args.reference else None
-    if not args.sources:
-        models = [None]
-    return _chain(found, models, reference, args, request, console)
+    return itertools.chain(found, _models(models, reference, args, request, console))
 
 
-def _chain(
-    files: Sequence[Source],
-    models: Sequence[Path | None],
-    reference: SampleFile | None,
-    args: argparse.Namespace,
-    request: EvaluationRequest,
+def _models(
+    paths: Sequence[Path | None], reference: SampleFile | None, args: argparse.Namespace, request: EvaluationRequest,
     console: Console,
-) -> Iterator[Source]:
-    yield from files
+) -> Iterator[Source]:  # fmt: skip
     from jpeg_dlm.api import load
     from jpeg_dlm.evaluation.heldout import names_of
     from jpeg_dlm.evaluation.sources import ModelSource
 
-    for path, label in zip(models, names_of(models), strict=True):
+    for path, label in zip(paths, names_of(paths), strict=True):
         model = load(path, args.device)
         _check_sampler(model, label, request, console)
         yield ModelSource(model, label, args.batch, _heldout(model, args, reference, console), reference)

@@ -38,11 +38,7 @@ text { font: %dpx ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mo
 
 
 def draw(moments: Sequence[Moment], heading: str) -> str:
-    """Return the animation as the text of an SVG file.
-
-    It ends with the last moment, which stays for a while before the animation starts again, and is all that a viewer
-    without animation or with reduced motion shows.
-    """
+    """Return the animation as the text of an SVG file; viewers without animation show the last moment."""
     frames = _pages(moments)
     tall = [max(map(len, lines)) for lines in zip(*frames, strict=True)]  # lines that a text needs in any frame
     tops = [MARGIN + 2 * LINE + LINE * sum(tall[:i]) + GAP * i for i in range(len(tall))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -12,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from jpeg_dlm.api import Model
+from jpeg_dlm.cli.generate_verb import put_out
 from jpeg_dlm.cli.watch import Watcher
 from jpeg_dlm.continuing import LongTexts
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.files import write_atomic
 from jpeg_dlm.methods.base import Watch
 from jpeg_dlm.wording import counted
 
@@ -44,12 +43,7 @@ def write_long(args: argparse.Namespace, model: Model, options: dict[str, Any]) 
         rows = long.tokens(args.n, **wanted)
         count = sum(map(len, rows)) - args.n * len(long.prompts[0])
         texts = None if args.tokens else [model.tokenizer.decode(row) for row in rows]
-        if args.out:
-            lines = [{"index": i, "token_ids": row} | ({"prediction": texts[i]} if texts else {}) for i, row in enumerate(rows)]
-            write_atomic(args.out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), new=True)
-        else:
-            for i, row in enumerate(rows):
-                print(" ".join(map(str, row)) if texts is None else f"[{i}] {texts[i]}")
+        put_out(args.out, rows, texts)
     said = f"{counted(args.n, 'text')}, {count:,} new tokens in {time.monotonic() - began:.1f} s"
     print(said, file=sys.stderr)
     if decoded is not None:

@@ -124,13 +124,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     tokens = model.sample(args.n, seed=args.seed, batch=args.batch, watch=together(decoded, watch), **asked, **options)
     seconds = time.monotonic() - began
     texts = None if args.tokens else model.to_text(tokens, given)
-    if args.out:
-        rows = tokens.tolist()
-        lines = [{"index": i, "token_ids": row} | ({"prediction": texts[i]} if texts else {}) for i, row in enumerate(rows)]
-        write_atomic(args.out, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), new=True)
-    else:
-        for i, row in enumerate(tokens.tolist()):
-            print(" ".join(map(str, row)) if texts is None else f"[{i}] {texts[i]}")
+    put_out(args.out, tokens.tolist(), texts)
     for path, content in pictures(args, picture):
         write_atomic(path, content, new=True)
         print(f"Wrote {path}.", file=sys.stderr)
@@ -146,6 +140,18 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if reduced:
         print(price(model, tokens, args, options, asked), file=sys.stderr)
     return 0
+
+
+def put_out(path: Path | None, rows: Sequence[Sequence[int]], texts: Sequence[str] | None) -> None:
+    """Write texts as JSON lines to a file, or print them; without texts, the token ids alone."""
+    from jpeg_dlm.files import write_atomic
+
+    if path:
+        lines = [{"index": i, "token_ids": row} | ({"prediction": texts[i]} if texts else {}) for i, row in enumerate(rows)]
+        write_atomic(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), new=True)
+        return
+    for i, row in enumerate(rows):
+        print(" ".join(map(str, row)) if texts is None else f"[{i}] {texts[i]}")
 
 
 def watchers(args: argparse.Namespace, model: Model, given: Tensor | None) -> tuple[Watch | None, Recorder | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from jpeg_dlm.cli.options import add_config_arguments, parse_overrides
@@ -47,13 +48,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     sizes = f"{parameters:,} parameters, {data.token_len} tokens, vocabulary {data.vocab_size:,}"
     print(f"Imported {parts.method.title}{which}: {sizes}, into '{args.out}'.")
     if imported.assumed:
-        print(f"Not stated in the file, so assumed: {', '.join(_shown(parts.config, name) for name in imported.assumed)}.")
+        assumed = [f"--{name.replace('_', '-')} {attrgetter(name)(parts.config)}" for name in imported.assumed]
+        print(f"Not stated in the file, so assumed: {', '.join(assumed)}.")
     return 0
-
-
-def _shown(config: object, dotted: str) -> str:
-    """Return an option as typed on the command line, with its value."""
-    value = config
-    for part in dotted.split("."):
-        value = getattr(value, part)
-    return f"--{dotted.replace('_', '-')} {value}"

@@ -105,9 +105,6 @@ def sentence_of(error: Exception) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------- standard streams that are closed, full or not Unicode
-
-
 class ClosedOutput(io.TextIOBase):
     """Replaces a standard output that is closed; raises an error only when flushed, after the work is done."""
 
@@ -124,10 +121,7 @@ class ClosedOutput(io.TextIOBase):
 
 
 def ready_streams() -> None:
-    """Make sure that the standard streams are open and accept any text.
-
-    Otherwise files opened later would get their descriptors, and receive the output of libraries.
-    """
+    """Open closed standard streams, whose descriptors other files would get, and let standard output accept any text."""
     for number in range(3):
         try:
             os.fstat(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,7 @@ GROUPS = ("data", "encoder", "model", "objective", "train", "sampler")
 
 
 def add_config_arguments(parser: Parser, default: str = "tiny", groups: Sequence[str] = GROUPS, required: bool = True) -> None:
-    """Add `--preset`, `--config` and `--help-all`, which documents these groups; the options of all groups are accepted.
-
-    If `required` is False, `--preset` is None unless given, and the verb applies the default itself.
-    """
+    """Add `--preset`, None by default unless `required`, `--config` and `--help-all`, and accept the options of all groups."""
     parser.add_argument(
         "--preset", choices=tuple(PRESETS), default=default if required else None, metavar="NAME",
         help="base values of all options" if required else f"base values of all options (default: {default})",
@@ -76,8 +74,9 @@ def add_every_option(parser: argparse.ArgumentParser, groups: Sequence[str], con
 def refused_override(rest: Sequence[str], accepts: Sequence[str], parser: Parser) -> UsageError | None:
     """Return the error for the first config option that a verb does not accept, or None."""
     for word in rest:
-        if word.startswith("--") and not _is_value(word) and word[2:].split(".")[0] not in accepts:
-            if not accepts or word[2:].split(".")[0] not in GROUPS:
+        group = word[2:].split(".")[0]
+        if word.startswith("--") and group not in accepts:
+            if not accepts or group not in GROUPS:
                 return parser.unknown([word])
             return UsageError(f"'{word}' cannot be changed here; only --{accepts[0]}.* options can. See  {parser.prog} --help")
     return None
@@ -95,9 +94,7 @@ def list_options(config: Config) -> str:
 
 
 def _shown(config: Config, dotted: str) -> str:
-    value: Any = config
-    for part in dotted.split("."):
-        value = getattr(value, part)
+    value = attrgetter(dotted)(config)
     return str(value).lower() if isinstance(value, bool) else str(value) or "''"
 
 
@@ -113,7 +110,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(word)
             continue
         overrides.append(word)
-        if not equals and queue and _is_value(queue[0]):
+        if not equals and queue and not queue[0].startswith("--"):
             overrides.append(queue.pop(0))
     return words, overrides
 
@@ -130,22 +127,11 @@ def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
         if not equals:
             if "." not in name:
                 raise UsageError(f"Unknown option '{word}': see --help.")
-            if not queue or not _is_value(queue[0]):
+            if not queue or queue[0].startswith("--"):
                 raise UsageError(f"The option '{word}' needs a value.")
             value = queue.pop(0)
         values[name] = value
     return values
-
-
-def _is_value(word: str) -> bool:
-    """Return True for anything but another option; negative numbers are values."""
-    if not word.startswith("--"):
-        return True
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def read_config(args: argparse.Namespace, rest: Sequence[str], base: Config | None = None, **fixed: str | None) -> Config:

@@ -113,7 +113,7 @@ def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome
     from jpeg_dlm.evaluation.protocols import protocol
     from jpeg_dlm.machine.console import Console
     from jpeg_dlm.machine.dist import read_ranks
-    from jpeg_dlm.scorers.scoring import build_scorer
+    from jpeg_dlm.scorers.language_models import build_scorer
     from jpeg_dlm.studies import trained
     from jpeg_dlm.studies.budget import parse_budget
     from jpeg_dlm.studies.workshop import Workshop
@@ -135,11 +135,7 @@ def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome
 
 @contextlib.contextmanager
 def _workers(args: argparse.Namespace, rest: Sequence[str], console: Console) -> Iterator[None]:
-    """Start `--jobs` - 1 workers that train beside this process, which takes over the work of any worker that fails.
-
-    By default the CPU threads are divided equally and the GPUs assigned in turn. At the end, terminate workers that still
-    run; one that is training saves first.
-    """
+    """Start `--jobs` - 1 workers on equal shares of the CPU threads, or on the GPUs in turn, and end them after the block."""
     import torch
 
     threads = torch.get_num_threads()
@@ -186,7 +182,7 @@ def _run_models(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome:
     from jpeg_dlm.machine.console import Console
     from jpeg_dlm.machine.dist import read_ranks
     from jpeg_dlm.results.resumable import Parts
-    from jpeg_dlm.scorers.scoring import build_scorer
+    from jpeg_dlm.scorers.language_models import build_scorer
     from jpeg_dlm.studies.study import Asked
 
     console = Console(args.quiet)

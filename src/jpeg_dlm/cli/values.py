@@ -60,7 +60,7 @@ def words(text: str) -> list[str]:
 
 
 def scorer(text: str) -> str:
-    """Check the name of a scorer for `evaluation.scoring.build_scorer`."""
+    """Check the name of a scorer for `scorers.language_models.build_scorer`."""
     kind, _, rest = text.partition(":")
     if text not in ("smollm2", "smollm2-135m", "stories15m") and not (kind in ("hf", "gguf", "ar") and rest):
         raise argparse.ArgumentTypeError(

@@ -1,7 +1,6 @@
 """Load the pinned flan-t5-small encoder: dequantize the int8 weights of an ONNX file into transformers' T5EncoderModel.
 
-This is flan-t5-small, fine-tuned on titles and quantized to int8 by its package, not T5-small. The conversion takes half
-a second, so the 141 MB of converted floats are not cached on disk.
+This is flan-t5-small, fine-tuned on titles and quantized to int8 by its package, not T5-small.
 """
 
 from __future__ import annotations

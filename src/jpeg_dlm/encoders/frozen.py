@@ -38,10 +38,7 @@ def features_fingerprint(mean: Tensor, std: Tensor, weights: str, scale: str) ->
 
 
 class FrozenEncoder(nn.Module):
-    """A feature extractor that is never trained. Subclasses implement `raw_features`; this class standardizes them.
-
-    `name` describes the actual model, `feature_dim` is F, and `fingerprint` changes whenever the features change.
-    """
+    """A feature extractor that is never trained. Subclasses implement `raw_features`; this class standardizes them."""
 
     feature_mean: Tensor
     feature_std: Tensor

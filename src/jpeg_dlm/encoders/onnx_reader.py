@@ -1,13 +1,10 @@
 """Read the weights and nodes of an ONNX file from the protobuf wire format, with numpy only.
 
-The reader decodes what a weight conversion needs: initializers (TensorProto) and nodes (NodeProto) of the main graph.
-The `onnx` package would be a heavy dependency for that. Running the graph is not an option either: the int8 graph of the
-pinned encoder also rounds activations, which degrades its features a lot.
+The `onnx` package would be a heavy dependency for that, and the int8 graph of the pinned encoder also rounds activations.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +25,8 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 class OnnxNode:
     """One operation of the graph."""
 
-    op_type: str
     name: str
     inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -45,8 +40,7 @@ class OnnxGraph:
 def read_onnx(path: Path) -> OnnxGraph:
     """Read the initializers and nodes of the main graph; raise `AssetError` for a damaged or unsupported file."""
     try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            return _parse_model(bytes(mapped))
+        return _parse_model(path.read_bytes())
     except (OSError, ValueError, LookupError, OverflowError, MemoryError) as error:
         raise AssetError(f"'{path}' is not an ONNX file this reader understands ({error}): fetch it again.") from error
 
@@ -127,19 +121,9 @@ def _text(value: Any) -> str:
 
 
 def _parse_node(data: memoryview) -> OnnxNode:
-    inputs: list[str] = []
-    outputs: list[str] = []
-    name = op_type = ""
-    for field, _, value in _fields(data):
-        if field == 1:
-            inputs.append(_text(value))
-        elif field == 2:
-            outputs.append(_text(value))
-        elif field == 3:
-            name = _text(value)
-        elif field == 4:
-            op_type = _text(value)
-    return OnnxNode(op_type, name, tuple(inputs), tuple(outputs))
+    texts = [(field, _text(value)) for field, _, value in _fields(data) if field in (1, 3)]
+    names = [text for field, text in texts if field == 3]
+    return OnnxNode(names[-1] if names else "", tuple(text for field, text in texts if field == 1))
 
 
 def _parse_tensor(data: memoryview) -> tuple[str, np.ndarray]:

@@ -13,10 +13,7 @@ HUB_SECONDS = 10.0
 
 
 def load_pretrained(load: Callable[[dict[str, Any]], T], name: str, revision: str, what: str, remedy: str) -> T:
-    """Call `load(options for from_pretrained)` for a folder or the local cache, else for the hub.
-
-    `what` ("the encoder") and `remedy` complete the message of the AssetError. Code in the repository is never run.
-    """
+    """Call `load(options for from_pretrained)` for a folder or the local cache, else for the hub, whose code is never run."""
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     folder = Path(name).is_dir()
     if revision and not folder:

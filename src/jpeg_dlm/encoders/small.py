@@ -1,7 +1,6 @@
 """The text encoder that this project trains itself: a small transformer, and its two files on disk.
 
-Shapes: B batch, L tokens, F feature width, V vocabulary. It is small enough to ship, so no download is needed.
-`methods/encoder_pretraining.py` trains it, `encoders/frozen.py` uses it frozen.
+Shapes: B batch, L tokens, F feature width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -67,10 +66,9 @@ class _Block(nn.Module):
 
 
 class SmallEncoder(nn.Module):
-    """Pre-norm transformer with rotary positions and an output head tied to the embedding.
+    """Pre-norm transformer with rotary positions and an output head tied to the embedding; bidirectional unless `causal`.
 
-    It is bidirectional; with `causal`, a token attends to itself and the tokens before it. The embedding has one more row
-    than the vocabulary: `mask_id`, so masked training needs no mask token in the tokenizer.
+    The embedding has one more row than the vocabulary: `mask_id`, so masked training needs no mask token in the tokenizer.
     """
 
     feature_mean: Tensor

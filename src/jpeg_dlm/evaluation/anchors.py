@@ -1,8 +1,6 @@
-"""Texts between which a table of generated text is read: its floors, and its ceiling.
+"""Floors and ceiling of a table of generated text, scored like the texts of a model, against other real texts.
 
-Floors are tokens drawn by their frequency in the training text, and real texts with their words shuffled; the ceiling is
-real text. All are scored like the texts of a model, against other real texts. The floors have the lengths of real texts, so
-that only order and choice of words differ.
+Floors are tokens drawn by their frequency and real texts with their words shuffled, of the lengths of real texts.
 """
 
 from __future__ import annotations

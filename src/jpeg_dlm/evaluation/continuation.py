@@ -1,15 +1,13 @@
-"""Continuation of held-out text: prompts from real documents, continued by a model, scored by a language model.
+"""Continuation of held-out text by a model, scored by a language model beside the real continuation and after other prompts.
 
 A model with a context goes on by one block after the blocks that it sees; another one completes the second half of a row.
-
-The perplexity of a continuation given its prompt stands beside that of the same continuation after another prompt, which
-tells how much it has to do with its own, and beside both figures of the real continuation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -29,7 +27,7 @@ from jpeg_dlm.results.table import Table
 from jpeg_dlm.scorers.scoring import Scorer
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.rows import Layout
-from jpeg_dlm.text.text_metrics import TextScore, perplexity, perplexity_interval, repetition_rate
+from jpeg_dlm.text.text_metrics import TextScore, repetition_rate, summary
 from jpeg_dlm.wording import counted
 
 SHOWN = 8  # texts kept in the results
@@ -47,32 +45,22 @@ class Case:
 
 def block_cases(blocks: Blocks, count: int, n: int) -> list[Case]:
     """Return the first n held-out rows with rows before them; up to `count` of those are the prompt."""
-    found: list[Case] = []
-    for start in range(0, len(blocks), 256):
-        numbers = range(start, min(start + 256, len(blocks)))
-        rows, (before, present) = blocks.rows(numbers), blocks.before(numbers, count)
-        for row, rows_before, there in zip(rows, before, present, strict=True):
-            ids = [i for i in row.tolist() if i not in (blocks.index["eos_id"], blocks.pad_id)]
-            if there.any() and len(ids) >= SHORTEST:
-                found.append(Case(rows_before[there].flatten().tolist(), ids))
-        if len(found) >= n:
-            break
-    return found[:n]
+
+    def cases(number: int) -> Iterator[Case]:
+        (row,), ((before,), (there,)) = blocks.rows([number]), blocks.before([number], count)
+        ids = [i for i in row.tolist() if i not in (blocks.index["eos_id"], blocks.pad_id)]
+        if there.any() and len(ids) >= SHORTEST:
+            yield Case(before[there].flatten().tolist(), ids)
+
+    return list(islice(chain.from_iterable(map(cases, range(len(blocks)))), n))
 
 
 def row_cases(blocks: Blocks, layout: Layout, n: int) -> list[Case]:
     """Return the first n held-out rows cut in the middle, for models that see one row; shorter texts are left out."""
-    found: list[Case] = []
     half = layout.payload // 2
-    for start in range(0, len(blocks), 256):
-        rows = blocks.rows(range(start, min(start + 256, len(blocks))))
-        for row, text in zip(rows, is_text(rows, layout), strict=True):
-            ids = row[text].tolist()
-            if half and len(ids) >= half + SHORTEST:
-                found.append(Case(ids[:half], ids[half:]))
-        if len(found) >= n:
-            break
-    return found[:n]
+    rows = (blocks.rows([number]) for number in range(len(blocks)))
+    texts = (row_1L[is_text(row_1L, layout)].tolist() for row_1L in rows)
+    return list(islice((Case(ids[:half], ids[half:]) for ids in texts if half and len(ids) >= half + SHORTEST), n))
 
 
 def completed(model: Model, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
@@ -105,14 +93,12 @@ def continuation(
     """Continue n held-out prompts and measure the result."""
     model, count = source.model, context_blocks(source.model)
     require("prompts", model.writer)
-    if source.heldout is None or len(source.heldout) == 0:
-        raise DataError(f"There is no held-out text for '{source.name}': name its text or prepared folder with --data.")
-    cases = block_cases(source.heldout, count, n) if count else row_cases(source.heldout, model.layout, n)
+    cases = block_cases(source.blocks, count, n) if count else row_cases(source.blocks, model.layout, n)
     if len(cases) < 2:
         raise DataError(f"The held-out texts of '{source.name}' are too short to be continued: give longer ones with --data.")
     prompts = [case.prompt for case in cases]
     about = {
-        "name": source.name, "title": model.method.title, "heldout": source.heldout.fingerprint, "n": len(cases),
+        "name": source.name, "title": model.method.title, "heldout": source.blocks.fingerprint, "n": len(cases),
         "scale": scale, "seed": seed,
     }  # fmt: skip
 
@@ -157,7 +143,7 @@ def measured(
         return scorer.features(texts["written"], budget).numpy(), scorer.features(texts["real"], budget).numpy()
 
     return {
-        "scores": {name: _summary(found) for name, found in scores.items()},
+        "scores": {name: summary(found) for name, found in scores.items()},
         "repetition": {name: repetition_rate([s.token_ids for s in scores[name]]) for name in ("written", "real")},
         "mauve": mauve_or_reason(mauve, counts["written"], counts["real"], features),
         "samples": [
@@ -165,11 +151,6 @@ def measured(
             for i, case in enumerate(cases[:SHOWN])
         ],
     }  # fmt: skip
-
-
-def _summary(scores: list[TextScore]) -> dict[str, float]:
-    low, high = perplexity_interval(scores)
-    return {"perplexity": perplexity(scores), "low": low, "high": high}
 
 
 def continuation_table(rows: Sequence[Mapping[str, Any]], scorer: str) -> Table:

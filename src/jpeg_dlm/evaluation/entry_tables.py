@@ -101,8 +101,6 @@ def _sentence(entry: EvaluationEntry) -> str:
     return f"{entry.label}: {' '.join(parts)}"
 
 
-# ---------------------------------------------------------------- held-out likelihood
-
 LIKELIHOOD_COLUMNS = ("model", "perplexity", "", "95% interval", "nats/token", "bits/character", "unigram perplexity")
 
 

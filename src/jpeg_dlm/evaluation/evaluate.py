@@ -1,8 +1,4 @@
-"""Scores generated text together with real and word-shuffled text of the same length, by one scorer and one protocol.
-
-A perplexity alone says little: it falls with repetition and depends on the scorer. So every figure comes with entropy, and
-with the same scorer's figures for real text (the target) and for its shuffled words (text without grammar).
-"""
+"""Score generated text with real and word-shuffled text of the same length, by one scorer and one protocol."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jpeg_dlm.errors import reason_of
 from jpeg_dlm.evaluation.sources import SourceTexts
 from jpeg_dlm.scorers.mauve_score import mauve_installed, mauve_score, too_few
 from jpeg_dlm.scorers.scoring import Scorer
@@ -63,18 +64,14 @@ def figures(
     )  # fmt: skip
 
 
-def ids_are_the_scorers(scorer: Scorer, texts: SourceTexts, rows: int = 8) -> bool:
-    """Return whether a model's ids mean the same to the scorer, so that they can be scored without going through text."""
+def ids_are_the_scorers(scorer: Scorer, texts: SourceTexts) -> bool:
+    """Return True if a model's ids mean the same to the scorer, so that they can be scored without going through text."""
     if not texts.ids:
         return False
-    for text, ids in list(zip(texts.texts, texts.ids, strict=True))[:rows]:
-        try:
-            same = scorer.decode(ids).split() == text.split()
-        except (OverflowError, IndexError, TypeError, ValueError):  # an id that the scorer does not have
-            return False
-        if not same:
-            return False
-    return True
+    try:
+        return all(scorer.decode(ids).split() == text.split() for text, ids in zip(texts.texts[:8], texts.ids, strict=False))
+    except (OverflowError, IndexError, TypeError, ValueError):  # an id that the scorer does not have
+        return False
 
 
 def mauve_or_reason(
@@ -91,6 +88,4 @@ def mauve_or_reason(
     try:
         return mauve_score(*features())
     except (ValueError, RuntimeError, AssertionError, np.linalg.LinAlgError) as error:
-        return {
-            "skipped": f"MAUVE could not be computed ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-        }
+        return {"skipped": f"MAUVE could not be computed ({reason_of(error)})"}

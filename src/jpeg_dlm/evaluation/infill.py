@@ -1,7 +1,6 @@
-"""Infilling of held-out text: templates made of real rows, filled in by a model, scored as a whole by a language model.
+"""Infilling of held-out text by a model, scored as a whole beside real texts and holes filled from other texts.
 
-The perplexity of the filled texts stands between that of the real texts and that of the same templates filled with tokens
-of another text. Shapes: n rows, L tokens.
+Shapes: N rows, L tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from jpeg_dlm import __version__
-from jpeg_dlm.errors import DataError
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.flow.control import keep_given
 from jpeg_dlm.machine.console import Console
@@ -24,7 +22,7 @@ from jpeg_dlm.rng import generator
 from jpeg_dlm.sampling.given import Decoded
 from jpeg_dlm.scorers.scoring import Scorer
 from jpeg_dlm.text.rows import Layout
-from jpeg_dlm.text.text_metrics import perplexity, perplexity_interval
+from jpeg_dlm.text.text_metrics import summary
 
 LONGEST_RUN = 4  # tokens that are given, or hidden, in a row (assumed)
 SHOWN = 8  # texts kept in the results
@@ -32,10 +30,7 @@ COLUMNS = ("model", "given tokens kept", "decoded by the latents", "hidden token
 
 
 def templates(rows_NL: Tensor, layout: Layout, seed: int) -> Tensor:
-    """Return rows with runs of 1 to 4 tokens that are given in turn with runs that are FREE.
-
-    Where rows end, the end is given and padding is free. The runs of row i depend on the seed and i alone.
-    """
+    """Return rows in which given runs of 1 to 4 tokens alternate with runs that are FREE; the end of a row is given."""
     given_NL = torch.full_like(rows_NL, FREE)
     for i, row in enumerate(rows_NL):
         g = generator(seed, "holes", i)
@@ -64,11 +59,10 @@ def infill(
     """Fill in templates of the first n held-out rows and measure the result."""
     model, layout = source.model, source.model.layout
     require("templates", model.writer)
-    if source.heldout is None or len(source.heldout) == 0:
-        raise DataError(f"There is no held-out text for '{source.name}': name its text or prepared folder with --data.")
-    rows_NL = source.heldout.rows(list(range(min(n, len(source.heldout)))))
+    heldout = source.blocks
+    rows_NL = heldout.rows(range(min(n, len(heldout))))
     given_NL = templates(rows_NL, layout, seed)
-    about = {"name": source.name, "title": model.method.title, "heldout": source.heldout.fingerprint, "n": len(rows_NL)}
+    about = {"name": source.name, "title": model.method.title, "heldout": heldout.fingerprint, "n": len(rows_NL)}
 
     def write() -> dict[str, Any]:
         console.say(f"{source.name}: filling in {len(rows_NL):,} templates of seed {seed} ...")
@@ -92,12 +86,16 @@ def infill(
         "seed": seed,
         "given": int((is_text(rows_NL, layout) & (given_NL >= 0)).sum()),
         "hidden": int(hidden_NL.sum()),
-        "kept": float((filled_NL == given_NL)[given_NL >= 0].double().mean()),
+        "kept": _share(filled_NL == given_NL, given_NL >= 0),
         "decoded": written["decoded"] if "guides" in model.writer.supports else None,
-        "recovered": float((filled_NL == rows_NL)[hidden_NL].double().mean()),
+        "recovered": _share(filled_NL == rows_NL, hidden_NL),
         "scores": scores,
         "samples": [{name: said[i] for name, said in texts.items()} for i in range(min(SHOWN, len(rows_NL)))],
     }
+
+
+def _share(right_NL: Tensor, where_NL: Tensor) -> float:
+    return int((right_NL & where_NL).sum()) / max(1, int(where_NL.sum()))
 
 
 def _other(rows_NL: Tensor, layout: Layout) -> Tensor:
@@ -112,9 +110,7 @@ def _other(rows_NL: Tensor, layout: Layout) -> Tensor:
 
 def _scores(scorer: Scorer, texts: list[str], title: str, console: Console) -> dict[str, float]:
     with console.progress(f"Scoring {title}", "texts") as progress:
-        scores = scorer.nll(texts, progress=progress)
-    low, high = perplexity_interval(scores)
-    return {"perplexity": perplexity(scores), "low": low, "high": high}
+        return summary(scorer.nll(texts, progress=progress))
 
 
 def infill_table(rows: Sequence[Mapping[str, Any]], scorer: str) -> Table:

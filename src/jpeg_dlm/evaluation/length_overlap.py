@@ -13,10 +13,7 @@ SHUFFLES = 1000  # label permutations for the chance overlap; its mean is then a
 
 
 def length_overlap(generated: Sequence[int], real: Sequence[int], bins: int | None = None) -> dict[str, Any]:
-    """Return histograms over bins of equal pooled frequency, and their intersection: 1 is identical, 0 disjoint.
-
-    Bins whose edges coincide, because many texts have the same length, are merged.
-    """
+    """Return histograms over bins of equal pooled frequency, merged where edges coincide, and their intersection."""
     a, b = np.asarray(generated, float), np.asarray(real, float)
     inner = _edges(a, b, bins)
     counts_a, counts_b = (_histogram(x, inner) for x in (a, b))
@@ -42,8 +39,7 @@ def chance_overlap(generated: Sequence[int], real: Sequence[int], bins: int | No
 def length_accuracy(generated: Sequence[int], real: Sequence[int]) -> float:
     """Return the balanced accuracy of telling generated from real texts by length alone; 0.5 is chance.
 
-    The classifier (bins of equal frequency, the more frequent kind in each) is fitted on one half of the texts and tested on
-    the other, then the other way round: on its own training texts it would look better than it is.
+    The classifier (the more frequent kind in bins of equal frequency) is fitted on one half of the texts, tested on the other.
     """
     a, b = np.asarray(generated, float), np.asarray(real, float)
     shares = []

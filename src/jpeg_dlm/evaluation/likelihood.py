@@ -1,7 +1,6 @@
 """Perplexity of held-out text under a model, exact or as a bound, together with that of a unigram model.
 
-Perplexities are per token, so they are comparable only between models of the same tokenizer. Bits per character are
-comparable across tokenizers if the text is the same.
+Perplexities are comparable between models of one tokenizer, bits per character between all.
 """
 
 from __future__ import annotations
@@ -35,9 +34,7 @@ def heldout_likelihood(
     source: ModelSource, n: int | None = None, draws: int = DRAWS, seed: int = 0, progress: Progress | None = None
 ) -> dict[str, Any]:
     """Return the perplexity of the first `n` held-out rows (None: all) with a 95% bootstrap interval over rows."""
-    heldout, model = source.heldout, source.model
-    if heldout is None or len(heldout) == 0:
-        raise DataError(f"There is no held-out text for '{source.name}': name its text or prepared folder with --data.")
+    heldout, model = source.blocks, source.model
     n = min(n or len(heldout), len(heldout))
     method = model.complete_method()
     draws = 1 if method.exact_likelihood else draws
@@ -69,9 +66,8 @@ def row_nats(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return nats and token counts of the first n rows; the nats are means over `draws` random times.
 
-    Draw d of row i is example `draws * i + d` of batches of `draws`, so that a method that stratifies its times draws one
-    time in each of `draws` equal intervals for every row. Numbering by row alone would give a row the same interval in
-    every draw and bias the mean.
+    Draw d of row i is example `draws * i + d` of batches of `draws`, so that a method that stratifies its times draws one time
+    in each of `draws` equal intervals for every row.
     """
     nats, tokens = np.zeros(n), np.zeros(n)
     device = method.device

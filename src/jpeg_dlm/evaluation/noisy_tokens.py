@@ -23,10 +23,7 @@ def real_tokens(batch: Batch) -> Tensor:
 
 
 def break_point(times: Sequence[float], shares: Sequence[float], part: float = 0.5) -> float | None:
-    """Return the t at which the share of correct tokens first falls below `part` of its clean value.
-
-    Interpolate linearly; `times` decrease from the cleanest. Return None if the share never falls that far.
-    """
+    """Return the t at which the share of correct tokens first falls below `part` of its clean value; None if it never does."""
     threshold = part * shares[0]
     for k in range(1, len(times)):
         if shares[k] < threshold:

@@ -5,24 +5,14 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 LOWER = "-lower"  # suffix of protocols that convert texts to lower case
 
 
-class PaperFigures(TypedDict, total=False):
-    """The paper's figures for one setup; figures that it does not state are absent."""
-
-    dit_and_projection: str  # parameters, as printed
-    total: str  # the same with compressor and decompressor
-    macs_compressed_T: float  # "sampling compute", in units of 1e12 multiply-accumulates a sample
-    macs_full_T: float  # the same with one latent per token
-    global_batch: int  # rows of an optimizer step
-    gen_ppl: float
-    entropy: float  # nats
-    mauve: float
-    speed: float  # throughput relative to an autoregressive model without KV cache
-    speed_kv_cache: float  # the same for the autoregressive model with KV cache
+OWN = "JPEG-DLM"  # the title of the paper's own system
+SYSTEM = ("dit_and_projection", "total", "macs_compressed_T", "macs_full_T", "global_batch")  # of its sizes and cost
+QUALITY = ("gen_ppl", "entropy", "mauve", "speed", "speed_kv_cache")  # speed: throughput relative to AR without KV cache
 
 
 @cache
@@ -31,45 +21,23 @@ def paper_tables() -> dict[str, Any]:
     return json.loads((Path(__file__).parent / "paper.json").read_text("utf-8"))
 
 
-def _figures() -> dict[str, PaperFigures]:
+def paper_figures(preset: str, title: str = OWN) -> dict[str, Any]:
+    """Return the figures that the paper states for a preset and the title of a system; nothing for other presets."""
     tables = paper_tables()
-    found: dict[str, PaperFigures] = {}
-    for name in ("lm1b", "owt1024"):
-        system = tables["system"][name]
-        own = next(row for row in tables["main"][name] if row["method"] == "JPEG-DLM")
-        found[name] = {
-            "dit_and_projection": system["dit_and_projection"], "total": system["total"],
-            "macs_compressed_T": system["macs_compressed_T"], "macs_full_T": system["macs_full_T"],
-            "global_batch": system["global_batch"], "gen_ppl": own["gen_ppl"], "entropy": own["entropy"],
-            "mauve": own["mauve"], "speed": own["speed"],
-        }  # fmt: skip
-    base = tables["ablation"]["rows"][0]
-    found["owt128"] = {"gen_ppl": base["gen_ppl"], "entropy": base["entropy"], "mauve": base["mauve"]}
-    return found
-
-
-OWN = "JPEG-DLM"  # the title of the paper's own system
-PAPER: dict[str, PaperFigures] = _figures()
-
-
-def paper_figures(preset: str, title: str = OWN) -> PaperFigures:
-    """Return the paper's figures for a preset and the title of a system; empty for presets that the paper does not have."""
-    if title == OWN:
-        return PAPER.get(preset, {})
-    row = next((row for row in paper_tables()["main"].get(preset, []) if row["method"] == title), None)
-    if row is None:
-        return {}
-    found: PaperFigures = {
-        "total": f"{row['params_M']}M", "gen_ppl": row["gen_ppl"], "entropy": row["entropy"], "mauve": row["mauve"],
-        "speed": row["speed"],
-    }  # fmt: skip
-    return found | {"speed_kv_cache": row["speed_kv_cache"]} if "speed_kv_cache" in row else found
+    if (preset, title) == ("owt128", OWN):
+        row, sizes = tables["ablation"]["rows"][0], {}
+    else:
+        row = next((row for row in tables["main"].get(preset, []) if row["method"] == title), None)
+        if row is None:
+            return {}
+        system = tables["system"][preset]
+        sizes = {key: system[key] for key in SYSTEM} if title == OWN else {"total": f"{row['params_M']}M"}
+    return sizes | {key: row[key] for key in QUALITY if key in row}
 
 
 def comparable_rows(protocol: str, scorer: str, preset: str | None = None, title: str | None = None) -> list[dict[str, Any]]:
-    """Return the paper's rows comparable with an evaluation, each with `name` and `method`, those of `title` first.
+    """Return the paper's rows of the same scorer, protocol and data set, each with `name` and `method`, `title` first.
 
-    The list is empty unless all conditions are equal: figures of another scorer, protocol or data set are not comparable.
     `preset` None stands for texts of another program, whose user must know that they are from the same data. The paper uses
     lower case for ELF alone.
     """

@@ -1,7 +1,4 @@
-"""Scoring protocols as data: a protocol is a set of named choices, and every figure carries its name.
-
-These are the choices in which published code differs; figures of different protocols are not comparable.
-"""
+"""Scoring protocols as data: the choices in which published code differs; figures of different protocols are not comparable."""
 
 from __future__ import annotations
 

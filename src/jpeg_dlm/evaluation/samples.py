@@ -1,10 +1,8 @@
-"""Reads sample files of any program: one text per line, or one JSON value per line.
-
-Ambiguous lines raise an error with their number; a cut last line is skipped, counted and reported.
-"""
+"""Read sample files of any program: one text or JSON value per line; a cut last line is skipped and counted."""
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -35,6 +33,11 @@ class SampleFile:
     def blank(self) -> int:
         return sum(not text.strip() for text in self.texts)
 
+    @property
+    def origin(self) -> str:
+        """The file and its content, as results name them."""
+        return f"{self.path.name} {self.sha256[:12]}"
+
 
 def is_samples(path: Path) -> bool:
     """Return True if a path names a sample file, not a model."""
@@ -51,7 +54,7 @@ def read_samples(path: Path, fields: Sequence[str] = GENERATED) -> SampleFile:
         raw = path.read_bytes()
     except OSError as error:
         raise DataError(f"Cannot read '{path}': {error.strerror or error}.") from error
-    digest = hashlib.sha256(raw).hexdigest()
+    digest, raw = hashlib.sha256(raw).hexdigest(), raw.removeprefix(codecs.BOM_UTF8)
     if path.suffix.lower() == ".txt":
         found = SampleFile(path, digest, [text for _, text in _lines(raw, path)])
     else:
@@ -63,7 +66,7 @@ def read_samples(path: Path, fields: Sequence[str] = GENERATED) -> SampleFile:
 
 def _lines(raw: bytes, path: Path) -> Iterator[tuple[int, str]]:
     """Yield numbered lines; only a line feed ends one, because texts may contain other separators."""
-    lines = raw.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    lines = raw.split(b"\n")
     if lines[-1] == b"":
         lines.pop()
     for number, line in enumerate(lines, 1):
@@ -80,7 +83,7 @@ def _read_jsonl(raw: bytes, path: Path, digest: str, fields: Sequence[str]) -> S
     cut = 0
     if tail.strip():
         try:
-            rows.append((len(whole.splitlines()) + 1, json.loads(tail.decode("utf-8"))))
+            rows.append((raw.count(b"\n") + 1, json.loads(tail.decode("utf-8"))))
         except (ValueError, RecursionError):
             cut = 1
     values = [row for _, row in rows]

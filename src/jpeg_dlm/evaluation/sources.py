@@ -71,21 +71,25 @@ class Source(Protocol):
 
 
 class ModelSource:
-    """A model; `heldout` holds real blocks of its own length, and the file `reference`, if given, replaces them.
-
-    `path` is the folder that the model was loaded from, None for the bundled one.
-    """
+    """A model; `heldout` holds real blocks of its own length, and the file `reference`, if given, replaces them."""
 
     def __init__(
         self, model: Model, name: str, batch: int, heldout: Blocks | None = None, reference: SampleFile | None = None,
         path: Path | None = None,
     ) -> None:  # fmt: skip
         self.model, self.name, self.batch, self.heldout, self.reference = model, name, batch, heldout, reference
-        self.path = path
+        self.path = path  # None for the bundled model
         self.sha256 = tensors_sha256(model.method.export_state())
 
     def runs(self, seeds: Sequence[int]) -> list[int]:
         return list(seeds)
+
+    @property
+    def blocks(self) -> Blocks:
+        """The held-out text, of which there must be some."""
+        if not self.heldout:
+            raise DataError(f"There is no held-out text for '{self.name}': name its text or prepared folder with --data.")
+        return self.heldout
 
     def options(self, sampler: dict[str, Any]) -> Any:
         """Return the model's sampler options, changed by `sampler`."""
@@ -124,20 +128,15 @@ class ModelSource:
         if self.reference is not None:
             texts = self.reference.texts[:n]
             ids = [self.model.tokenizer.encode(text) for text in texts]
-            return Real(SourceTexts(texts, ids), f"{self.reference.path.name} {self.reference.sha256[:12]}", same_length=False)
-        if self.heldout is None or len(self.heldout) == 0:
+            return Real(SourceTexts(texts, ids), self.reference.origin, same_length=False)
+        if not self.heldout:
             raise DataError("There is no held-out text: prepare more of it, or name real texts with --reference.")
         rows = self.heldout.rows(list(range(min(n, len(self.heldout)))))
         return Real(self.texts(rows, specials), f"held-out {self.heldout.fingerprint[:12]}", same_length=True)
 
     def reconstruction(self, n: int, batch: int = 64) -> float | None:
-        """Return the share of held-out tokens that the method's codec reconstructs.
-
-        Return None for a method without codec, on a machine without the text encoder, and without held-out text.
-        """
-        if type(self.model.method).reconstruction is Trainable.reconstruction:
-            return None
-        if self.heldout is None or len(self.heldout) == 0:
+        """Return the share of held-out tokens that the codec reconstructs; None without codec, encoder or held-out text."""
+        if type(self.model.method).reconstruction is Trainable.reconstruction or not self.heldout:
             return None
         try:
             codec = self.model.complete_method()
@@ -173,11 +172,7 @@ class FileSource:
 
     def real(self, n: int, specials: bool = False) -> Real:
         if self.reference is not None:
-            return Real(
-                SourceTexts(self.reference.texts[:n]),
-                f"{self.reference.path.name} {self.reference.sha256[:12]}",
-                same_length=False,
-            )
+            return Real(SourceTexts(self.reference.texts[:n]), self.reference.origin, same_length=False)
         own = self.files[0].references
         if own is None:
             raise DataError(f"There is no real text to compare '{self.name}' with: name some with --reference FILE.")

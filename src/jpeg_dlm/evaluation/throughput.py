@@ -1,7 +1,6 @@
 """Generation throughput by the paper's rule: fp32, a given batch, the median after warm-up, without detokenization.
 
-Several systems are measured in turns, so that a busy machine slows all of them equally; each one's main result is the ratio
-of its speed to that of the first.
+Systems are measured in turns, so that a busy machine slows all of them equally, and compared with the first one.
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ def measure(
     dtype: Dtype = "fp32",
     progress: Callable[[int, int | None], None] | None = None,
 ) -> dict[str, Any]:
-    """Return median texts and tokens per second of each subject, and the median over rounds of its speed ratio to the first.
-
-    `dtype` bf16 means autocast, as in training; weights stay fp32.
-    """
+    """Return median texts and tokens per second of each subject, and its speed ratio to the first; bf16 means autocast."""
     name = DTYPES[dtype]
     if dtype == "bf16" and subjects[0].method.device.type == "cpu":
         make_safe()

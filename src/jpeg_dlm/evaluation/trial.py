@@ -1,8 +1,4 @@
-"""Measures time and peak memory of a model with random weights in a separate process.
-
-The peak memory of a process never falls, so each trial needs a new one; it also keeps caches and allocators of one trial from
-affecting the next.
-"""
+"""Measure time and peak memory of a model with random weights in a new process, because the peak of a process never falls."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Try matrix products of every type that this project uses.
-
-`machine.cpu` runs `python -m jpeg_dlm.export.cpu_trial torch` as a child process, which a signal ends if the CPU traps.
-"""
+"""Try matrix products of every type that this project uses, in a child process of `machine.cpu` that a trapping CPU kills."""
 
 from __future__ import annotations
 

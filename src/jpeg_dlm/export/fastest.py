@@ -1,8 +1,6 @@
 """Choose the fastest form of a model on this machine: torch's engine in some type, or an exported form that is there.
 
-One evaluation is timed in each form, once per machine and model size: exported forms in a child process that a runtime may
-kill, torch's forms in this process, after a copy of it has survived their products, which spares the start of another one. The
-findings are kept beside those of `jpeg_dlm.machine.cpu`, under the same key of CPU, kernel and versions.
+One evaluation is timed in each form, once per machine and model size, where a runtime cannot kill this process.
 """
 
 from __future__ import annotations
@@ -63,9 +61,6 @@ Seconds = dict[str, float | None]  # of an evaluation by the name of its form; N
 Child = Callable[[Config, Sequence[Form]], list[float | None]]  # times forms in order, as far as it lives
 
 
-# ---------------------------------------------------------------- forms that are there
-
-
 def available_forms(parts: ModelParts, reduced: bool, device: str = "cpu") -> list[Form]:
     """Return the forms that write the tokens of fp32, plain torch first; with `reduced` also those that nearly do."""
     if device != "cpu":
@@ -96,9 +91,6 @@ def exported_forms(parts: ModelParts) -> list[Form]:
     return list(found.values())
 
 
-# ---------------------------------------------------------------- their speed
-
-
 def ranked(config: Config, forms: Sequence[Form], child: Child | None = None) -> list[Form]:
     """Return the forms that run on this machine, the one to take first; plain torch is always among them."""
     if len(forms) == 1:
@@ -126,10 +118,7 @@ def speeds_of(config: Config, forms: Sequence[Form], child: Child | None = None)
 
 
 def measure(config: Config, forms: Sequence[Form], child: Child) -> Seconds:
-    """Time torch's forms here and the others in one child.
-
-    Where the child ends in the middle, that form is out and another child goes on behind it.
-    """
+    """Time torch's forms here and the others in a child; a form that ends the child is out, and another child goes on."""
     began = time.perf_counter()
     safe = any(form.folder is None and form != PLAIN for form in forms) and harmless()
     here = [form for form in forms if form == PLAIN or (form.folder is None and safe)]

@@ -1,7 +1,6 @@
 """Time one denoise evaluation of a model's size in each form, for `export.fastest`, whose child process this is too.
 
-Torch's forms are timed on random weights and few blocks, since all blocks take the same time; together this takes under a
-second. An exported form is the file itself, timed as a whole. A child answers in lines of JSON, in the order of the request.
+Torch's forms are timed on random weights and few blocks. A child answers in lines of JSON, in the order of the request.
 """
 
 from __future__ import annotations
@@ -78,10 +77,7 @@ def torch_evaluation(config: Config, dtype: Dtype) -> Callable[[Tensor], object]
 
 @torch.inference_mode()
 def seconds_of(act: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of several calls, after one that warms up.
-
-    With one thread these are seconds of this process, so that others do not matter.
-    """
+    """Return the seconds of the fastest of several calls after a first one, of this process alone if it has one thread."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     act()
     best, began, calls = float("inf"), clock(), 0

@@ -1,10 +1,6 @@
-"""An exported model on disk, complete for sampling.
+"""An exported model on disk, complete for sampling: export.json, two networks, tokenizer.json and manifest.json.
 
-    export.json  denoise.onnx  decode.onnx                              tokenizer.json  manifest.json
-    export.json  denoise.xml   denoise.bin   decode.xml   decode.bin    tokenizer.json  manifest.json
-
-The manifest has size and SHA-256 of every file; export.json has the format, a hash of the weights, the versions that wrote it,
-how closely it agreed with torch, and the config.
+export.json has the format, a hash of the weights, the versions that wrote it, how closely it agreed with torch, and the config.
 """
 
 from __future__ import annotations
@@ -85,9 +81,6 @@ def weights_key(networks: LatentNetworks) -> str:
     return found.hexdigest()[:32]
 
 
-# ---------------------------------------------------------------- writing
-
-
 def write_exported(parts: ModelParts, kind: str, out: Path, tell: Callable[[str], None] = lambda text: None) -> Path:
     """The model as a folder of `kind`, one of FORMATS; nothing is written unless its networks agree with torch's."""
     networks = exportable(parts, kind)
@@ -149,9 +142,6 @@ def agreement_of(name: str, networks: LatentNetworks, opened: Opened) -> float:
 
 def _versions(kind: str) -> dict[str, str]:
     return {package: importlib.metadata.version(package) for package in ("torch", "onnx", FORMATS[kind].runtime)}
-
-
-# ---------------------------------------------------------------- reading
 
 
 def read_exported(path: Path) -> ModelParts:

@@ -1,7 +1,4 @@
-"""The two networks of Algorithm 2 as files: what goes in and out, what a runtime makes of them, and their sampler.
-
-denoise: x = f(z, t; s, w), where s is zeros without self-conditioning
-decode: the decode evaluation at t = 1, D, W and the most probable tokens
+"""The two networks of Algorithm 2 as files: x = f(z, t; s, w), and the decode evaluation at t = 1 to the most probable tokens.
 
 Shapes: B batch, N latents, D latent width, L tokens.
 """

@@ -1,8 +1,4 @@
-"""A small writer of ONNX graphs; the package onnx is met here alone.
-
-Graphs are written node by node and not traced: a trace takes most of a minute at the paper's sizes and keeps every
-detail of how torch trains. What is written is compared with torch before anything is saved.
-"""
+"""A small writer of ONNX graphs, node by node, because a trace takes most of a minute at the paper's sizes; imports onnx."""
 
 from __future__ import annotations
 
@@ -74,8 +70,6 @@ class Graph:
         graph = helper.make_graph(self.nodes, path.stem, self.inputs, [result], self.constants)
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
         self.onnx.save(model, path)
-
-    # ------------------------------------------------------------ what networks are made of
 
     def linear(self, x: str, weight_OI: Tensor, bias_O: Tensor | None = None) -> str:
         y = self.op("MatMul", x, self.constant(weight_OI.T))

@@ -1,7 +1,6 @@
-"""The two networks of Algorithm 2 as ONNX graphs, on the folded weights.
+"""The two networks of Algorithm 2 as ONNX graphs, on the folded weights, for texts of one block.
 
-A context is left out: exported networks write texts of one block. What is left to the graphs: the scale of attention goes
-into the gain of q, and pairs of rotary channels become halves (q and k are permuted alike, so their products stay).
+The scale of attention goes into the gain of q, and pairs of rotary channels become halves.
 Shapes: B batch, N latents, D latent width, H hidden width, P prefix tokens, S = P + N, L tokens.
 """
 
@@ -30,9 +29,6 @@ def write_network(name: str, networks: LatentNetworks, path: Path) -> None:
     else:
         tokens = g.op("ArgMax", logits(g, folded, **inputs), axis=-1, keepdims=0)
         g.save(path, tokens, OUTPUTS[DECODE], [networks.config.data.token_len], integers=True)
-
-
-# ---------------------------------------------------------------- the DiT
 
 
 def denoise(g: Graph, folded: Folded, z: str, t: str, s: str, w: str) -> str:
@@ -113,9 +109,6 @@ def rotary(g: Graph, x: str, cos: Tensor, sin: Tensor) -> str:
 
 def head(g: Graph, weights: Weights, x: str) -> str:
     return g.linear(g.unit_rms(x, weights.inputs, NORM_EPS), *weights)
-
-
-# ---------------------------------------------------------------- D
 
 
 def decompressed(g: Graph, decoder: FoldedDecoder, z: str) -> str:

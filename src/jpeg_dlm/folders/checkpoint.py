@@ -1,7 +1,6 @@
 """Checkpoints: one directory per step, `RUN/checkpoints/step-00001234/`, written atomically.
 
-A checkpoint holds safetensors files, `state.json` and a manifest with their hashes. Saving never touches an older checkpoint
-before the new one is durable; loading verifies every byte and falls back to the previous checkpoint with a warning.
+It holds safetensors files, `state.json` and a manifest; loading verifies every byte and falls back to the previous one.
 """
 
 from __future__ import annotations
@@ -72,9 +71,6 @@ class CheckpointReport:
     error: str | None
 
 
-# ---------------------------------------------------------------- saving
-
-
 def save_checkpoint(
     run: Path,
     step: int,
@@ -134,9 +130,6 @@ def _retire(folder: Path, step: int, keep: int) -> None:
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
-
-
-# ---------------------------------------------------------------- loading
 
 
 def latest_checkpoint(run: Path, warn: Callable[[str], None]) -> Checkpoint | None:

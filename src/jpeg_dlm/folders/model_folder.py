@@ -1,6 +1,4 @@
-"""Read and write model folders: config, tensors, tokenizer and, if the project trained it, the encoder.
-
-    config.json  model.safetensors  tokenizer.json  encoder.json  encoder.safetensors  manifest.json
+"""Read and write model folders: config.json, model.safetensors, tokenizer.json, encoder.*, manifest.json.
 
 `read_model` also accepts a run directory or one of its checkpoints, and then uses the averaged weights.
 """
@@ -187,10 +185,7 @@ class _Allocations(TorchDispatchMode):
 
 
 def build_stored(config: Config, tensors: Mapping[str, Tensor], origin: Path) -> Method:
-    """Build the method of a stored config, limited in size by its stored `tensors`.
-
-    A config can claim any size, which must not exhaust the memory before the mismatch with the tensors is found.
-    """
+    """Build the method of a stored config, which can claim any size, within the memory that its stored `tensors` justify."""
     size = sum(t.numel() for t in tensors.values()) * SLACK * 4  # a model is built in fp32
     try:
         with _Allocations(SLACK * len(tensors) + SLACK_TENSORS, size + SLACK_BYTES):

@@ -1,4 +1,4 @@
-"""Checkpoints of the field as models of this project: where the weights lie in a file, what they are called, which system.
+"""Checkpoints of the field as models of this project.
 
     .safetensors            tensors by name: the authors' JPEG-DLM, LangFlow
     a Hugging Face folder   config.json with model.safetensors (or its shards) or pytorch_model.bin: MDLM, Duo, SEDD
@@ -6,8 +6,7 @@
     .pth                    {model, ema: {shadow_params: [...]}}: SEDD's own code
     checkpoint_<step>       {params, ema_params1}: ELF in torch
 
-`Method.publication` says how a system is recognized. Sizes come from the tensors (`Method.config_of`); the two things that
-leave no trace there, the number of heads and the length of a text, from the config that lies beside them or inside.
+Sizes come from the tensors, and the number of heads and the length of a text from the config beside or inside them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from jpeg_dlm.config_io import override
 from jpeg_dlm.errors import CheckpointError, UsageError, reason_of
 from jpeg_dlm.files import MANIFEST, load_json, load_tensors
 from jpeg_dlm.folders.model_folder import MODEL_FILE, TOKENIZER_FILE, ModelParts, build_stored
-from jpeg_dlm.foreign.torch_files import Foreign, StoredTensor, load_stored, read_torch_file
+from jpeg_dlm.foreign.pickle_machine import Foreign, StoredTensor
+from jpeg_dlm.foreign.torch_files import load_stored, read_torch_file
 from jpeg_dlm.methods.base import Publication
 from jpeg_dlm.methods.registry import for_method, names, system_class
 from jpeg_dlm.presets import preset
@@ -221,10 +221,7 @@ def _only_tensors(values: Mapping[Any, Any], path: Path) -> dict[str, StoredTens
 
 
 def _averaged(stored: dict[str, StoredTensor], average: Any, path: Path) -> dict[str, StoredTensor]:
-    """`stored` with its moving average, which comes by name (ELF) or as a list in the order of the parameters.
-
-    The list covers the network's parameters, which are its tensors in their order, because its one buffer is left out.
-    """
+    """Return `stored` with its moving average, given by name (ELF) or as a list in the order of the parameters."""
     if isinstance(average, list):
         names = [name for name in stored if name.startswith(NETWORK)]
         average = dict(zip(names, average, strict=True)) if len(names) == len(average) else None
@@ -255,10 +252,7 @@ def _sampled(tensors: dict[str, T]) -> dict[str, T]:
 
 
 def dig(value: Any, *path: str) -> Any:
-    """The value under a path of keys, or None.
-
-    It looks through objects of OmegaConf, which keep a container's entries as `_content` and a leaf as `_val`.
-    """
+    """Return the value under a path of keys, or None; look through objects of OmegaConf (`_content`, `_val`)."""
     for key in path:
         value = _plain(value)
         value = value.get(key) if isinstance(value, dict) else None

@@ -1,16 +1,8 @@
 """Differentiable sums and means over all processes; with one process they are the identity.
 
-Gradients: distributed data parallel training averages the gradients of W ranks, so it descends L = 1/W sum_s l_s, where
-l_s is the loss that rank s computes. Let every rank hold the global statistic x = sum_r x_r(theta). Then
-
-    dL/dtheta (through x) = 1/W sum_s dl_s/dx * sum_r dx_r/dtheta = 1/W sum_r [ sum_s dl_s/dx ] dx_r/dtheta
-
-DDP takes the outer average, so rank r must backpropagate the bracket: the backward of a sum over ranks is the same sum of
-the incoming gradients. When all ranks compute one global loss f(x), the bracket is W f'(x), the average cancels the W, and
-every rank applies the gradient that a single process would compute on the whole batch. An identity backward would be W
-times too small.
-
-Both directions communicate, so every rank must call these in the same order and backpropagate through each result.
+DDP averages the gradients of W ranks, 1/W sum_s dl_s/dx * sum_r dx_r/dtheta through a global x = sum_r x_r, so rank r must
+backpropagate sum_s dl_s/dx: the backward of a sum over ranks is the same sum of the incoming gradients. Both directions
+communicate, so every rank must call these in the same order and backpropagate through each result.
 """
 
 from __future__ import annotations

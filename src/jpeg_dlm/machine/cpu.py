@@ -1,9 +1,7 @@
 """Find out once per machine which instructions of reduced precision are safe on this CPU, and which type is fastest.
 
-In a nested virtual machine, a CPU may report AMX and the kernel may grant it, and yet the first tile instruction kills the
-process (measured). So before a process multiplies in bf16 or int8, or opens another runtime, a child process tries it. If
-the child is killed, oneDNN is limited to the widest instruction set with which it survives. This module does not import
-torch, so that `--help` and `doctor` are fast.
+A CPU may report AMX, and yet the first tile instruction kills the process in a nested virtual machine (measured). So a child
+process tries first, and if it is killed, oneDNN is limited to the widest set that survives. This module never imports torch.
 """
 
 from __future__ import annotations
@@ -36,9 +34,6 @@ NARROWER = ("AVX512_CORE_AMX", "AVX512_CORE_FP16", "AVX512_CORE_BF16", "AVX512_C
 LADDERS: dict[Runtime, tuple[str, ...]] = {"torch": NARROWER, "openvino": NARROWER, "onnxruntime": ()}
 CHILD_SECONDS = 300  # a child that takes longer is inconclusive (assumed: importing torch takes seconds)
 FOUND_BYTES = 1 << 16  # largest file of findings that is read; they have a few hundred bytes
-
-
-# ---------------------------------------------------------------- the machine
 
 
 def cpu_facts(path: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[str]]:
@@ -77,9 +72,6 @@ def fingerprint() -> str:
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
-# ---------------------------------------------------------------- findings on disk
-
-
 def remembered(name: str, find: Callable[[], Any], valid: Callable[[Any], bool]) -> Any:
     """Return the result of `find`, cached on disk for this machine; if the cache fails, `find` runs again."""
     path = _findings_file()
@@ -102,9 +94,6 @@ def findings(path: Path | None = None) -> dict[str, Any]:
 
 def _findings_file() -> Path:
     return cache_dir() / f"cpu-{fingerprint()}.json"
-
-
-# ---------------------------------------------------------------- safe instructions
 
 
 def run_child(runtime: Runtime, limit: str) -> int:
@@ -132,10 +121,9 @@ def widest(runtime: Runtime, child: Child) -> str:
 
 @functools.cache
 def make_safe(runtime: Runtime = "torch") -> str:
-    """Limit oneDNN if this CPU kills wider instructions, and return the limit.
+    """Limit oneDNN if this CPU kills wider instructions, and return the limit; a limit that the user has set is kept.
 
-    Call this before products of reduced precision on a CPU, and before opening another runtime. It costs nothing if the
-    CPU does not report AMX, and keeps a limit that the user has set.
+    Call this before products of reduced precision on a CPU, and before opening another runtime.
     """
     if not reports_amx():
         return instruction_limit()

@@ -74,11 +74,10 @@ def step_timeout(timeout_s: float) -> Iterator[None]:
 
 
 def teardown() -> None:
-    """Leave the process group, if this process joined one. Call it at the end of a successful run.
+    """Leave the process group, if this process joined one, at the end of a successful run.
 
-    Delete the DistributedDataParallel model first: it keeps the group's threads alive, and gloo threads that outlive the
-    interpreter sometimes abort a process that has finished its work (measured). After an error just exit: destroying the
-    group can wait forever for a rank that is gone.
+    Delete the DistributedDataParallel model first: gloo threads that outlive the interpreter may abort the process (measured).
+    After an error just exit: destroying the group can wait forever for a rank that is gone.
     """
     gc.collect()  # deletes models in reference cycles
     if torch_dist.is_available() and torch_dist.is_initialized():

@@ -17,7 +17,8 @@ from jpeg_dlm.report.results import (
     study_names,
     study_section,
 )
-from jpeg_dlm.report.runs import is_model, is_run, model_section, run_section, runs_section
+from jpeg_dlm.report.run_folder import is_model, is_run
+from jpeg_dlm.report.runs import model_section, run_section, runs_section
 
 EXPECTED = "a run, a model, or what evaluate, compare or study wrote, or a folder that holds some of these"
 

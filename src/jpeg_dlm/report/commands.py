@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jpeg_dlm.config_io import flatten
-from jpeg_dlm.report.page_blocks import Block, Command, Paragraph
+from jpeg_dlm.report.page_blocks import Block, Paragraph, Verbatim
 from jpeg_dlm.training.record import INVOCATIONS, read_rows
 
 AGAIN = "AGAIN"  # the folder of the repetition
@@ -30,7 +30,7 @@ def training_commands(folder: Path, config: Mapping[str, Any], threads: int) -> 
         words += _options(taken[i - 1]["config"] if i else config, row["config"])
         if after and after["stage"] == config.get("method") and after["step"] != row["config"]["train"]["steps"]:
             words += ["--stop-at", str(after["step"])]
-        blocks.append(Command(shlex.join([*_program(row["processes"]), "train", *words])))
+        blocks.append(Verbatim(shlex.join([*_program(row["processes"]), "train", *words])))
         if after and after["stage"] != config.get("method"):
             place = f"at step {after['step']:,} of its stage '{after['stage']}'"
             blocks.append(Paragraph(f"This one was stopped {place}, before the next began."))
@@ -38,11 +38,7 @@ def training_commands(folder: Path, config: Mapping[str, Any], threads: int) -> 
 
 
 def effective(rows: Sequence[Mapping[str, Any]], method: str) -> list[Mapping[str, Any]]:
-    """The invocations that left something: what came after the step at which a later one began is lost.
-
-    Of several with the same options on the same number of threads and processes the first speaks for all, because stopping
-    and going on changes no bit.
-    """
+    """Return the invocations that left something, and of several with the same options in a row the first."""
     stages = list(dict.fromkeys([*(row["stage"] for row in rows if row["stage"] != method), method]))
     left: list[Mapping[str, Any]] = []
     for row in rows:

@@ -5,26 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from jpeg_dlm.report.page_blocks import (
-    Block,
-    Command,
-    Course,
-    Details,
-    Facts,
-    Figure,
-    Note,
-    Paragraph,
-    Report,
-    Samples,
-    Section,
-    Verbatim,
-)
+from jpeg_dlm.report import page_blocks as blocks
 from jpeg_dlm.results.table import Cell, Table, visible
 
 _BEGINS_MORE = re.compile(r"^(\s*)(?:(?=[-+](?:\s|$)|[-=]{2}|=\s*$|#)|(\d+)(?=[.)](?:\s|$)))")  # a list, a rule, a heading
 
 
-def render(report: Report, pictures: Mapping[Figure, str]) -> str:
+def render(report: blocks.Report, pictures: Mapping[blocks.Figure, str]) -> str:
     """A report as Markdown; `pictures` says where each lies."""
     lines = [f"# {_escape(report.title)}", "", _escape(report.about), ""]
     for section in report.sections:
@@ -32,7 +19,7 @@ def render(report: Report, pictures: Mapping[Figure, str]) -> str:
     return "\n".join(lines)
 
 
-def _section(section: Section, level: int, pictures: Mapping[Figure, str]) -> list[str]:
+def _section(section: blocks.Section, level: int, pictures: Mapping[blocks.Figure, str]) -> list[str]:
     title = re.sub(r"(?<= )#+$", r"\\\g<0>", _escape(section.title))  # at its end they would close the heading
     lines = [f"{'#' * level} {title}", ""]
     for block in section.blocks:
@@ -42,26 +29,26 @@ def _section(section: Section, level: int, pictures: Mapping[Figure, str]) -> li
     return lines
 
 
-def _block(block: Block, pictures: Mapping[Figure, str]) -> str:
+def _block(block: blocks.Block, pictures: Mapping[blocks.Figure, str]) -> str:
     match block:
-        case Paragraph(text):
+        case blocks.Paragraph(text):
             return _escape(text)
-        case Note(text):
+        case blocks.Note(text):
             return f"> {_escape(text)}"
         case Table():
             return block.grid(_cell)
-        case Facts(pairs):
+        case blocks.Facts(pairs):
             return Table("", ("what", "value"), pairs).grid(_cell)
-        case Course():
-            return _block(Samples(block.texts[-1]), pictures)
-        case Samples(texts):
+        case blocks.Course():
+            return _block(blocks.Samples(block.texts[-1]), pictures)
+        case blocks.Samples(texts):
             return _fenced("\n".join(f"[{i}] {text}" for i, text in enumerate(texts)))
-        case Command(text) | Verbatim(text):
+        case blocks.Verbatim(text):
             return _fenced(text)
-        case Figure(_, alt, caption):
+        case blocks.Figure(_, alt, caption):
             return f"![{_escape(alt)}]({pictures[block]})\n\n*{_escape(caption)}*"
-        case Details(summary, blocks):
-            inner = "\n\n".join(_block(one, pictures) for one in blocks)
+        case blocks.Details(summary, inside):
+            inner = "\n\n".join(_block(one, pictures) for one in inside)
             return f"**{_escape(summary)}**\n\n{inner}"
 
 

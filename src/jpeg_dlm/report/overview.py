@@ -7,12 +7,12 @@ from typing import Any
 
 from jpeg_dlm.accounting.costs import build_weightless, parameter_parts
 from jpeg_dlm.config import Config, validate
-from jpeg_dlm.config_io import from_dict, read_json_file
+from jpeg_dlm.config_io import from_dict
 from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.folders.checkpoint import STATE
 from jpeg_dlm.methods.registry import method_class, system_class, writes
-from jpeg_dlm.report.reading import Trouble, read_text
-from jpeg_dlm.report.runs import Run, duration, is_model, is_run, read_run, split_samples
+from jpeg_dlm.report.reading import Trouble
+from jpeg_dlm.report.run_folder import Run, duration, is_model, is_run, read_config, read_run, samples_of
 from jpeg_dlm.text.blocks import read_index
 from jpeg_dlm.training.metrics import HELDOUT, read_metrics
 from jpeg_dlm.wording import command, counted
@@ -27,7 +27,7 @@ def overview(folder: Path) -> dict[str, Any]:
     if not (is_run(folder) or is_model(folder)):
         raise CheckpointError(f"'{folder}' is no run and no model folder; a preset is named with --preset.")
     trouble = Trouble()
-    run = read_run(folder, trouble) if is_run(folder) else Run(folder, _config(folder, trouble), [], None, None)
+    run = read_run(folder, trouble) if is_run(folder) else Run(folder, read_config(folder, trouble), [], None, None)
     stored = run.saved.state.get("config") if run.saved else None  # has the steps that epochs came to
     config = trouble.attempt("The configuration", lambda: validate(from_dict(stored or run.config)), None)
     found: dict[str, Any] = {"path": str(folder), "kind": "run" if is_run(folder) else "model"}
@@ -39,10 +39,6 @@ def overview(folder: Path) -> dict[str, Any]:
         found["samples"] = trouble.attempt("The samples", lambda: _samples(folder), None)
     found["next"] = _next(folder, found, run.saved is not None or is_model(folder))
     return found | {"trouble": trouble.sentences}
-
-
-def _config(folder: Path, trouble: Trouble) -> dict[str, Any]:
-    return trouble.attempt("The configuration", lambda: read_json_file(folder / "config.json"), {})
 
 
 def _system(config: Config) -> dict[str, Any]:
@@ -82,10 +78,8 @@ def _training(run: Run, config: Config | None) -> dict[str, Any]:
 
 
 def _samples(folder: Path) -> dict[str, Any] | None:
-    files = sorted((folder / "samples").glob("step-*.txt"))
-    if not files:
-        return None
-    return {"step": int(files[-1].stem.removeprefix("step-")), "texts": list(split_samples(read_text(files[-1]))[:SHOWN])}
+    step, texts = next(samples_of(folder), (0, ()))
+    return {"step": step, "texts": list(texts[:SHOWN])} if texts else None
 
 
 def _next(folder: Path, found: dict[str, Any], usable: bool) -> list[str]:

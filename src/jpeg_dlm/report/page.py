@@ -5,21 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 
-from jpeg_dlm.report.page_blocks import (
-    Block,
-    Command,
-    Course,
-    Details,
-    Facts,
-    Figure,
-    Note,
-    Paragraph,
-    Report,
-    Samples,
-    Section,
-    Verbatim,
-    every_block,
-)
+from jpeg_dlm.report import page_blocks as blocks
 from jpeg_dlm.report.player import closing, element, head, player_script
 from jpeg_dlm.report.player import escape as _escape
 from jpeg_dlm.results.table import Cell, Table, is_numeric
@@ -29,11 +15,12 @@ WIDE_PIXELS = 800  # a picture of more than one panel
 _TAGS = {"emphasis": "em", "code": "code"}
 
 
-def render(report: Report) -> str:
+def render(report: blocks.Report) -> str:
     """The whole page."""
     title = _escape(report.title)
     sections = [_section(section, f"s{i}", 2) for i, section in enumerate(report.sections, 1)]
-    script = player_script() if any(isinstance(block, Course) for block in every_block(report.sections)) else None
+    played = any(isinstance(block, blocks.Course) for block in blocks.every_block(report.sections))
+    script = player_script() if played else None
     return "\n".join(
         [
             head(report.title, script),
@@ -48,7 +35,7 @@ def render(report: Report) -> str:
     )
 
 
-def _contents(sections: Sequence[Section], prefix: str) -> str:
+def _contents(sections: Sequence[blocks.Section], prefix: str) -> str:
     items = []
     for i, section in enumerate(sections, 1):
         below = _contents(section.parts, f"{prefix}{i}-") if section.parts else ""
@@ -56,36 +43,36 @@ def _contents(sections: Sequence[Section], prefix: str) -> str:
     return f"<ol>\n{''.join(items)}</ol>\n"
 
 
-def _section(section: Section, anchor: str, level: int) -> str:
+def _section(section: blocks.Section, anchor: str, level: int) -> str:
     blocks = "\n".join(_block(block) for block in section.blocks)
     parts = "\n".join(_section(part, f"{anchor}-{i}", level + 1) for i, part in enumerate(section.parts, 1))
     heading = f'<h{level} id="{anchor}" dir="auto">{_escape(section.title)}</h{level}>'
     return f'<section aria-labelledby="{anchor}">\n{heading}\n{blocks}\n{parts}</section>'
 
 
-def _block(block: Block) -> str:
+def _block(block: blocks.Block) -> str:
     match block:
-        case Paragraph(text):
+        case blocks.Paragraph(text):
             return f"<p>{_escape(text)}</p>"
-        case Note(text):
+        case blocks.Note(text):
             return f'<p class="note">{_escape(text)}</p>'
         case Table():
             return _table(block)
-        case Facts(pairs):
+        case blocks.Facts(pairs):
             rows = "\n".join(f"<div><dt>{_escape(name)}</dt><dd>{_cell(value)}</dd></div>" for name, value in pairs)
             return f"<dl>\n{rows}\n</dl>"
-        case Course(steps, texts):
+        case blocks.Course(steps, texts):
             moments = [{"step": step, "steps": steps[-1], "texts": each} for step, each in zip(steps, texts, strict=True)]
             return element(moments, "Texts at each step of training")
-        case Samples(texts):
+        case blocks.Samples(texts):
             items = "\n".join(f'<li dir="auto">{_escape(text)}</li>' for text in texts)
             return f'<ol class="samples" start="0">\n{items}\n</ol>'
-        case Command(text) | Verbatim(text):
+        case blocks.Verbatim(text):
             return f'<pre tabindex="0"><code>{_escape(text)}</code></pre>'
-        case Figure():
+        case blocks.Figure():
             return _figure(block)
-        case Details(summary, blocks, unfolded):
-            inner = "\n".join(_block(one) for one in blocks)
+        case blocks.Details(summary, inside, unfolded):
+            inner = "\n".join(_block(one) for one in inside)
             return f"<details{' open' if unfolded else ''}>\n<summary>{_escape(summary)}</summary>\n{inner}\n</details>"
 
 
@@ -115,7 +102,7 @@ def _kind(cells: Sequence[str]) -> str:
     return ' class="long"' if any(len(cell) > LONG_CELL for cell in cells) else ""
 
 
-def _figure(figure: Figure) -> str:
+def _figure(figure: blocks.Figure) -> str:
     width, height = figure.size
     data = base64.b64encode(figure.png).decode()
     kind = ' class="wide" ' if width > WIDE_PIXELS else " "

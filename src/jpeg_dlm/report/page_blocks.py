@@ -50,15 +50,8 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Command:
-    """A command line."""
-
-    text: str
-
-
-@dataclass(frozen=True)
 class Verbatim:
-    """Lines that are shown as they are."""
+    """Lines that are shown as they are, such as commands."""
 
     text: str
 
@@ -93,7 +86,7 @@ class Details:
 
 
 # The title of a `Table` says what it holds to those who do not see it; its notes are paragraphs of their own.
-Block = Paragraph | Note | Table | Facts | Samples | Course | Command | Verbatim | Figure | Details
+Block = Paragraph | Note | Table | Facts | Samples | Course | Verbatim | Figure | Details
 
 
 @dataclass(frozen=True)

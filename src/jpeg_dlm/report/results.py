@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jpeg_dlm.config_io import flatten, read_json_file
-from jpeg_dlm.report.page_blocks import Block, Command, Details, Figure, Paragraph, Samples, Section, Verbatim, code
+from jpeg_dlm.report.page_blocks import Block, Details, Figure, Paragraph, Samples, Section, Verbatim, code
 from jpeg_dlm.report.reading import Trouble, facts, folded_options, read_figure, read_text, shown
 from jpeg_dlm.report.runs import config_blocks
 from jpeg_dlm.results.table import Cell, Table
@@ -36,9 +36,6 @@ def study_names(folder: Path) -> list[str]:
     """The studies in a folder, in the order of the registry, then those not known to it."""
     found = {path.stem.removeprefix("study-") for end in ("json", "md", "png") for path in folder.glob(f"study-?*.{end}")}
     return [name for name in STUDIES if name in found] + sorted(found - STUDIES.keys())
-
-
-# ---------------------------------------------------------------- sections
 
 
 def evaluation_section(folder: Path) -> Section:
@@ -84,16 +81,13 @@ def _section(
     options = trouble.attempt("The configurations", lambda: _configurations(entries), [])
     provenance = trouble.attempt("The provenance", lambda: _provenance(result, entries), [])
     command = command or str(result.get("command", ""))
-    again = [Paragraph("To make it again:"), Command(command)] if command else []
+    again = [Paragraph("To make it again:"), Verbatim(command)] if command else []
     parts = {"Samples": samples, "Configuration": options, "Provenance": [*provenance, *again]}
     return Section(
         title,
         (*trouble.notes(), *about, *tables, *pictures),
         tuple(Section(name, tuple(blocks)) for name, blocks in parts.items() if blocks),
     )
-
-
-# ---------------------------------------------------------------- parts
 
 
 def _result(path: Path, trouble: Trouble) -> dict[str, Any]:

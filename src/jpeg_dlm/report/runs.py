@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jpeg_dlm.config_io import flatten, read_json_file, to_dict
+from jpeg_dlm.config_io import flatten, to_dict
 from jpeg_dlm.files import MANIFEST, MANIFEST_BYTES, load_json
-from jpeg_dlm.folders.checkpoint import STATE, STATE_BYTES, STEP_NAME
 from jpeg_dlm.methods.common.denoising import TIMES
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.report.commands import training_commands
 from jpeg_dlm.report.page_blocks import Block, Course, Details, Facts, Note, Paragraph, Samples, Section, code
-from jpeg_dlm.report.reading import Trouble, facts, folded_options, options_table, read_figure, read_text, shown
+from jpeg_dlm.report.reading import Trouble, facts, folded_options, options_table, read_figure, shown
+from jpeg_dlm.report.run_folder import Run, duration, is_run, read_config, read_run, samples_of
 from jpeg_dlm.results.resumable import key_of
 from jpeg_dlm.results.table import Table
-from jpeg_dlm.studies.workshop import training_seconds
 from jpeg_dlm.training.alarms import ADVICE
 from jpeg_dlm.training.diagnosis_plot import diagnoses
 from jpeg_dlm.training.metrics import HELDOUT, read_metrics
@@ -33,89 +30,6 @@ DIAGNOSIS_ALT = (
     "Error of one prediction over that of the best linear denoiser, right tokens and effective rank, trigram perplexity and "
     "words of samples."
 )
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The newest checkpoint by its own record; nothing is hashed here, that is what `verify` is for."""
-
-    name: str
-    manifest: Mapping[str, Any]
-    state: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Run:
-    """The content of a run directory, as far as it can be read."""
-
-    folder: Path
-    config: dict[str, Any]
-    metrics: list[dict[str, Any]]
-    seconds: float | None
-    saved: Saved | None
-
-    @property
-    def name(self) -> str:
-        return self.folder.resolve().name
-
-    def option(self, group: str, name: str) -> Any:
-        values = self.config.get(group)
-        return values.get(name) if isinstance(values, dict) else None
-
-    @property
-    def progress(self) -> str:
-        """Steps done, and of how many if it is not finished."""
-        done = max((row["step"] for row in self.metrics), default=0)
-        total = self.option("train", "steps")
-        return f"{done:,}" if not total or done == total else f"{done:,} of {total:,}"
-
-    def last(self, wanted: Callable[[str], bool]) -> dict[str, float]:
-        """The last measured value of each quantity whose name is wanted."""
-        return {
-            name: float(value)
-            for row in self.metrics
-            for name, value in row.items()
-            if wanted(name) and isinstance(value, (int, float))
-        }
-
-    @property
-    def losses(self) -> dict[str, float]:
-        terms = {name.removeprefix(HELDOUT) for name in self.heldout} | {"loss"}
-        return self.last(lambda name: name in terms)
-
-    @property
-    def heldout(self) -> dict[str, float]:
-        return self.last(lambda name: name.startswith(HELDOUT))
-
-
-def is_run(folder: Path) -> bool:
-    return (folder / "metrics.jsonl").is_file() or (folder / "checkpoints").is_dir()
-
-
-def is_model(folder: Path) -> bool:
-    return (folder / "model.safetensors").is_file() and not (folder / STATE).is_file()
-
-
-def read_run(folder: Path, trouble: Trouble) -> Run:
-    """A run, or a stage within one, whose configuration is only in its checkpoints."""
-    saved = trouble.attempt("The newest checkpoint", lambda: _newest(folder / "checkpoints"), None)
-    inherited = saved.state.get("config") if saved and not (folder / "config.json").exists() else None
-    return Run(
-        folder,
-        inherited or trouble.attempt("The configuration", lambda: read_json_file(folder / "config.json"), {}),
-        trouble.attempt("The measurements", lambda: read_metrics(folder / "metrics.jsonl"), []),
-        None if inherited else trouble.attempt("The time of training", lambda: training_seconds(folder), None),
-        saved,
-    )
-
-
-def _newest(folder: Path) -> Saved | None:
-    found = [path for path in folder.iterdir() if (match := STEP_NAME.fullmatch(path.name)) and not match[2]]
-    if not found:
-        return None
-    newest = max(found, key=lambda path: int(path.name.removeprefix("step-")))
-    manifest = load_json(newest / MANIFEST, MANIFEST_BYTES)
-    return Saved(newest.name, manifest, load_json(newest / STATE, STATE_BYTES))
 
 
 # ---------------------------------------------------------------- sections
@@ -172,7 +86,7 @@ def _folded(run: Run, trouble: Trouble) -> Details:
 def model_section(folder: Path) -> Section:
     """A model folder."""
     trouble = Trouble()
-    config = trouble.attempt("The configuration", lambda: read_json_file(folder / "config.json"), {})
+    config = read_config(folder, trouble)
     manifest = trouble.attempt("The manifest", lambda: load_json(folder / MANIFEST, MANIFEST_BYTES), {})
     parts = [
         Section("Configuration", tuple(trouble.attempt("The table of options", lambda: config_blocks(config), []))),
@@ -183,12 +97,6 @@ def model_section(folder: Path) -> Section:
 
 
 # ---------------------------------------------------------------- parts of a run
-
-
-def duration(seconds: float | None) -> str:
-    if not seconds:
-        return ""
-    return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.1f} min"
 
 
 def _summary(run: Run) -> Facts:
@@ -254,10 +162,9 @@ def _alarms(folder: Path) -> list[Block]:
 
 def _samples(folder: Path) -> list[Block]:
     """The first texts of seed 0, of the last step first and those of earlier steps folded."""
-    files = sorted((folder / "samples").glob("step-*.txt"), reverse=True)
-    if not files:
+    found = dict(samples_of(folder))
+    if not found:
         return []
-    found = {int(path.stem.removeprefix("step-")): split_samples(read_text(path)) for path in files}
     (step, newest), *earlier = found.items()
     said = f"The first {len(newest)} texts of seed 0 at step {step:,}: in order, not chosen."
     if not earlier:
@@ -266,18 +173,6 @@ def _samples(folder: Path) -> list[Block]:
     course = Course(tuple(reversed(found)), tuple(reversed(found.values())))
     folded = [Details(f"At step {step:,}", (Samples(texts),)) for step, texts in earlier]
     return [Paragraph(played), course, *folded]
-
-
-def split_samples(text: str) -> tuple[str, ...]:
-    """The texts of a sample file: each begins with its number in brackets at the start of a line."""
-    texts: list[str] = []
-    for line in text.splitlines():
-        match = re.match(rf"\[{len(texts)}\] ?", line)
-        if match or not texts:
-            texts.append(line[match.end() :] if match else line)
-        else:
-            texts[-1] += f"\n{line}"
-    return tuple(texts)
 
 
 def config_blocks(config: Mapping[str, Any]) -> list[Block]:

@@ -1,7 +1,6 @@
 """SmolLM2-135M-Instruct in 4 bits: the causal language model that scores text without a model hub.
 
-Reading its GGUF file takes several seconds, so the converted model (538 MB) is kept in the cache; a copy that is missing or
-damaged is converted again.
+The converted model (538 MB) is kept in the cache; a copy that is missing or damaged is converted again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The routes of the service.
-
-Starlette rather than FastAPI: `requests` declares each field once, with its range and its sentence for the OpenAPI document,
-and refuses unknown fields by name, so a second library that validates would have nothing to do. FastAPI's documentation pages
-also load scripts from other hosts.
-"""
+"""The routes of the service, on Starlette: `requests` validates the fields itself, so FastAPI would have nothing to do."""
 
 from __future__ import annotations
 
@@ -113,25 +108,14 @@ class Service:
 
     # ------------------------------------------------------------ the codec
 
-    async def _codec(self, request: Request, kind: type, act: Callable[[Any, Any], Any], ability: str, what: str) -> Response:
+    async def codec(self, request: Request, kind: type, act: Callable[[Any, Any], Any], ability: str, what: str) -> Response:
+        """Answer a request that needs the codec by `act`, if the model has the `ability`."""
         asked = read(kind, await read_body(request, self.limits.seconds))
         served = find(self.models, asked.model)
         request.state.facts = {"model": served.name}
         served.need(getattr(served, ability), what)
         (found,) = await result_of(request, [self.batching.call(lambda: act(served, asked))], self.limits.seconds)
         return Answer(found)
-
-    async def embeddings(self, request: Request) -> Response:
-        return await self._codec(request, requests.EmbeddingRequest, codec.embed, "has_codec", "embed texts")
-
-    async def reconstruct(self, request: Request) -> Response:
-        return await self._codec(request, requests.Reconstruction, codec.reconstruct, "has_codec", "reconstruct texts")
-
-    async def interpolate(self, request: Request) -> Response:
-        return await self._codec(request, requests.Interpolation, codec.interpolate, "has_codec", "interpolate texts")
-
-    async def edit(self, request: Request) -> Response:
-        return await self._codec(request, requests.Edit, codec.edit, "can_edit", "edit texts")
 
     # ------------------------------------------------------------ facts
 
@@ -211,15 +195,19 @@ class Around:
             )  # fmt: skip
 
 
+def _codec(kind: type, act: Callable[[Any, Any], Any], what: str, ability: str = "has_codec") -> Handler:
+    return lambda service, request: service.codec(request, kind, act, ability, what)
+
+
 ROUTES: dict[str, tuple[str, Handler]] = {
     "/v1/models": ("GET", Service.list_models),
     "/v1/models/{name:path}": ("GET", Service.one_model),
     "/v1/completions": ("POST", Service.completions),
-    "/v1/embeddings": ("POST", Service.embeddings),
+    "/v1/embeddings": ("POST", _codec(requests.EmbeddingRequest, codec.embed, "embed texts")),
     "/v1/trajectory": ("POST", Service.trajectory),
-    "/v1/reconstruct": ("POST", Service.reconstruct),
-    "/v1/interpolate": ("POST", Service.interpolate),
-    "/v1/edit": ("POST", Service.edit),
+    "/v1/reconstruct": ("POST", _codec(requests.Reconstruction, codec.reconstruct, "reconstruct texts")),
+    "/v1/interpolate": ("POST", _codec(requests.Interpolation, codec.interpolate, "interpolate texts")),
+    "/v1/edit": ("POST", _codec(requests.Edit, codec.edit, "edit texts", "can_edit")),
     "/healthz": ("GET", Service.health),
     "/readyz": ("GET", Service.ready),
     "/metrics": ("GET", Service.show_metrics),

@@ -1,12 +1,8 @@
 """Table 1: every system on the same text with an equal budget, scored by the same protocol and timed in turns.
 
-With several budgets, a system is trained once per seed and scored at each of them on the way. Such a training keeps its
-learning rate after the warm-up, because a rate that falls to the end of a longer training would make every earlier point
-worse than a training of that length; the averaged weights, which are scored, do what the falling rate would. A system
-whose training has stages or phases that take a share of it is trained anew for each budget: COSMOS, Duo and LangFlow.
-
-If a method fails, its row holds the error and the others go on. Finished work is reused, so repeating the command continues
-after a stop.
+With several budgets, a system is trained once per seed at a constant rate and scored with averaged weights on the way, because
+a falling rate would make earlier points worse than trainings of that length. A system whose training has stages or phases
+(COSMOS, Duo, LangFlow) is trained anew for each budget. If a method fails, its row holds the error; finished work is reused.
 """
 
 from __future__ import annotations
@@ -157,13 +153,6 @@ class ScoredPoint:
     tokens_seen: int
     scores: TrainedScores = field(metadata=INLINED)
     runs: Sequence[ScoredTraining]
-
-
-def compare(asked: Comparison, workshop: Workshop, scorer: Callable[[], Scorer], request: EvaluationRequest) -> dict[str, Any]:
-    """Train, sample, score and time all methods; return what `compare.json` holds."""
-    rows = plan(asked, workshop)
-    train(rows, workshop)
-    return evaluate(asked, rows, workshop, scorer, request)
 
 
 def evaluate(

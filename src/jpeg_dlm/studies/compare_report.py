@@ -105,9 +105,6 @@ def _notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{row['title']} failed: {row['error']}" for row in rows if "error" in row]
 
 
-# ---------------------------------------------------------------- along the way
-
-
 def curve_table(result: Mapping[str, Any]) -> Table:
     """Return a row for each system and budget."""
     rows: list[Sequence[Cell]] = [[row["title"], *_along(point)] for row in scored_rows(result) for point in row["points"]]

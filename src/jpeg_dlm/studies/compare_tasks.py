@@ -98,9 +98,6 @@ def _spread(values: Sequence[Sequence[float | None]]) -> Spread | None:
     return spread(known[0] if len(known) == 1 else [statistics.fmean(found) for found in known])
 
 
-# ---------------------------------------------------------------- in the table
-
-
 def task_columns(result: Mapping[str, Any]) -> list[TaskColumn]:
     """Return the columns of the tasks that a comparison asked for."""
     return [column for column in COLUMNS if column.task in result.get("tasks", ())]

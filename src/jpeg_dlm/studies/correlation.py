@@ -74,9 +74,6 @@ def distinct_rows(source: ModelSource, n: int) -> list[int]:
     return list(first.values())
 
 
-# ---------------------------------------------------------------- the measure (appendix)
-
-
 def position_gram(z_SND: Tensor) -> Tensor:
     """Return the Gram matrix (N, N) of the positions' unit vectors over sequences and channels, after subtracting the mean."""
     x_NK = (z_SND.double() - z_SND.double().mean(0)).transpose(0, 1).flatten(1)
@@ -92,8 +89,7 @@ def off_diagonal(gram_NN: Tensor) -> Tensor:
 def bootstrap_means(z_SND: Tensor, resamples: int, seed: int = 0) -> np.ndarray:
     """Return the mean off-diagonal entry of `position_gram` for each bootstrap resample of the sequences.
 
-    A resample only weights sequences: with counts c, sum_s c_s z_s z_s' - S m m' is the Gram matrix before normalization, so
-    products of positions are computed once, in blocks of positions, instead of once per resample.
+    With counts c, sum_s c_s z_s z_s' - S m m' is the Gram matrix before normalization: products are computed once.
     """
     total, latents, _ = z_SND.shape
     random = np.random.default_rng(derive_seed(seed, "bootstrap"))
@@ -109,9 +105,6 @@ def bootstrap_means(z_SND: Tensor, resamples: int, seed: int = 0) -> np.ndarray:
         gram_RAN -= total * torch.einsum("rad,rnd->ran", mean_RND[:, block], mean_RND)
         sum_R += (gram_RAN / length_RN[:, block, None] / length_RN[:, None, :]).sum((1, 2))
     return ((sum_R - latents) / (latents * (latents - 1))).cpu().numpy()  # subtracts the ones on the diagonal
-
-
-# ---------------------------------------------------------------- table and picture
 
 
 def table(result: Mapping[str, Any]) -> Table:

@@ -1,7 +1,6 @@
 """Count what a text costs as the rate r falls and texts grow: parameters, operations, memory and time.
 
-JPEG-DLM stands beside the same network at full length without codec (ELF) and beside AR with and without KV cache. All of
-it is counted; with `--measure` models with random weights, which are as fast, are built at these sizes and timed in turns.
+JPEG-DLM stands beside ELF at full length and AR with and without KV cache; `--measure` times models with random weights.
 """
 
 from __future__ import annotations
@@ -80,8 +79,7 @@ def at_length(base: Config, system: str, token_len: int, rate: float) -> Point:
 def macs_of(point: Point) -> tuple[int, int]:
     """Return the operations of one text, and how many of them are attention.
 
-    They are a polynomial in the lengths L and N, of degree 3 for AR without cache, else 2. A few texts of very few tokens
-    determine it, and Newton's differences give its value at any length, in whole numbers.
+    They are a polynomial in L and N, of degree 3 for AR without cache, else 2; Newton's differences of short texts give it.
     """
     lengths = point.token_len, getattr(point.config.model, "latent_len", None)
     steps = [0 if length is None else length - least for length, least in zip(lengths, LEAST, strict=True)]
@@ -127,11 +125,7 @@ def _choose(n: int, k: int) -> int:
 
 
 def memory_of(point: Point) -> dict[str, int]:
-    """Return bytes of sampling one text at a time, in fp32.
-
-    Without cache, AR holds most when it reads the whole text for its last token; with it, what a token needs beside the
-    cache does not depend on the length.
-    """
+    """Return bytes of sampling one text in fp32; AR without cache holds most when it reads the whole text at the end."""
     config, cache = point.config, 0
     if point.system == CACHED:
         cache, config = kv_cache_bytes(point), at_least(point).config
@@ -324,7 +318,7 @@ def _cells(row: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
     found = row.get("measured", {})
     if "seconds" not in found:
         return [*cells, "left out", ""]
-    return [*cells, f"{found['seconds'] / result['batch']:.3g}", gigabytes(found["peak_bytes"])]
+    return [*cells, f"{found['seconds'] / result['batch']:.3g}", gigabytes(found["peak_bytes"] / result["batch"])]
 
 
 def _paper(row: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""Decodability (beyond the paper): share of tokens recovered from clean latents mixed with noise.
+"""Decodability (beyond the paper): share of tokens recovered from clean latents mixed with noise, t z + (1 - t) eps.
 
-For every model, the noise level is the time t of the linear path, t z + (1 - t) eps. Shapes: S rows, T times, R resamples.
+Shapes: S rows, T times, R resamples.
 """
 
 from __future__ import annotations
@@ -48,14 +48,8 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
     return StudyOutcome(result, [table(result)], lambda path: draw(result, path))
 
 
-# ---------------------------------------------------------------- counting
-
-
 def ways_of(view: LatentView) -> dict[str, Callable[[Tensor, Tensor, float], Tensor]]:
-    """Return each way of decoding as a function from latents z, noise eps and time t > 0 to tokens.
-
-    A prediction starts from the state of the model's own path with the same SNR, the others from that of the linear path.
-    """
+    """Return each way of decoding as a function from latents z, noise eps and time t > 0 to tokens."""
 
     def mixed(z: Tensor, eps: Tensor, t: float) -> Tensor:
         return interpolate(z, eps, per_sample(t, z))
@@ -98,10 +92,7 @@ def _decoded(source: ModelSource, asked: Asked) -> dict[str, Any]:
 
 
 def curve(right_TS: np.ndarray, real_S: np.ndarray, times: Sequence[float] = TIMES) -> dict[str, Any]:
-    """Return shares of correct tokens and the break point, with 95% bootstrap intervals over rows.
-
-    The interval of the break point is over the resamples that have one, and None if fewer than half of them do.
-    """
+    """Return shares of correct tokens and the break point, with 95% bootstrap intervals over rows."""
     share_T = right_TS.sum(1) / real_S.sum()
     random = np.random.default_rng(derive_seed(0, "bootstrap"))
     counts_RS = random.multinomial(len(real_S), [1 / len(real_S)] * len(real_S), size=RESAMPLES)
@@ -114,9 +105,6 @@ def curve(right_TS: np.ndarray, real_S: np.ndarray, times: Sequence[float] = TIM
         "share": share_T.tolist(), "low": low_T.tolist(), "high": high_T.tolist(),
         "break": break_point(times, share_T.tolist()), "break_low": low, "break_high": high,
     }  # fmt: skip
-
-
-# ---------------------------------------------------------------- table and picture
 
 
 def table(result: Mapping[str, Any]) -> Table:

@@ -1,7 +1,4 @@
-"""Diagnosis of trained models (beyond the paper): denoiser, codec and samples of each model in one row.
-
-The measures are those that a training run logs, on more text; `training.diagnosis` describes them.
-"""
+"""Diagnosis of trained models (beyond the paper): the measures of `training.diagnosis` on more text, one row per model."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import numpy as np
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.results.pictures import LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.results.table import Table, emphasis
-from jpeg_dlm.studies.latents import about, heldout_of, identity
+from jpeg_dlm.studies.latents import about, heldout_of, identity, log_of
 from jpeg_dlm.studies.study import Asked, StudyOutcome
 from jpeg_dlm.studies.workshop import training_seconds
 from jpeg_dlm.text.blocks import Blocks
@@ -37,22 +34,16 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
     return StudyOutcome(result, [table(result), *decoder_tables(result)], lambda path: draw(result, path))
 
 
-def run_of(path: Path | None) -> Path | None:
-    """Return the run that a path or one of its checkpoints names, or None."""
-    run = path.parent.parent if path and path.parent.name == "checkpoints" else path
-    return run if run and (run / "metrics.jsonl").is_file() else None
-
-
 def _diagnosed(source: ModelSource, asked: Asked) -> dict[str, Any]:
     depends = identity(source) | {
         "kind": "diagnose", "n": asked.n, "seeds": asked.seeds, "fit": FIT_ROWS, "heldout_rows": HELDOUT_ROWS,
         "sampler": source.identity(0, {})["sampler"],
     }  # fmt: skip
     found = asked.parts.get_or_make(f"diagnose-{source.name}", depends, lambda: measure(source, asked))
-    run = run_of(source.path)
-    history = diagnoses(run / "metrics.jsonl") if run else {}
+    log = log_of(source.path)
+    history = diagnoses(log) if log else {}
     return about(source) | {
-        "minutes": training_seconds(run) / 60 if run else None, "measures": found, "way": way(found),
+        "minutes": training_seconds(log.parent) / 60 if log else None, "measures": found, "way": way(found),
         "over_training": {str(step): values for step, values in history.items()},
     }  # fmt: skip
 
@@ -78,9 +69,6 @@ def way(found: Mapping[str, Any]) -> float | None:
     if own is None or real is None or shuffled is None or real == shuffled:
         return None
     return math.log(shuffled / own) / math.log(shuffled / real)
-
-
-# ---------------------------------------------------------------- table and picture
 
 
 def table(result: Mapping[str, Any]) -> Table:

@@ -15,7 +15,7 @@ from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.methods.common.latent_geometry import covariance, effective_rank, isotropy, measure, spectrum
 from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.results.table import Table
-from jpeg_dlm.studies.latents import about, check_sources, clean_latents, heldout_of, identity, label
+from jpeg_dlm.studies.latents import about, check_sources, clean_latents, heldout_of, identity, label, log_of
 from jpeg_dlm.studies.study import Asked, StudyOutcome
 from jpeg_dlm.training.alarms import collapse
 from jpeg_dlm.training.metrics import read_metrics
@@ -64,14 +64,9 @@ def deviations(z_BND: Tensor) -> dict[str, float]:
 
 def over_training(path: Path | None) -> dict[str, list[float]]:
     """Return the steps and measures that a run logged; an empty dict if the model is not a run or logged none."""
-    run = path.parent.parent if path and path.parent.name == "checkpoints" else path
-    if run is None or not (run / "metrics.jsonl").is_file():
-        return {}
-    rows = [row for row in read_metrics(run / "metrics.jsonl") if all(name in row for name in OVER_TRAINING)]
+    log = log_of(path)
+    rows = [row for row in read_metrics(log) if all(name in row for name in OVER_TRAINING)] if log else []
     return {name: [row[name] for row in rows] for name in ("step", *OVER_TRAINING)} if rows else {}
-
-
-# ---------------------------------------------------------------- table and picture
 
 
 def table(result: Mapping[str, Any]) -> Table:
@@ -99,7 +94,7 @@ def table(result: Mapping[str, Any]) -> Table:
 def sentence(row: Mapping[str, Any]) -> str:
     """Return a sentence that says if the latent space looks collapsed."""
     wrong = "; ".join(row["collapsed"])
-    return f"{label(dict(row))}: {f'looks collapsed: {wrong}' if wrong else 'does not look collapsed'}."
+    return f"{label(row)}: {f'looks collapsed: {wrong}' if wrong else 'does not look collapsed'}."
 
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:

@@ -1,7 +1,6 @@
 """Reliable decoding (Figure 5): Gen-PPL of texts decoded between the latents of two texts, without and with noise.
 
-Without noise, the decoding module alone decodes the mixed latents. With noise, the generative model first predicts clean
-latents once. Neither uses the decode branch of JPEG-DLM (paper, appendix).
+With noise, the generative model first predicts clean latents once; the decode branch is not used (paper, appendix).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 from torch import Tensor
 
 from jpeg_dlm import __version__
-from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol
+from jpeg_dlm.evaluation.protocols import Protocol
 from jpeg_dlm.evaluation.sources import ModelSource, SourceTexts
 from jpeg_dlm.flow.vp import TanSchedule
 from jpeg_dlm.methods.base import LatentView, linear_time
@@ -37,6 +36,7 @@ from jpeg_dlm.studies.latents import (
     unit_rms,
     view_of,
 )
+from jpeg_dlm.studies.steps import common_protocol
 from jpeg_dlm.studies.study import Asked, StudyOutcome
 from jpeg_dlm.text.blocks import EpochOrder
 from jpeg_dlm.text.text_metrics import perplexity, perplexity_interval, unigram_entropy
@@ -52,7 +52,7 @@ SHOWN = 2  # texts per point kept in the results
 def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
     """Score every model at every noise level and lambda."""
     check_sources(sources, rows=2)
-    scorer, protocol = asked.scorer(), protocol_of(sources)
+    scorer, protocol = asked.scorer(), common_protocol(sources)
     levels = [level(t) for t in TIMES]
     rows = [about(s) | {"levels": [_scored_path(s, one, scorer, protocol, asked) for one in levels]} for s in sources]
     result = {
@@ -67,12 +67,6 @@ def level(t: float) -> dict[str, float]:
     """Return the noise level at a time of COSMOS: sigma / alpha, and the time of the linear path with the same ratio."""
     ratio = tan_ratio(t, TanSchedule())
     return {"t": t, "ratio": ratio, "linear_t": linear_time(ratio)}
-
-
-def protocol_of(sources: Sequence[ModelSource]) -> Protocol:
-    """Return one protocol for all models: that of their common preset if it has one, else the default."""
-    presets = {source.model.config.preset for source in sources}
-    return PROTOCOLS.get(presets.pop() if len(presets) == 1 else "", PROTOCOLS["default"])
 
 
 # ---------------------------------------------------------------- from pairs to texts

@@ -5,7 +5,8 @@ Shapes: B batch, N latents, D latent width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +22,6 @@ from jpeg_dlm.methods.base import Batch, LatentView, Method
 from jpeg_dlm.methods.registry import systems_that
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.wording import either
-
-# ---------------------------------------------------------------- noise levels and times
 
 
 def tan_ratio(t: float, schedule: TanSchedule) -> float:
@@ -47,9 +46,6 @@ def view_of(method: Method) -> LatentView:
         return view
     able = either(systems_that(lambda system: system.latent_view is not Method.latent_view))
     raise UsageError(f"{method.title} has no latents to look at: name checkpoints of {able}.")
-
-
-# ---------------------------------------------------------------- models and their text
 
 
 def check_sources(sources: Sequence[ModelSource], rows: int) -> None:
@@ -112,6 +108,12 @@ def about(source: ModelSource) -> dict[str, Any]:
     }
 
 
-def label(row: dict[str, Any]) -> str:
+def label(row: Mapping[str, Any]) -> str:
     """Return the name of a model in tables and pictures."""
     return f"{row['name']} ({row['title']}, r = {row['rate']:g})"
+
+
+def log_of(path: Path | None) -> Path | None:
+    """Return the log of the run that a path or one of its checkpoints names, or None."""
+    run = path.parent.parent if path and path.parent.name == "checkpoints" else path
+    return run / "metrics.jsonl" if run and (run / "metrics.jsonl").is_file() else None

@@ -1,7 +1,6 @@
 """Distinguishing generated from real text by length alone, before and after cutting both to one budget (paper, appendix).
 
-MAUVE uses the hidden state after a text's last token, so texts of different lengths score low whatever their content. Cutting
-both sides to the same number of tokens removes this effect; this study shows how large it was.
+MAUVE uses the hidden state after a text's last token, so texts of different lengths score low whatever their content.
 """
 
 from __future__ import annotations
@@ -84,9 +83,6 @@ def figures_of(generated: Sequence[int], real: Sequence[int], limit: int | None)
         "generated": {k: found["generated"][k] for k in ("texts", "median", "std")},
         "real": {k: found["real"][k] for k in ("texts", "median", "std")},
     }  # fmt: skip
-
-
-# ---------------------------------------------------------------- table and picture
 
 
 def over_seeds(system: Mapping[str, Any], kind: str, *keys: str) -> Mapping[str, Any] | None:

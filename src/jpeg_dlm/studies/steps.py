@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from jpeg_dlm.evaluation.entry import EvaluationEntry, ModelFacts, of_models
 from jpeg_dlm.evaluation.entry_pictures import draw_sweep
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.paper import OWN, paper_tables
-from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol, protocol
+from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.results.spread import plus_minus
 from jpeg_dlm.results.table import Cell, Table, emphasis
@@ -31,8 +31,7 @@ def sweep_of(preset: str, own: int) -> tuple[int, ...]:
 def common_protocol(sources: Sequence[ModelSource]) -> Protocol:
     """Return the paper's protocol if all models share one of its setups, else the default."""
     presets = {source.model.config.preset for source in sources}
-    name = presets.pop() if len(presets) == 1 else ""
-    return protocol(name if name in PROTOCOLS else "default")
+    return PROTOCOLS.get(presets.pop() if len(presets) == 1 else "", PROTOCOLS["default"])
 
 
 def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
@@ -48,11 +47,7 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
         "scorer": scorer.name, "protocol": rules.name, "paper": paper_tables()["lm1b_steps"], "entries": entries,
         "enough": {source.name: enough_steps(sweep(entries, source.name)) for source in sources},
     }  # fmt: skip
-
-    def draw(path: Path) -> Path:
-        return draw_sweep(entries, scorer.name, path)
-
-    return StudyOutcome(result, [table(result)], draw)
+    return StudyOutcome(result, [table(result)], partial(draw_sweep, entries, scorer.name))
 
 
 def sweep(entries: Sequence[EvaluationEntry], name: str) -> list[tuple[int, float]]:

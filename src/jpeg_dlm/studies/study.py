@@ -79,9 +79,6 @@ EVERY_METHOD = ("data.", "encoder.", "train.")  # groups of options that all met
 
 
 def read_base(name: str, source: str | None, options: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
-    """Return a preset of JPEG-DLM with options, and those options to apply again to every config derived from it.
-
-    Other methods and the paper's recipes replace some of `data`, `encoder` and `train`; the user's options take precedence.
-    """
+    """Return a preset of JPEG-DLM with options, and those options to apply again to every config derived from it."""
     options = dict(options) | ({"data.source": source} if source else {})
     return override(preset(name), options), {key: value for key, value in options.items() if key.startswith(EVERY_METHOD)}

@@ -1,7 +1,6 @@
-"""Runs a study that trains: plan the variants, train each configuration once, evaluate.
+"""Run a study that trains: plan the variants, train each configuration once, evaluate.
 
-The phases are separate because several processes may share the training: they make the same plan, so that each finds the
-results of the others. If a variant fails, its row holds the error.
+Several processes that share the training make the same plan, and find the results of the others.
 """
 
 from __future__ import annotations
@@ -55,9 +54,6 @@ def ask(
     return Question(study, *read_base(preset, source, options), budget, train_seeds, only)
 
 
-# ---------------------------------------------------------------- plan
-
-
 @dataclass
 class Row:
     """A variant in progress: a configuration per training seed, the finished runs, and its record in the result."""
@@ -97,9 +93,6 @@ def plan(question: Question, workshop: Workshop) -> Plan:
     return Plan(question, rows, derived.left_out)
 
 
-# ---------------------------------------------------------------- train
-
-
 def train(planned: Plan, workshop: Workshop, wait: bool = True) -> None:
     """Train all planned configurations; without `wait`, skip those that other processes are training."""
 
@@ -111,9 +104,6 @@ def train(planned: Plan, workshop: Workshop, wait: bool = True) -> None:
     rows = [row for row in planned.rows if row.configs]
     pairs = [(row, row.configs[i]) for i in range(planned.question.train_seeds) for row in rows]
     workshop.take_turns([partial(one, row, config) for row, config in pairs], wait)
-
-
-# ---------------------------------------------------------------- evaluate
 
 
 def evaluate(

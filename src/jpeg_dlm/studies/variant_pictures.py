@@ -1,12 +1,8 @@
-"""Pictures of the studies that train: variants side by side, curves over rate and width, and two systems with arrows.
-
-Error bars are the deviations of the table, the dashed line is real text. The paper's figures are of another scorer, text
-and size, so they have panels of their own, which say so.
-"""
+"""Pictures of the studies that train: variants side by side, curves over rate and width, and two systems with arrows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,9 +49,6 @@ def _scale_perplexity(axes: Axes, side: Literal["x", "y"], values: Sequence[floa
         axis.set_minor_locator(NullLocator())
 
 
-# ---------------------------------------------------------------- variants side by side
-
-
 def draw_rows(result: Result, path: Path) -> Path | None:
     """One dot per variant and measure; the paper's beside, in panels of their own."""
     rows = _shown(result)
@@ -93,34 +86,43 @@ def _dress_rows(axes: Axes, heading: str, key: str, name: str, rows: Rows, value
         _scale_perplexity(axes, "x", values)
 
 
-# ---------------------------------------------------------------- curves
-
-
 def draw_rates(result: Result, path: Path) -> Path | None:
-    """Quality against r = N / L."""
+    """Draw quality against r = N / L."""
     return _draw_curve(result, path, "rate", RATE)
 
 
 def draw_widths(result: Result, path: Path) -> Path | None:
-    """Quality against d."""
+    """Draw quality against d."""
     return _draw_curve(result, path, "width", "width of a latent, d")
 
 
 def _draw_curve(result: Result, path: Path, fact: str, x: str) -> Path | None:
+    def draw(axes: Axes, key: str, rows: Rows) -> None:
+        _line(axes, rows, fact, key, "JPEG-DLM", *SYSTEMS["JPEG-DLM"])
+
+    return _draw_panels(result, path, fact, x, draw)
+
+
+def _draw_panels(
+    result: Result, path: Path, fact: str, x: str, draw: Callable[[Axes, str, Rows], None], **more: str
+) -> Path | None:
+    """Draw a panel for each measure, and for `more`, over a fact of the rows."""
     rows = _shown(result, fact)
     if not rows:
         return None
-    names = _names(result)
+    names = _names(result) | more
     figure, panels = _new(result, names)
     for axes, (key, name) in zip(panels, names.items(), strict=True):
-        _line(axes, rows, fact, [row["measures"][key] for row in rows], "JPEG-DLM", *SYSTEMS["JPEG-DLM"])
+        draw(axes, key, rows)
         _dress_curve(axes, result, rows, fact, x, key, name)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
     return save_png(figure, path)
 
 
-def _line(axes: Axes, rows: Rows, fact: str, found: Rows, label: str, color: str, fmt: str) -> None:
-    places, means, bars = [row["facts"][fact] for row in rows], [m["mean"] for m in found], [m["sd"] or 0.0 for m in found]
+def _line(axes: Axes, rows: Rows, fact: str, key: str, label: str, color: str, fmt: str) -> None:
+    every = [(row["facts"][fact], (row["measures"] | {"reconstruction": row["reconstruction"]})[key]) for row in rows]
+    found = [(place, measure["mean"], measure["sd"] or 0.0) for place, measure in every if measure]
+    places, means, bars = ([point[i] for point in found] for i in range(3))
     axes.errorbar(places, means, bars, fmt=fmt, ms=5, lw=1.5, capsize=3, color=color, label=label)
 
 
@@ -138,49 +140,33 @@ def _dress_curve(axes: Axes, result: Result, rows: Rows, fact: str, x: str, key:
 
 
 def draw_options(result: Result, path: Path) -> Path | None:
-    """Quality and reconstruction against r, a line per option."""
-    rows = _shown(result, "rate")
-    if not rows:
-        return None
-    names = _names(result)
-    figure, panels = _new(result, names, 1)
+    """Draw quality and reconstruction against r, a line per option."""
     options = list(dict.fromkeys(row["facts"]["option"] for row in result["rows"]))
-    for i, option in enumerate(options):
-        own = [row for row in rows if row["facts"]["option"] == option]
-        look = LINE_COLORS[i % len(LINE_COLORS)], ("o-", "s--", "D:")[i // len(LINE_COLORS) % 3]
-        for axes, key in zip(panels, names, strict=False):
-            _line(axes, own, "rate", [row["measures"][key] for row in own], option, *look)
-        kept = [row for row in own if row["reconstruction"]]
-        _line(panels[-1], kept, "rate", [row["reconstruction"] for row in kept], option, *look)
-    for axes, (key, name) in zip(panels, (names | {"": "tokens reconstructed"}).items(), strict=True):
-        _dress_curve(axes, result, rows, "rate", RATE, key, name)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
-    return save_png(figure, path)
 
+    def draw(axes: Axes, key: str, rows: Rows) -> None:
+        for i, option in enumerate(options):
+            own = [row for row in rows if row["facts"]["option"] == option]
+            look = LINE_COLORS[i % len(LINE_COLORS)], ("o-", "s--", "D:")[i // len(LINE_COLORS) % 3]
+            _line(axes, own, "rate", key, option, *look)
 
-# ---------------------------------------------------------------- joint and two-stage training
+    return _draw_panels(result, path, "rate", RATE, draw, reconstruction="tokens reconstructed")
 
 
 def draw_joint(result: Result, path: Path) -> Path | None:
-    """JPEG-DLM and COSMOS at each rate, arrows for the change from the second to the first, ELF as a diamond (Figure 4a)."""
-    rows = _shown(result, "rate")
-    if not rows:
-        return None
-    names = _names(result)
-    figure, panels = _new(result, names)
-    systems = {title: [row for row in rows if row["facts"]["method"] == title] for title in SYSTEMS}
-    joint = {row["facts"]["rate"]: row for row in systems["JPEG-DLM"]}
-    for axes, (key, name) in zip(panels, names.items(), strict=True):
+    """Draw JPEG-DLM and COSMOS at each rate, arrows from the second to the first, and ELF as a diamond (Figure 4a)."""
+
+    def draw(axes: Axes, key: str, rows: Rows) -> None:
+        systems = {title: [row for row in rows if row["facts"]["method"] == title] for title in SYSTEMS}
+        joint = {row["facts"]["rate"]: row for row in systems["JPEG-DLM"]}
         for title, own in systems.items():
             if own:
-                _line(axes, own, "rate", [row["measures"][key] for row in own], title, *SYSTEMS[title])
+                _line(axes, own, "rate", key, title, *SYSTEMS[title])
         for before in systems["COSMOS"]:
             rate = before["facts"]["rate"]
             if rate in joint and key != "entropy":  # of which neither more nor less is better
                 _arrow(axes, rate, before["measures"][key]["mean"], joint[rate]["measures"][key]["mean"])
-        _dress_curve(axes, result, rows, "rate", RATE, key, name)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
-    return save_png(figure, path)
+
+    return _draw_panels(result, path, "rate", RATE, draw)
 
 
 def _arrow(axes: Axes, x: float, before: float, after: float) -> None:

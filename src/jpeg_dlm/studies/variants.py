@@ -1,7 +1,6 @@
 """The paper's studies that train variants of JPEG-DLM: Table 2, Figures 3 and 4a, and two tables of the appendix.
 
-The paper ran them on OWT-128 at r = 0.5 and d = 512. With another preset, the variants use the same switches, values of sigma
-and rates, and widths in the same proportion to the preset's.
+The paper ran them on OWT-128 at r = 0.5 and d = 512; other presets use widths in the same proportion.
 """
 
 from __future__ import annotations
@@ -41,19 +40,12 @@ def _paper_base() -> dict[str, Any]:
     return _paper(paper_tables()["ablation"]["rows"][0])
 
 
-# ---------------------------------------------------------------- switches of the objective
-
-
 def ablations(base: Config) -> Variants:
-    """Table 2: separate networks, no JEP, no feature loss, other corruption, token loss at more times.
-
-    The paper does not say over what the token loss at t in [0.5, 1] is a mean. Here it is the mean over the rows at these
-    times: they are 3% of all with the paper's times, and as a mean over all rows their loss would hardly count.
-    """
+    """Table 2: separate networks, no JEP, no feature loss, other corruption, token loss at more times."""
     found = []
     for row in paper_tables()["ablation"]["rows"]:
         o = base.objective
-        late = CE_TIME_MIN[row["ce_times"]] < 1
+        late = CE_TIME_MIN[row["ce_times"]] < 1  # then the mean over the rows at these times, 3% of all (assumed)
         objective = replace(
             o, sigma=row["sigma"], ce_time_min=CE_TIME_MIN[row["ce_times"]], ce_time_mean="late" if late else o.ce_time_mean,
             jep_weight=o.jep_weight if row["jep"] else 0.0, feat_weight=o.feat_weight if row["feat"] else 0.0,
@@ -73,9 +65,6 @@ def regularizers(base: Config) -> Variants:
         label = " and ".join(names) or "no regularizer"
         found.append(Variant(label, replace(base, objective=replace(base.objective, **off)), _paper(row)))
     return Variants(found)
-
-
-# ---------------------------------------------------------------- sizes of the latents
 
 
 def rates(base: Config) -> Variants:
@@ -102,9 +91,6 @@ def widths(base: Config) -> Variants:
         if width not in found or paper:
             found[width] = Variant(f"d = {width}", config, paper, facts)
     return Variants([found[width] for width in sorted(found)])
-
-
-# ---------------------------------------------------------------- the two-stage system
 
 
 def _cosmos_paper() -> dict[float, dict[str, Any]]:

@@ -1,12 +1,7 @@
 """A folder in which each configuration is trained once: finished runs are reused, stopped ones continue.
 
-WORKSHOP/data-*/     text, prepared once for each set of options
-WORKSHOP/encoder-*/  the text encoder, pretrained once and shared by all methods that use one
-WORKSHOP/runs/*/     a run per configuration, named by its method and a hash of all its options; models/ has those along the way
-WORKSHOP/parts/      finished measurements
-WORKSHOP/locks/      locks of work in progress
-
-Any number of processes, on one machine or several, may share a folder: each takes work that no other process holds.
+It has data-*/ and encoder-*/ (prepared once), runs/METHOD-HASH/ with models/ along the way, parts/ (finished measurements)
+and locks/. Any number of processes, on one machine or several, may share a folder: each takes work that no other holds.
 """
 
 from __future__ import annotations
@@ -66,10 +61,7 @@ class Workshop:
     # ------------------------------------------------------------ among other processes
 
     def take_turns(self, tasks: Sequence[Callable[[], object]], wait: bool = True) -> None:
-        """Do every task; retry later if another process holds one, and take it over if that process dies.
-
-        Without `wait`, skip tasks that others hold.
-        """
+        """Do every task, waiting for those that other processes hold, or without `wait` skipping them."""
         left = list(tasks)
         while left:
             busy: list[tuple[Callable[[], object], Locked]] = []
@@ -188,10 +180,7 @@ class Workshop:
         return run
 
     def models(self, config: Config, steps: Sequence[int]) -> list[Path]:
-        """Train a config and return the model at each of these increasing steps, the last of which ends the training.
-
-        Training stops at each step, so that the model of it is written before the next begins.
-        """
+        """Train a config and return the model at each of these increasing steps, at which training stops to write it."""
         run = self.run_of(config)
         found = [run / "models" / f"step-{step:08d}" for step in steps]
         with run_lock(self.folder / "locks" / run.name):

@@ -1,8 +1,4 @@
-"""Read rows of a prepared folder from memory-mapped shards, and define the order in which training sees them.
-
-The order is a pure function of (seed, position): the rows of a batch depend only on the seed and the step, not on the
-number of processes, on earlier reads, or on where a run was resumed.
-"""
+"""Read rows of a prepared folder from memory-mapped shards, in an order that depends only on the seed and the position."""
 
 from __future__ import annotations
 
@@ -135,10 +131,7 @@ class Blocks:
         return torch.from_numpy(out)
 
     def before(self, indices: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
-        """Return the `count` rows before each row (B, count, L), oldest first, and a mask of those in the row's document.
-
-        Padded rows are in the order of the text, and the end token stands in the last row of each document alone.
-        """
+        """Return the `count` rows before each row (B, count, L), oldest first, and a mask of those in the row's document."""
         if self.index.get("given_rows"):
             raise DataError(f"'{self.folder}' holds rows without documents: prepare the text itself for a model with context.")
         wanted = np.asarray(indices, np.int64)[:, None] + np.arange(-count, 0)
@@ -178,8 +171,3 @@ class EpochOrder:
             parts.append(part)
             position, count = position + len(part), count - len(part)
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-
-def row_indices(seed: int, position: int, count: int, n_rows: int) -> np.ndarray:
-    """Return `EpochOrder.rows` for a single call."""
-    return EpochOrder(seed, n_rows).rows(position, count)

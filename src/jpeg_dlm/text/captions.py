@@ -1,8 +1,6 @@
-"""Short sentences about pictures from the Stanford Natural Language Inference corpus (SNLI).
+"""Short sentences about pictures from the Stanford Natural Language Inference corpus (SNLI), each once.
 
-A record pairs the caption of a picture (`sentence1`) with a sentence that an annotator wrote about it (`sentence2`); a
-caption occurs in several records. Each sentence is yielded once, in the order of first appearance, so neighbors often
-describe the same picture.
+A record pairs the caption of a picture (`sentence1`) with a sentence that an annotator wrote about it (`sentence2`).
 """
 
 from __future__ import annotations
@@ -21,10 +19,7 @@ _NOT_WORD = re.compile(r"[^a-z0-9 ]")
 
 
 def captions(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the sentences of SNLI records (one record per line), normalized by `sentence`.
-
-    Sentences that differ only in case and punctuation count as one.
-    """
+    """Yield the sentences of SNLI records, normalized by `sentence`, once if they differ only in case and punctuation."""
     seen: set[str] = set()
     for line in lines:
         record = json.loads(line)

@@ -1,7 +1,4 @@
-"""Measures samples against the training text: trigram perplexity, known words, copied rows.
-
-Rows of `padded` data end at their first end token; other rows are used whole.
-"""
+"""Measures samples against the training text: trigram perplexity, known words, copied rows."""
 
 from __future__ import annotations
 
@@ -23,9 +20,6 @@ REAL_ROWS = 512  # held-out rows to compare samples with
 WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
 
 
-# ---------------------------------------------------------------- rows
-
-
 def cut_rows(rows_BL: np.ndarray, end_id: int | None) -> list[np.ndarray]:
     """Cut each row after its first end token; keep rows without one, and all rows if `end_id` is None."""
     if end_id is None:
@@ -36,9 +30,6 @@ def cut_rows(rows_BL: np.ndarray, end_id: int | None) -> list[np.ndarray]:
 def spread(total: int, count: int) -> np.ndarray:
     """Return the numbers of `count` rows evenly spread over `total`; all rows if `count` is larger."""
     return np.arange(total) if count >= total else np.arange(count) * total // count
-
-
-# ---------------------------------------------------------------- trigram
 
 
 class Trigram:
@@ -92,16 +83,10 @@ def _lookup(sorted_keys: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return np.where(sorted_keys[place] == keys, place, -1)
 
 
-# ---------------------------------------------------------------- words
-
-
 def words_of(text: str, whole: bool) -> list[str]:
     """Return the case-folded words of a text; unless it is `whole`, without the first and last, which may be cut."""
     words = WORD.findall(text.casefold())
     return words if whole else words[1:-1]
-
-
-# ---------------------------------------------------------------- all of it
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,13 @@
 """Pack documents of token ids into rows of exactly L tokens, as pure functions with an explicit remainder.
 
-A document is a list of pieces: the whole text, its lines (when framed), or its sentences. `step` takes the remainder and
-one document, and returns full rows and the new remainder; `pack` folds it over a stream. Because the remainder is a
-value, packing can stop after any document and resume later.
-
-| packing | rows | text that is lost |
-|---|---|---|
-| continuous | documents joined by eos, cut anywhere; the remainder starts the next row | the last unfilled row of the stream |
-| sentences | the same, but rows start with a sentence: one that is cut starts the next row again | the same |
-| padded | each document is cut into its own rows, the last one ends with eos and pad | none; with `whole`, longer documents |
-
-`text.rows` has the layout of a row.
+A document is a list of pieces: the whole text, its lines (when framed), or its sentences. `continuous` and `sentences` lose
+the last unfilled row of the stream, `padded` loses nothing, and with `whole` documents longer than a row.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-
-import numpy as np
+from collections.abc import Iterable, Sequence
 
 from jpeg_dlm.text.rows import Layout
 
@@ -58,19 +47,6 @@ def step(layout: Layout, carry: Carry, document: Document) -> tuple[list[list[in
     return [layout.row(p) for p in payloads], carry
 
 
-def pack(layout: Layout, documents: Iterable[Document]) -> Iterator[list[int]]:
-    """Yield the rows of a stream of documents; drop an unfilled last row."""
-    carry: Carry = []
-    for document in documents:
-        rows, carry = step(layout, carry, document)
-        yield from rows
-
-
-def lengths(rows: np.ndarray, pad_id: int) -> np.ndarray:
-    """Return the number of tokens before the padding in each row."""
-    return (rows != pad_id).sum(axis=1)
-
-
 def _flat(pieces: Iterable[Sequence[int]]) -> list[int]:
     return [i for piece in pieces for i in piece]
 
@@ -91,11 +67,7 @@ def _cut_anywhere(width: int, stream: list[int]) -> tuple[list[list[int]], list[
 
 
 def _cut_at_sentences(width: int, pieces: Carry) -> tuple[list[list[int]], Carry]:
-    """Return full payloads that start with a piece, and the remaining pieces.
-
-    A piece that is cut starts the next row again, which loses no text and costs half a sentence per row. A piece longer
-    than a row continues where it was cut, as the packing could not advance otherwise.
-    """
+    """Return full payloads that start with a piece, which if cut starts the next row again, and the remaining pieces."""
     payloads: list[list[int]] = []
     first, filled, i = 0, 0, 0  # the open row holds pieces[first:i], `filled` ids
     while i < len(pieces):

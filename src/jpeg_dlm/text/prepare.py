@@ -1,15 +1,11 @@
 """Turn text into a folder of token blocks: shards of rows, their hashes, the tokenizer, and held-out text.
 
     out/index.json           shapes, hashes, counts and options; written last, so its presence means complete
-    out/tokenizer.json
-    out/train-00000.bin ...  rows of token_len little-endian uint16 or uint32, at most 64 MB each
-    out/heldout-00000.bin ...
+    out/train-00000.bin ...  rows of token_len little-endian uint16 or uint32, at most 64 MB each; also heldout-*.bin
     out/heldout.jsonl        the first held-out rows as text, for scorers
-    out/manifest.json        hashes of the files above except the shards, whose hashes are in the index
+    out/manifest.json        hashes of the files above and tokenizer.json, except the shards, whose hashes are in the index
 
-Progress is saved whenever a shard is full: `state.npz` holds the position in the stream, the remainders of packing and
-the rows of unfinished shards, in one file so that it is always consistent. A killed preparation resumes from there and
-writes the same bytes as one that was never interrupted.
+Whenever a shard is full, `state.npz` saves the progress, from which a killed preparation resumes to the same bytes.
 """
 
 from __future__ import annotations
@@ -19,10 +15,10 @@ import hashlib
 import itertools
 import json
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -30,11 +26,12 @@ from jpeg_dlm.config import DataConfig
 from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.files import atomic_file, sweep_temps, write_atomic, write_sealed
 from jpeg_dlm.text.blocks import FORMAT
-from jpeg_dlm.text.corpora import Corpus, Document, Ids, open_corpus
+from jpeg_dlm.text.corpora import Corpus, open_corpus
 from jpeg_dlm.text.packing import Carry, sentences, step
 from jpeg_dlm.text.prepared import SPLITS, UNCOMPARED, Prepared, describe, reuse
 from jpeg_dlm.text.rows import Layout, layout_of
 from jpeg_dlm.text.split import START, DocumentPiece, Place, choose_split
+from jpeg_dlm.text.text_files import Document, Ids, budgeted
 from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 from jpeg_dlm.wording import counted
 
@@ -47,7 +44,6 @@ BATCH = 1 << 18  # characters tokenized at once
 TEXT_ROWS = 4096  # held-out rows that are also kept as text
 
 Progress = Callable[[int, int | None], None]
-Item = TypeVar("Item")
 
 
 @dataclass
@@ -74,8 +70,8 @@ def prepare(
 ) -> Prepared:
     """Write the blocks of `data.source` to `out`, or return those that are already there.
 
-    `progress` is called with (bytes done, total bytes or None). A given `tokenizer` replaces the one that `data` names.
-    `check` is called often and may raise to stop.
+    `progress` is called with (bytes done, total bytes or None), and `check` often, which may raise to stop. A given `tokenizer`
+    replaces the one that `data` names.
     """
     finished = reuse(data, out, tokenizer)
     if finished:
@@ -162,7 +158,7 @@ class _Run:
             return load_tokenizer(self.data.tokenizer)
         # The tokenizer is not trained on held-out text.
         texts = (str(piece.content) for piece in self._pieces(START) if piece.split == "train")
-        lines = (line for text in _budgeted(texts, BPE_SAMPLE, len) for line in text.split("\n"))
+        lines = (line for text in budgeted(texts, BPE_SAMPLE, len) for line in text.split("\n"))
         return train_bpe(lines, self.data.vocab_size, self.check)
 
     def _check_vocabulary(self) -> None:
@@ -331,17 +327,8 @@ def _bytes(document: Document) -> int:
     return len(document.encode()) if isinstance(document, str) else 6 * len(document)
 
 
-def _budgeted(items: Iterable[Item], characters: int, length: Callable[[Item], int]) -> Iterator[Item]:
-    """Yield items until their total length exceeds `characters`."""
-    for item in items:
-        yield item
-        characters -= length(item)
-        if characters < 0:
-            return
-
-
 def _batches(pieces: Iterator[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
-    while batch := list(_budgeted(pieces, BATCH, lambda piece: len(piece.content))):
+    while batch := list(budgeted(pieces, BATCH, lambda piece: len(piece.content))):
         yield batch
 
 

@@ -1,7 +1,6 @@
 """Rows of exactly L tokens: the frame and padding around text, a text as a row of its own, and the end of a row's text.
 
-Framed rows are [begin] + payload + [eos]; in the payload, a boundary id follows each piece, and no eos follows a
-document (released, LM1B; the position of the frame is inferred from the names in its config).
+Framed rows are [begin] + payload + [eos], with a boundary id after each piece (released, LM1B).
 """
 
 from __future__ import annotations
@@ -51,11 +50,7 @@ class Layout:
         return row + [self.pad_id] * (self.token_len - len(row))
 
     def text_row(self, ids: Sequence[int]) -> list[int]:
-        """Return a row with one text, in the form that the model was trained on.
-
-        A model trained on full blocks never saw padding, so a short text is repeated, as if more of it followed; where rows
-        end, the text is ended and padded.
-        """
+        """Return a row with one text: ended and padded, or repeated for models trained on full blocks."""
         unit = [*ids, self.separator]
         times = 1 if self.packing == "padded" else -(-self.payload // len(unit))
         return self.row((unit * times)[: self.payload])
@@ -79,8 +74,7 @@ def layout_of(data: DataConfig, tokenizer: TextTokenizer) -> Layout:
 def first_copy(row: list[int], separator: int) -> list[int]:
     """Return the text that fills a row by repetition, once; any other row as it is.
 
-    A codec may change a few tokens, so a row repeats itself where more than half of what follows a separator is what the
-    row began with (assumed: of two different texts few tokens agree in place).
+    A row repeats itself where more than half of what follows a separator is what the row began with (assumed).
     """
     for i in [i for i, token in enumerate(row) if token == separator and i > 0]:
         again = row[i + 1 :]
@@ -92,8 +86,7 @@ def first_copy(row: list[int], separator: int) -> list[int]:
 def end_rows(tokens_BL: Tensor, eos_id: int, pad_id: int, given: Tensor | None = None) -> Tensor:
     """Replace all tokens after the first end token with padding, for models whose rows end (`DataConfig.rows_end`).
 
-    Padding is masked in training, so tokens that such a model writes there are meaningless. Given text (`given`, (L) or
-    (B, L), -1 elsewhere) is kept: only end tokens after it count.
+    Given text (`given`, (L) or (B, L), -1 elsewhere) is kept: only end tokens after it count.
     """
     ends_BL = (tokens_BL == eos_id).long()
     if given is not None:

@@ -1,7 +1,6 @@
-"""Choose the held-out text as a function of document numbers and lengths, so that reading can resume anywhere.
+"""Choose the held-out text as a function of document numbers and lengths in characters, so that reading can resume anywhere.
 
-Whole documents are held out by a hash of their number. A document that is longer than all the text to hold out is cut
-instead: evenly spaced stretches of such documents are held out. Lengths are in characters, as a proxy for tokens.
+Whole documents are held out by a hash of their number; of a document longer than all the text to hold out, stretches are.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from jpeg_dlm.rng import derive_seed
-from jpeg_dlm.text.corpora import Document
 from jpeg_dlm.text.packing import sentences
+from jpeg_dlm.text.text_files import Document
 
 STRETCHES = 8  # held-out stretches inside long documents (assumed: several parts of a book, each long enough to read)
 CHUNK = 1 << 20  # most characters in one piece of a long document: tokenized at once, and between two saves
@@ -94,10 +93,7 @@ def draw(number: int) -> float:
 def choose_split(
     head: Sequence[Document], share: float, token_len: int, rest: int = 0, by: Literal["tokens", "documents"] = "tokens"
 ) -> Split:
-    """Choose the split of a stream that begins with `head` and has about `rest` more characters.
-
-    If `head` has enough text, the held-out part gets at least one row of it and some is left for training.
-    """
+    """Choose the split of a stream that begins with `head` and has about `rest` more characters; both parts get text."""
     row = 8 * token_len  # upper bound on the characters of a row
     lengths = {i: len(document) for i, document in enumerate(head)}
     total = sum(lengths.values()) + rest
@@ -114,8 +110,7 @@ def choose_split(
 def _drawn(lengths: dict[int, int], share: float, least: int, balance: bool) -> frozenset[int]:
     """Choose whole documents to hold out, with at least `least` characters in total; leave at least one for training.
 
-    These are the documents whose draw is below the share. If that holds out far more or less than the share of the text,
-    because documents are few or uneven, take documents in the order of their draws until the share is reached.
+    These are the documents whose draw is below the share, or if they miss the share by far, those with the lowest draws.
     """
     order = sorted(lengths, key=draw)
     held = [i for i in order if draw(i) < share]

@@ -1,8 +1,4 @@
-"""Generate children's stories with stories15M: any amount of text that a small model can learn.
-
-Story i has its own random numbers, and stories are cached in parts of fixed size, so a killed writer resumes with the
-part it was writing and produces the same files. Rounding, and thus a story, may differ between machines.
-"""
+"""Generate children's stories with stories15M, in cached parts; a killed writer resumes with the part it was writing."""
 
 from __future__ import annotations
 

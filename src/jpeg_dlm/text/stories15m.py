@@ -1,7 +1,4 @@
-"""Load stories15M, a language model of children's stories with 15 M parameters, and its tokenizer.
-
-One file in the format of llama2.c holds both: seven sizes, the weights in fp32, then the pieces of a SentencePiece BPE.
-"""
+"""Load stories15M, a language model with 15 M parameters, and its tokenizer from one file in the format of llama2.c."""
 
 from __future__ import annotations
 

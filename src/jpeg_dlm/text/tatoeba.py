@@ -1,8 +1,4 @@
-"""Everyday English sentences of Tatoeba, from its pairs with French and Spanish translations.
-
-A line holds the English sentence, a translation and the attribution, separated by tabs. A sentence stands once for each of its
-translations; each is yielded once, in the order of first appearance. Both files are sorted by length.
-"""
+"""Everyday English sentences of Tatoeba, each once: a line has the sentence, a translation and the attribution."""
 
 from __future__ import annotations
 

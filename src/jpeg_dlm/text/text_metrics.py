@@ -1,15 +1,12 @@
-"""Metrics of texts as pure functions of scores and token ids.
-
-Entropy is in nats. Token ids are those of the scorer, so that systems with different tokenizers are comparable.
-"""
+"""Metrics of texts as pure functions of scores and token ids of the scorer; entropy is in nats."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,7 +14,6 @@ import torch
 from jpeg_dlm.errors import DataError
 from jpeg_dlm.rng import derive_seed
 
-T = TypeVar("T")
 Aggregate = Literal["corpus", "sequence"]
 DEGENERATE_REPETITION = 0.5  # assumed: a text that repeats more than half of its 4-grams is degenerate
 
@@ -36,22 +32,20 @@ class TextScore:
         return self.n_tokens == 0
 
 
-def gen_ppl(scores: Sequence[TextScore]) -> float:
-    """Return exp(total NLL / total tokens): weighted by tokens over all texts, not a mean of per-text figures."""
-    tokens = sum(score.n_tokens for score in scores)
-    if not tokens:
-        raise DataError("No text had a token to score: give texts of at least two tokens.")
-    return math.exp(math.fsum(score.nll_sum for score in scores) / tokens)
-
-
 def perplexity(scores: Sequence[TextScore], aggregate: Aggregate = "corpus") -> float:
-    """Return `gen_ppl`, or the mean of the per-text perplexities, which a few bad texts dominate (SEDD's code)."""
-    if aggregate == "corpus":
-        return gen_ppl(scores)
-    own = [math.exp(min(700.0, score.nll_sum / score.n_tokens)) for score in scores if not score.skipped]
-    if not own:
+    """Return exp(total NLL / total tokens), or the mean of the per-text perplexities, which bad texts dominate (SEDD)."""
+    kept = [score for score in scores if not score.skipped]
+    if not kept:
         raise DataError("No text had a token to score: give texts of at least two tokens.")
-    return math.fsum(own) / len(own)
+    if aggregate == "corpus":
+        return math.exp(min(700.0, math.fsum(score.nll_sum for score in kept) / sum(score.n_tokens for score in kept)))
+    return math.fsum(math.exp(min(700.0, score.nll_sum / score.n_tokens)) for score in kept) / len(kept)
+
+
+def summary(scores: Sequence[TextScore]) -> dict[str, float]:
+    """Return the perplexity of texts with its interval, as results hold it."""
+    low, high = perplexity_interval(scores)
+    return {"perplexity": perplexity(scores), "low": low, "high": high}
 
 
 def perplexity_interval(
@@ -118,19 +112,3 @@ def shuffle_words(text: str, generator: torch.Generator) -> str:
     """Return the words of a text in random order: the same unigrams without grammar, a baseline for any scorer."""
     words = text.split()
     return " ".join(words[i] for i in torch.randperm(len(words), generator=generator).tolist())
-
-
-def bootstrap_interval(
-    items: Sequence[T],
-    statistic: Callable[[Sequence[T]], float],
-    seed: int = 0,
-    resamples: int = 1000,
-    level: float = 0.95,
-) -> tuple[float, float]:
-    """Return a percentile bootstrap interval of `statistic` over items (texts)."""
-    if not items:
-        raise DataError("A bootstrap interval needs at least one text.")
-    random = np.random.default_rng(derive_seed(seed, "bootstrap"))
-    values = [statistic([items[i] for i in random.integers(len(items), size=len(items))]) for _ in range(resamples)]
-    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)

@@ -1,8 +1,6 @@
 """Convert text to token ids and back: one wrapper around `tokenizers.Tokenizer` for files and hub tokenizers.
 
-Special tokens are found by name, so a prepared folder or a checkpoint only has to keep tokenizer.json. Only this package
-inserts special ids: the name of a special token in a text is encoded as plain characters, or dropped if the tokenizer
-cannot do that.
+Special tokens are found by name. Their names in a text are encoded as plain characters, or dropped if that is impossible.
 """
 
 from __future__ import annotations
@@ -149,10 +147,7 @@ class TextTokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, check: Callable[[], None] = lambda: None) -> TextTokenizer:
-    """Train a byte-level BPE tokenizer; it is deterministic, and every text survives a round trip.
-
-    `check` is called ten times a second during training and may raise to stop it.
-    """
+    """Train a byte-level BPE tokenizer deterministically; `check` is called ten times a second and may raise to stop."""
     if vocab_size < SMALLEST_BPE:
         raise UsageError(f"data.vocab_size {vocab_size} is too small for 'bpe', which needs at least {SMALLEST_BPE}.")
     backend = Tokenizer(models.BPE())
