@@ -14,7 +14,10 @@ from jpeg_dlm.files import write_atomic
 
 INK, GRID = "#2d3748", "#e2e8f0"
 GENERATED_COLOR, REAL_COLOR = "#2b6cb0", "#dd6b20"
-LINE_COLORS = (GENERATED_COLOR, "#2f855a", "#805ad5", "#b7791f", "#97266d", "#c53030")
+BAD_COLOR = "#c53030"
+LINE_COLORS = (
+    GENERATED_COLOR, "#2f855a", "#805ad5", "#b7791f", "#97266d", BAD_COLOR, "#0bc5ea", "#68d391", "#1a202c", "#f687b3",
+)  # fmt: skip
 
 
 def new_figure(panels: int, heading: str, columns: int = 0) -> tuple[Figure, list[Axes]]:

@@ -13,7 +13,7 @@ from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_
 from jpeg_dlm.studies.compare import ScoredPoint
 from jpeg_dlm.studies.compare_report import scored_rows
 
-MARKERS = "os^DvPX*<>"  # beside the colors, which are fewer than the systems
+MARKERS = "os^DvPX*<>"  # beside colors, for readers who cannot tell these apart
 LEVELS = {"real": ("--", "real text"), "words": (":", "words shuffled"), "unigram": ("-.", "tokens by frequency")}
 
 
@@ -42,7 +42,7 @@ def _draw(
     }  # fmt: skip
     taken = [point.scores.measures for _, _, points in lines for point in points]
     names = {key: text for key, text in names.items() if all(key in measures for measures in taken)}
-    figure, panels = new_figure(len(names), heading)
+    figure, panels = new_figure(len(names), heading, columns=2)
     for axes, (key, text) in zip(panels, names.items(), strict=True):
         for i, (title, places, points) in enumerate(lines):
             measures = [point.scores.measures[key] for point in points]

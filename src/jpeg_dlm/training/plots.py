@@ -16,12 +16,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogFormatter, MaxNLocator
 
 from jpeg_dlm.errors import DataError
-from jpeg_dlm.results.pictures import GENERATED_COLOR, INK, LINE_COLORS, REAL_COLOR, dress, png_bytes
+from jpeg_dlm.results.pictures import BAD_COLOR, GENERATED_COLOR, INK, LINE_COLORS, REAL_COLOR, dress, png_bytes
 from jpeg_dlm.training.metrics import DIAGNOSIS, HELDOUT, read_metrics
 from jpeg_dlm.training.record import write_recorded
 
 LR = "lr_"
-TRAIN_COLOR, HELDOUT_COLOR, BAD_COLOR = GENERATED_COLOR, REAL_COLOR, LINE_COLORS[-1]
+TRAIN_COLOR, HELDOUT_COLOR = GENERATED_COLOR, REAL_COLOR
 PANEL_SIZE = (4.1, 2.7)  # inches; four fit a wide screen at 110 dots per inch
 LOG_RANGE = 30.0  # a panel whose values span more than this factor gets a logarithmic axis
 # Titles and units of measures that are not losses; any measure without an entry is a loss term.
