@@ -23,7 +23,7 @@ from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.rng import RowNoise
-from jpeg_dlm.text.packing import pack
+from jpeg_dlm.text.packing import step
 from jpeg_dlm.text.rows import Layout
 from jpeg_dlm.training import data as training_data
 from jpeg_dlm.training.data import BatchStream
@@ -66,7 +66,11 @@ class PackedRows:
         for document in range(12):
             sizes = [3 + (5 * document + 7 * sentence) % 11 for sentence in range(1 + document % 4)]
             found.append([[4 + (i := i + 1) * 7 % (VOCAB - 4) for _ in range(size)] for size in sizes])
-        self.all = torch.tensor(list(pack(Layout(d.packing, L, 1, 0, d.frame, 2, 3, d.whole), found)))
+        layout, rows, carry = Layout(d.packing, L, 1, 0, d.frame, 2, 3, d.whole), [], []
+        for document in found:
+            filled, carry = step(layout, carry, document)
+            rows += filled
+        self.all = torch.tensor(rows)
 
     def __len__(self) -> int:
         return len(self.all)
