@@ -28,13 +28,16 @@ class DataConfig:
     """Source of the text, tokenizer, and packing of tokens into blocks."""
 
     source: str = opt("", "text file, folder, JSONL, prepared folder, named corpus or hf:DATASET")
-    tokenizer: str = opt("bpe", "'bpe' (trained on the corpus), 't5', or a hub name or folder of a tokenizer")
-    vocab_size: int = opt(4096, "number of token ids; for 'bpe' also the size to train")
+    tokenizer: str = opt(
+        "bpe", "'bpe' or 'words' (trained on the corpus: pieces of words, or its most frequent words), 't5', a hub name or a folder"
+    )
+    vocab_size: int = opt(4096, "number of token ids; for 'bpe' and 'words' also the size to train")
     token_len: int = opt(128, "L, tokens per block (paper: 128 / 1024)")
     packing: Literal["continuous", "sentences", "padded"] = opt(
         "continuous", "how documents fill blocks: cut anywhere, cut between sentences, or one padded row each"
     )
     whole: bool = opt(False, "with 'padded': leave out documents longer than one row, so that every row starts a document")
+    known: bool = opt(False, "leave out documents with words that the tokenizer lacks")
     frame: bool = opt(False, "frame each block with begin and end tokens and mark line boundaries (released, LM1B)")
     detokenize: Literal["none", "lm1b"] = opt("none", "undo the corpus's own tokenization first")
     holdout: float = opt(0.02, "share of the text kept for evaluation")

@@ -129,7 +129,16 @@ def captions() -> Config:
     return replace(
         base,
         preset="captions",
-        data=replace(base.data, source="captions", token_len=16, packing="padded", whole=True, cache_features=False),
+        data=replace(
+            base.data,
+            source="captions",
+            tokenizer="words",
+            known=True,
+            token_len=16,
+            packing="padded",
+            whole=True,
+            cache_features=False,
+        ),
         encoder=replace(base.encoder, depth=4),
         model=replace(base.model, latent_len=4, denoise_skip=True),
         objective=replace(
@@ -152,7 +161,7 @@ def stories() -> Config:
     return replace(
         base,
         preset="stories",
-        data=replace(base.data, source="stories", token_len=32, whole=False),
+        data=replace(base.data, source="stories", tokenizer="bpe", known=False, token_len=32, whole=False),
         model=replace(base.model, latent_len=8, context_blocks=2),
         train=replace(base.train, warmup=200, steps=20_000),
     )

@@ -32,7 +32,7 @@ from jpeg_dlm.text.prepared import SPLITS, UNCOMPARED, Prepared, describe, reuse
 from jpeg_dlm.text.rows import Layout, layout_of
 from jpeg_dlm.text.split import START, DocumentPiece, Place, choose_split
 from jpeg_dlm.text.text_files import Document, Ids, budgeted
-from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer, train_bpe
+from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer, train_bpe, train_words
 from jpeg_dlm.wording import counted
 
 SHARD_BYTES = 64 << 20
@@ -42,6 +42,8 @@ LONG_HEAD = 64 << 20  # most characters read for it when documents are long: rea
 HEAD_HELD = 4  # expected number of whole documents to hold out (assumed: the rest then follows the share closely)
 BATCH = 1 << 18  # characters tokenized at once
 TEXT_ROWS = 4096  # held-out rows that are also kept as text
+
+TRAINED = {"bpe": train_bpe, "words": train_words}  # tokenizers that are trained on the text, by name
 
 Progress = Callable[[int, int | None], None]
 
@@ -53,6 +55,7 @@ class SplitState:
     carry: Carry = field(default_factory=list)
     shards: list[dict[str, Any]] = field(default_factory=list)
     documents: int = 0
+    left_out: int = 0  # documents with unknown tokens
     tokens: int = 0
     unk: int = 0
     rows: int = 0
@@ -143,7 +146,7 @@ class _Run:
             yield document
 
     def _check_options(self, tokenizer: TextTokenizer | None) -> None:
-        if self.data.tokenizer == "bpe" and tokenizer is None:
+        if self.data.tokenizer in TRAINED and tokenizer is None:
             raise UsageError(f"'{self.data.source}' holds token ids, not text: name their tokenizer with --data.tokenizer.")
         if self.data.detokenize != "none":
             raise UsageError(f"data.detokenize is for text, and '{self.data.source}' holds token ids: leave it out.")
@@ -154,12 +157,12 @@ class _Run:
         return self.split.pieces(itertools.chain(self.head[start.document :], rest), start)
 
     def _tokenizer(self) -> TextTokenizer:
-        if self.data.tokenizer != "bpe":
+        if self.data.tokenizer not in TRAINED:
             return load_tokenizer(self.data.tokenizer)
         # The tokenizer is not trained on held-out text.
         texts = (str(piece.content) for piece in self._pieces(START) if piece.split == "train")
         lines = (line for text in budgeted(texts, BPE_SAMPLE, len) for line in text.split("\n"))
-        return train_bpe(lines, self.data.vocab_size, self.check)
+        return TRAINED[self.data.tokenizer](lines, self.data.vocab_size, self.check)
 
     def _check_vocabulary(self) -> None:
         size = self.tokenizer.vocab_size
@@ -193,9 +196,13 @@ class _Run:
 
     def _add(self, name: str, document: list[list[int]]) -> None:
         part, unk, pad = self.parts[name], self.tokenizer.unk_id, self.tokenizer.pad_id
+        unknown = sum(piece.count(unk) for piece in document) if unk is not None else 0
+        if self.data.known and unknown:
+            part.left_out += 1
+            return
         part.documents += 1
         part.tokens += sum(map(len, document))
-        part.unk += sum(piece.count(unk) for piece in document) if unk is not None else 0
+        part.unk += unknown
         if self.given:
             rows = document
             if rows[0][-1] == pad != self.tokenizer.eos_id:
@@ -281,7 +288,7 @@ class _Run:
         return "".join(lines).encode()
 
     def _index(self) -> dict[str, Any]:
-        names = ("documents", "tokens", "unk", "rows", "shards")
+        names = ("documents", "left_out", "tokens", "unk", "rows", "shards")
         data = self.data
         if self.given:
             data = replace(data, packing="padded" if any(part.padded for part in self.parts.values()) else "continuous")

@@ -67,12 +67,21 @@ def describe(out: Path, index: dict[str, Any], reused: bool) -> Prepared:
 
 
 def _note(index: dict[str, Any]) -> str:
-    """Return a sentence about documents that are split between both parts, or "" when there are none."""
+    """Return sentences about documents that are left out or split between both parts, or "" when there are none."""
+    splits = [index["splits"][name] for name in SPLITS]
+    sentences = []
+    unknown = sum(split.get("left_out", 0) for split in splits)
+    if unknown:
+        sentences.append(f"{counted(unknown, 'document')} with words outside the vocabulary {_are(unknown)} left out.")
     long = index.get("long_documents", 0)
-    if not long:
-        return ""
-    train, heldout = (index["splits"][name]["rows"] for name in SPLITS)
-    return (
-        f"{counted(long, 'document')} {'is' if long == 1 else 'are'} longer than all the text to hold out, so parts of long "
-        f"documents are held out ({heldout / max(1, train + heldout):.1%} of the blocks)."
-    )
+    if long:
+        train, heldout = (split["rows"] for split in splits)
+        sentences.append(
+            f"{counted(long, 'document')} {_are(long)} longer than all the text to hold out, so parts of long documents are held "
+            f"out ({heldout / max(1, train + heldout):.1%} of the blocks)."
+        )
+    return " ".join(sentences)
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"

@@ -134,6 +134,12 @@ class TextTokenizer:
         encoded = self._backend.encode_batch_fast([lead + self._plain(t) for t in texts], add_special_tokens=False)
         return [e.ids for e in encoded]
 
+    def unknown_words(self, text: str) -> list[str]:
+        """Return the words of `text` that encode to the unknown token, each once."""
+        if self.unk_id is None or self.unk_id not in self.encode(text):
+            return []
+        return [word for word in dict.fromkeys(self._plain(text).split()) if self.unk_id in self.encode(word)]
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; drop special tokens, turn line boundaries into spaces, and collapse white space."""
         segments: list[list[int]] = [[]]
@@ -164,6 +170,19 @@ def train_bpe(texts: Iterable[str], vocab_size: int, check: Callable[[], None] =
     )
     _interruptibly(lambda feed: backend.train_from_iterator(feed, trainer=trainer), map(collapse, texts), check)
     backend.pre_tokenizer = words
+    return TextTokenizer(backend)
+
+
+def train_words(texts: Iterable[str], vocab_size: int, check: Callable[[], None] = lambda: None) -> TextTokenizer:
+    """Train a tokenizer whose tokens are the most frequent words and marks; every other word is the unknown token.
+
+    Words are split as in `train_bpe`, so that texts decode with the same spaces; `check` is as there.
+    """
+    backend = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.WordLevelTrainer(vocab_size=vocab_size, special_tokens=list(SPECIALS), show_progress=False)
+    _interruptibly(lambda feed: backend.train_from_iterator(feed, trainer=trainer), map(collapse, texts), check)
     return TextTokenizer(backend)
 
 
