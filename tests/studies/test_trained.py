@@ -35,7 +35,7 @@ pytest_plugins = ["tiny_evaluation"]  # fixtures
 
 COUNTS = {
     "ablations": 8, "regularizers": 4, "rates": 4, "widths": 4, "joint-vs-two-stage": 9, "encoder-layers": 2, "recipes": 12,
-    "objectives": 12, "codecs": 9, "decoders": 9,
+    "objectives": 22, "codecs": 9, "decoders": 9,
 }  # fmt: skip
 
 
@@ -61,13 +61,10 @@ def shop(folder):
     return Workshop(folder, Ranks(), Console(quiet=True))
 
 
-ONLY = {"objectives": "r = 0.25"}  # the other rates differ in the number of latents alone
-
-
 def question(study, corpus_file, train_seeds=1, only="", **options):
     values = MICRO | {"encoder.kind": "random"} | options
     values = {name: value for name, value in values.items() if name not in TRAINING[study].sets}
-    return ask(study, "smoke", str(corpus_file), values, parse_budget("2steps"), train_seeds, only or ONLY.get(study, ""))
+    return ask(study, "smoke", str(corpus_file), values, parse_budget("2steps"), train_seeds, only)
 
 
 def run(asked, folder, byte_gpt2, seeds=1):

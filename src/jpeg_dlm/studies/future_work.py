@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ REMEDIES: dict[str, dict[str, Any]] = {  # each with the plain gradient
     "noise before the decoder": {"objective.decoder_noise": 0.5},  # assumed: sigma corrupts this codec already
     "adaptive times": {"objective.time_adaptive": True},
 }
+SINGLE_REMEDIES = {f"flow gradient, {name}": REACHED | change for name, change in REMEDIES.items()}
 LDLM = ("warm-up", "no token loss in the codec", "noise before the decoder", "adaptive times")
 NO_ENCODER = {"encoder.kind": "none", "data.cache_features": False}
 OBJECTIVE_OPTIONS = ("encoder.kind", "encoder.layers", *(name for change in (REACHED, *REMEDIES.values()) for name in change))
@@ -49,16 +50,16 @@ def objective_options(base: Config) -> dict[str, dict[str, Any]]:
     return {
         PAPER: {},
         "flow gradient": REACHED,
-        **{f"flow gradient, {name}": REACHED | change for name, change in REMEDIES.items()},
+        **SINGLE_REMEDIES,
         "flow gradient, LDLM's remedies": together,
         "no encoder": NO_ENCODER,
         f"mean of {layers} layers": {"encoder.layers": tuple(range(-layers, 0))},
     }
 
 
-def at_each_rate(base: Config, options: Mapping[str, Mapping[str, Any]]) -> Variants:
+def at_each_rate(base: Config, options: Mapping[str, Mapping[str, Any]], rates: Sequence[float] = STRONG_RATES) -> Variants:
     """Return every option at every rate."""
-    lens, left_out = latent_lens(base, STRONG_RATES)
+    lens, left_out = latent_lens(base, rates)
     found = []
     for latent_len in lens.values():
         for option, change in options.items():
@@ -83,8 +84,14 @@ def decoders(base: Config) -> Variants:
 
 
 def objectives(base: Config) -> Variants:
-    """Return other joint objectives, and features without a pretrained encoder or from several of its layers."""
-    return at_each_rate(base, objective_options(base))
+    """Return other joint objectives, and features without a pretrained encoder or from several of its layers.
+
+    Single remedies of the flow gradient are tried at the base's own rate alone: what they are for, its collapse, shows there.
+    """
+    options = objective_options(base)
+    everywhere = at_each_rate(base, {name: change for name, change in options.items() if name not in SINGLE_REMEDIES})
+    alone = at_each_rate(base, SINGLE_REMEDIES, (base.model.latent_len / base.data.token_len,))
+    return replace(everywhere, variants=[*everywhere.variants, *alone.variants])
 
 
 def _better_text(option: str, said: str) -> tuple[Conjecture, ...]:

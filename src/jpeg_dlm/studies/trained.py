@@ -24,9 +24,9 @@ from jpeg_dlm.studies.budget import Budget, all_steps
 from jpeg_dlm.studies.conjectures import conjecture_table, judge
 from jpeg_dlm.studies.scored import Scores, over_trainings, shown
 from jpeg_dlm.studies.study import StudyOutcome, Variant, read_base
-from jpeg_dlm.studies.variant_report import study_table
+from jpeg_dlm.studies.variant_report import diagnosis_table, study_table
 from jpeg_dlm.studies.variants import TRAINING
-from jpeg_dlm.studies.workshop import Workshop, last_latents, parameter_count, training_seconds
+from jpeg_dlm.studies.workshop import Workshop, last_diagnosis, last_latents, parameter_count, training_seconds
 
 SHOWN = 4  # texts per run kept in the result
 
@@ -128,7 +128,7 @@ def evaluate(
         "train_seeds": question.train_seeds, "left_out": planned.left_out, "rows": [row.record for row in rows],
         "anchors": scores.anchors, **beside,
     }  # fmt: skip
-    tables = [study_table(result)]
+    tables = [study_table(result), *diagnosis_table(result)]
     if study.conjectures:
         result["conjectures"] = judge(study.conjectures, result["rows"])
         tables.append(conjecture_table(result["conjectures"]))
@@ -147,8 +147,8 @@ def _scored(
     return entry, {
         "run": run.name, "seed": config.train.seed, "steps": all_steps(config),
         "training_seconds": training_seconds(run), "parameters": parameter_count(model),
-        "measures": shown(entry), "latents": last_latents(run), "reconstruction": entry.reconstruction,
-        "degenerate": entry.degenerate, "notes": entry.notes, "samples": entry.runs[0].samples[:SHOWN],
+        "measures": shown(entry), "latents": last_latents(run), "diagnosis": last_diagnosis(run),
+        "reconstruction": entry.reconstruction, "degenerate": entry.degenerate, "notes": entry.notes, "samples": entry.runs[0].samples[:SHOWN],
     }  # fmt: skip
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jpeg_dlm.results.spread import plus_minus
+from jpeg_dlm.results.spread import plus_minus, spread
 from jpeg_dlm.results.table import Cell, Table
 from jpeg_dlm.studies.scored import HEADINGS, anchor_rows, cells
 
 OURS = ("variant", "parameters", "training", *HEADINGS, "tokens reconstructed", "texts/s")
 PAPER = ("paper: Gen-PPL", "paper: entropy", "paper: MAUVE")
+# Columns of the diagnosis: heading and digits of each measure of `training.diagnosis`.
+DIAGNOSED = {f"ratio_{t:g}": (f"error / linear, t = {t:g}", 2) for t in (0.2, 0.3, 0.5, 0.7)} | {
+    "accuracy_0.3": ("tokens right from t = 0.3", 3), "accuracy_0.5": ("from t = 0.5", 3), "rank": ("rank of a latent", 0),
+    "rank_joint": ("rank of all", 0), "trigram": ("trigram perplexity", 0),
+}  # fmt: skip
 
 
 def study_table(result: Mapping[str, Any]) -> Table:
@@ -25,6 +30,19 @@ def study_table(result: Mapping[str, Any]) -> Table:
             said = "; ".join(row["degenerate"])
             notes.append(f"{row['label']}: look at the texts before believing the perplexity: {said}.")
     return Table.of(_conditions(result), [*OURS, *PAPER], rows, notes)
+
+
+def diagnosis_table(result: Mapping[str, Any]) -> list[Table]:
+    """Return a table of the diagnostic measures at the end of training, or none if no run was diagnosed."""
+    rows = []
+    for row in result["rows"]:
+        found = [run["diagnosis"] for run in row.get("runs", []) if run["diagnosis"]]
+        if found:
+            shared = {name: [f[name] for f in found] for name in DIAGNOSED if all(name in f for f in found)}
+            cells = [plus_minus(spread(shared[n]), digits) if n in shared else "" for n, (_, digits) in DIAGNOSED.items()]
+            rows.append([row["label"], *cells])
+    head = "Diagnosis on held-out text at the end of training (trigram perplexity is of 64 texts)."
+    return [Table.of(head, ["variant", *(heading for heading, _ in DIAGNOSED.values())], rows)] if rows else []
 
 
 def _conditions(result: Mapping[str, Any]) -> str:

@@ -34,6 +34,7 @@ from jpeg_dlm.studies.budget import Budget, measure_step, spend
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.corpora import bring
 from jpeg_dlm.text.prepare import prepare
+from jpeg_dlm.training.diagnosis_plot import diagnoses
 from jpeg_dlm.training.encoder_stage import encoder_config
 from jpeg_dlm.training.lock import Locked, run_lock
 from jpeg_dlm.training.metrics import read_metrics
@@ -238,6 +239,11 @@ def last_latents(run: Path) -> dict[str, float]:
     """Return the effective rank of a run's latents and their variance due to text at its last evaluation, where it has any."""
     rows = [row for row in read_metrics(run / "metrics.jsonl") if "latent_rank" in row]
     return {name: rows[-1][name] for name in ("latent_rank", "latent_text")} if rows else {}
+
+
+def last_diagnosis(run: Path) -> dict[str, float]:
+    """Return the diagnostic measures of a run's last evaluation, if it was trained with `train.diagnose`."""
+    return list(diagnoses(run / "metrics.jsonl").values() or [{}])[-1]
 
 
 def parameter_count(model: Model) -> int:
