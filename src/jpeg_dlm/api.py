@@ -194,7 +194,7 @@ class Model:
         kind, make, text = ("prompts", prompt_row, prompt) if template is None else ("templates", template_row, template)
         require(kind, self.writer)
         row = make(self.tokenizer, self.layout, *as_texts([text]))
-        self._refuse_unknown_ids(row.tolist(), strict=True)
+        self.refuse_large_ids(row.tolist())
         return row
 
     def contains(self, *words: str) -> Guide:
@@ -205,17 +205,17 @@ class Model:
             spellings = [tok.encode(word), *tok.encode_batch([f" {word}"], following=True)]
             if not spellings[0]:
                 raise DataError("A word to contain is empty: give at least one character.")
-            self._refuse_unknown_ids([i for ids in spellings for i in ids], strict=True)
+            tok.refuse_unknown(word)
+            self.refuse_large_ids([i for ids in spellings for i in ids])
             if min(map(len, spellings)) > self.layout.payload:
                 raise UsageError(f"'{word}' is longer than a text of this model, {self.layout.payload} tokens: shorten it.")
             spelled.append([list(ids) for ids in dict.fromkeys(map(tuple, spellings)) if len(ids) <= self.layout.payload])
         return contains(spelled, tok.eos_id if self.config.data.rows_end else None)
 
-    def _refuse_unknown_ids(self, ids: Sequence[int], strict: bool = False) -> None:
+    def refuse_large_ids(self, ids: Sequence[int]) -> None:
+        """Raise `DataError` if the tokenizer of the text has more ids than the model."""
         if max(ids) >= self.config.data.vocab_size:
             raise DataError(f"The text holds the token {max(ids)}, which the model does not know: leave that word out.")
-        if strict and self.tokenizer.unk_id in ids:
-            raise DataError("The text holds characters that the model's tokenizer does not know: leave them out.")
 
     def ended(self, tokens: Tensor, given: Tensor | None = None) -> Tensor:
         """Rows with padding behind the first end token (and behind what was `given`), for a model of rows that end."""
@@ -301,7 +301,6 @@ class Model:
         noise = real_number(noise, "noise", 0, 1)
         require("edits", self.writer)
         rows, lengths = self._rows(map(self._ids, as_texts([text])))
-        self._refuse_unknown_ids(rows[0].tolist(), strict=True)
         if whole_number(n, "n") < 1:
             raise UsageError("The number of texts must be at least 1.")
         tokens = self.rewritten(rows.expand(n, -1), noise, seed=seed, batch=batch, watch=watch, **sampler)
@@ -334,10 +333,8 @@ class Model:
         return self.codec.tokens(latents.to(self.codec.device), self.config.sampler.w).cpu()
 
     def _ids(self, text: str) -> list[int]:
-        ids = self.tokenizer.encode(text)
-        if not ids:
-            raise DataError("The text is empty: give at least one word.")
-        self._refuse_unknown_ids(ids)
+        ids = self.tokenizer.known_ids(text)
+        self.refuse_large_ids(ids)
         return ids
 
     def _rows(self, texts: Iterable[Sequence[int]]) -> tuple[Tensor, list[int]]:

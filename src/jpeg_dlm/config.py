@@ -29,7 +29,8 @@ class DataConfig:
 
     source: str = opt("", "text file, folder, JSONL, prepared folder, named corpus or hf:DATASET")
     tokenizer: str = opt(
-        "bpe", "'bpe' or 'words' (trained on the corpus: pieces of words, or its most frequent words), 't5', a hub name or a folder"
+        "bpe",
+        "'bpe' or 'words' (trained on the corpus: pieces of words, or its most frequent words), 't5', a hub name or a folder",
     )
     vocab_size: int = opt(4096, "number of token ids; for 'bpe' and 'words' also the size to train")
     token_len: int = opt(128, "L, tokens per block (paper: 128 / 1024)")

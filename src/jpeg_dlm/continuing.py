@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from jpeg_dlm.arguments import as_texts, counts, real_number, whole_number
-from jpeg_dlm.errors import DataError, UsageError
+from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.control import Control
 from jpeg_dlm.flow.guides import Guide
 from jpeg_dlm.flow.latent_sampler import Watch
@@ -112,9 +112,6 @@ def context_blocks(model: Model) -> int:
 
 def prompt_ids(model: Model, text: str) -> list[int]:
     """Return the ids of a prompt of any length."""
-    ids = model.tokenizer.encode(text)
-    if not ids:
-        raise DataError("The prompt is empty: give at least one word.")
-    if max(ids) >= model.config.data.vocab_size or model.tokenizer.unk_id in ids:
-        raise DataError("The prompt holds characters that the model's tokenizer does not know: leave them out.")
+    ids = model.tokenizer.known_ids(text, "prompt")
+    model.refuse_large_ids(ids)
     return ids

@@ -36,9 +36,9 @@ def test_a_good_request_is_written(words, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("flags", "said"), [
     (["--prompt", ""], "The prompt is empty"), (["--prompt", " \n "], "The prompt is empty"),
-    (["--prompt", "The farmer plants \u732b"], "characters that the model's tokenizer does not know"),
-    (["--template", "The \u732b [MASK:2]"], "characters that the model's tokenizer does not know"),
-    (["--contains", "\u732b"], "characters that the model's tokenizer does not know"),
+    (["--prompt", "The farmer plants \u732b"], "The model's tokenizer does not know"),
+    (["--template", "The \u732b [MASK:2]"], "The model's tokenizer does not know"),
+    (["--contains", "\u732b"], "The model's tokenizer does not know"),
     (["--template", ""], "The template is empty"), (["--template", "  "], "The template is empty"),
     (["--template", "The farmer"], "The template has no hole"), (["--template", "The [MASK:0]"], "holds no token"),
     (["--template", "[MASK:13]"], "has 13 tokens or more, and a text of this model has 12"),

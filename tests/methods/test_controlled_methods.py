@@ -156,13 +156,12 @@ def test_what_cannot_be_done_is_one_sentence(call, error, models):
     assert str(caught.value).count("\n") == 0
 
 
-def test_unknown_characters_are_refused_in_given_text_only(models, monkeypatch):
+def test_unknown_words_are_refused_by_name(models, monkeypatch):
     model = models("jpeg-dlm")
     monkeypatch.setattr(model.tokenizer, "unk_id", model.tokenizer.encode("corn")[0])
-    for call in (lambda: model.given("corn"), lambda: model.contains("corn"), lambda: model.edit("corn")):
-        with pytest.raises(DataError, match="characters that the model's tokenizer does not know"):
-            call()
-    assert model.reconstruct("corn")
+    for call in (model.given, model.contains, model.edit, model.reconstruct, model.encode):
+        with pytest.raises(DataError, match="The model's tokenizer does not know 'corn': leave it out"):
+            call("The corn")
 
 
 def test_a_path_passes_through_every_text(models):

@@ -23,7 +23,7 @@ from jpeg_dlm.text import split as split_module
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.prepare import prepare
 from jpeg_dlm.text.split import choose_split, draw
-from jpeg_dlm.text.tokenizer import TextTokenizer
+from jpeg_dlm.text.tokenizer import SPECIALS, TextTokenizer
 
 WORDS = "people union power law peace war trade land river state nation great small old new our their".split()
 
@@ -43,6 +43,27 @@ def config(tmp_path, **options):
 
 def content(folder):
     return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_documents_with_unknown_words_are_left_out_of_both_parts(tmp_path):
+    texts = [f"The {' '.join(np.random.default_rng(i).choice(WORDS, 6))}{' rare' * (i % 5 == 0)}." for i in range(200)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+    size = len(SPECIALS) + len(WORDS) + 2  # "The" and the period, but not "rare"
+    data = config(tmp_path, tokenizer="words", vocab_size=size, known=True, packing="padded", whole=True)
+    done = prepare(data, tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "index.json").read_text("utf-8"))
+    kept = []
+    for name in ("train", "heldout"):
+        blocks = Blocks(tmp_path / "out", name)
+        tokenizer = blocks.tokenizer()
+        rows = blocks.rows(range(len(blocks))).tolist()
+        assert not any(tokenizer.unk_id in row for row in rows)
+        kept += [tokenizer.decode(row) for row in rows]
+    assert set(kept) == {text for text in texts if "rare" not in text}
+    left_out = sum(index["splits"][name]["left_out"] for name in ("train", "heldout"))
+    assert left_out == len(texts) - len(kept) and f"{left_out} documents with words outside the vocabulary" in done.note
+    with_all = prepare(replace(data, known=False), tmp_path / "all")
+    assert with_all.train_rows + with_all.heldout_rows == len(texts) and with_all.note == ""
 
 
 def test_splits_are_disjoint_whole_documents_and_lose_only_the_tail(tmp_path):

@@ -4,10 +4,12 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.text import tokenizer as module
-from jpeg_dlm.text.tokenizer import TextTokenizer, collapse, load_tokenizer, train_bpe
+from jpeg_dlm.text.tokenizer import SPECIALS, TextTokenizer, collapse, load_tokenizer, train_bpe, train_words
 
 WORDS = ("great", "old", "new", "whole")
 TEXTS = [f"The people of the {w} union have the {w} power, and they don't doubt it." for w in WORDS] * 5
@@ -231,3 +233,29 @@ def test_an_interrupt_ends_training_while_it_computes():
     finally:
         child.kill()
     assert "trained" not in out and "KeyboardInterrupt" in err
+
+
+# ---------------------------------------------------------------- whole words
+
+
+def test_the_most_frequent_words_are_tokens_and_the_others_unknown():
+    texts = ["The dog runs.", "The dog sleeps.", "A dog's ball, the dog's.", "A cat runs."]
+    words = train_words(texts, len(SPECIALS) + 5)
+    counted = Counter(w for text in texts for w in re.findall(r"'s| ?[A-Za-z]+|[.,]", " " + text))
+    kept = {word for word, count in counted.items() if count > 1}  # dog 4, . 4, The, A, runs and 's 2: one of them too many
+    found = {words.decode([i]) for i in range(len(SPECIALS), words.vocab_size)}
+    assert words.vocab_size == len(SPECIALS) + 5 and found < {w.strip() for w in kept} and {"dog", "."} <= found
+    assert words.fingerprint == train_words(iter(texts), len(SPECIALS) + 5).fingerprint
+
+
+def test_whole_words_decode_to_the_text_and_unknown_ones_are_named():
+    words = train_words(TEXTS, 4000)
+    for text in TEXTS:
+        assert words.decode(words.encode(text)) == collapse(text) and not words.unknown_words(text)
+    known = " ".join(collapse(TEXTS[0]).split()[:3])
+    assert words.unknown_words(f"{known} zebra {known} gnus zebra") == ["zebra", "gnus"]
+    assert words.known_ids(known) == words.encode(known)
+    with pytest.raises(DataError, match="does not know 'zebra', 'gnus': leave it out"):
+        words.known_ids(f"{known} zebra gnus")
+    with pytest.raises(DataError, match="The prompt is empty"):
+        words.known_ids(" ", "prompt")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jpeg_dlm.errors import DataError, UsageError
+from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.base import FREE
 from jpeg_dlm.sampling.sampler import rows_of
 from jpeg_dlm.text.rows import Layout
@@ -26,9 +26,7 @@ _BEFORE = ("a", ")", "(", "0")
 
 def prompt_row(tokenizer: TextTokenizer, layout: Layout, text: str) -> Tensor:
     """Return a row (L) that begins with `text`."""
-    ids = tokenizer.encode(text)
-    if not ids:
-        raise DataError("The prompt is empty: give at least one word.")
+    ids = tokenizer.known_ids(text, "prompt")
     if len(ids) >= layout.payload:
         raise UsageError(
             f"The prompt has {len(ids)} tokens, and a text of this model has {layout.payload}: shorten it, so that "
@@ -43,6 +41,7 @@ def template_row(tokenizer: TextTokenizer, layout: Layout, template: str) -> Ten
         raise UsageError("The template is empty: write a text with [MASK] or [MASK:n] where tokens are to be filled in.")
     if not _HOLE.search(template):
         raise UsageError("The template has no hole: write [MASK] or [MASK:n] where tokens are to be filled in.")
+    tokenizer.refuse_unknown(_HOLE.sub(" ", template))
     holes = sum(map(_size, _HOLE.finditer(template)))
     ids = template_ids(tokenizer, template) if holes <= layout.payload else []
     size = max(holes, len(ids))

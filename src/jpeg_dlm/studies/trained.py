@@ -148,7 +148,8 @@ def _scored(
         "run": run.name, "seed": config.train.seed, "steps": all_steps(config),
         "training_seconds": training_seconds(run), "parameters": parameter_count(model),
         "measures": shown(entry), "latents": last_latents(run), "diagnosis": last_diagnosis(run),
-        "reconstruction": entry.reconstruction, "degenerate": entry.degenerate, "notes": entry.notes, "samples": entry.runs[0].samples[:SHOWN],
+        "reconstruction": entry.reconstruction, "degenerate": entry.degenerate, "notes": entry.notes,
+        "samples": entry.runs[0].samples[:SHOWN],
     }  # fmt: skip
 
 

@@ -77,8 +77,8 @@ def _note(index: dict[str, Any]) -> str:
     if long:
         train, heldout = (split["rows"] for split in splits)
         sentences.append(
-            f"{counted(long, 'document')} {_are(long)} longer than all the text to hold out, so parts of long documents are held "
-            f"out ({heldout / max(1, train + heldout):.1%} of the blocks)."
+            f"{counted(long, 'document')} {_are(long)} longer than all the text to hold out, so parts of long documents are "
+            f"held out ({heldout / max(1, train + heldout):.1%} of the blocks)."
         )
     return " ".join(sentences)
 

@@ -31,6 +31,7 @@ SMALLEST_BPE = 256 + len(SPECIALS)  # every byte has an id, so no text is unknow
 # is split.
 LONGEST_WORD = 96
 LARGEST_FILE = 1 << 27  # bytes of a tokenizer.json; one with 250 thousand ids takes 35 MB
+MOST_LISTED = 5  # unknown words that a message names
 T5_HUB_NAME = "t5-small"  # released
 OLDER_FILES = ("spiece.model", "tokenizer.model", "vocab.json", "vocab.txt")  # formats older than tokenizer.json
 
@@ -139,6 +140,21 @@ class TextTokenizer:
         if self.unk_id is None or self.unk_id not in self.encode(text):
             return []
         return [word for word in dict.fromkeys(self._plain(text).split()) if self.unk_id in self.encode(word)]
+
+    def known_ids(self, text: str, name: str = "text") -> list[int]:
+        """Return the ids of a text that a model is given; raise `DataError` if it is empty or has unknown words."""
+        ids = self.encode(text)
+        if not ids:
+            raise DataError(f"The {name} is empty: give at least one word.")
+        self.refuse_unknown(text)
+        return ids
+
+    def refuse_unknown(self, text: str) -> None:
+        """Raise `DataError` that names the words of a text without a token, if there are any."""
+        unknown = self.unknown_words(text)
+        if unknown:
+            listed = ", ".join(f"'{word}'" for word in unknown[:MOST_LISTED]) + (" ..." if len(unknown) > MOST_LISTED else "")
+            raise DataError(f"The model's tokenizer does not know {listed}: leave it out or use other words.")
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; drop special tokens, turn line boundaries into spaces, and collapse white space."""
