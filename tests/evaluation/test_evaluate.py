@@ -16,7 +16,7 @@ from jpeg_dlm.evaluation.figures import TextFigures
 from jpeg_dlm.evaluation.paper import comparable_rows, paper_figures, paper_tables
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
 from jpeg_dlm.evaluation.samples import REAL, read_samples
-from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.evaluation.sources import ModelSource, file_sources
 from jpeg_dlm.evaluation.summary import warnings, way
 from jpeg_dlm.machine.console import Console
 from jpeg_dlm.results.plain import plain
@@ -86,6 +86,19 @@ def test_resumed_evaluations_score_nothing_again(micro, scorer, reference, tmp_p
     # Another seed or number of steps is another part.
     run(micro, scorer, reference, tmp_path, seeds=(0,), steps=(2,))
     assert any(p.name.startswith("texts-micro-2-seed0") for p in tmp_path.iterdir())
+
+
+def test_real_texts_as_long_as_the_generated_ones_are_not_cut(scorer, tmp_path):
+    """Sentences of varied length are scored whole; real texts far longer than all generated ones are cut to their length."""
+    lengths = [4, 8, 12, 16, 20, 24, 28, 32]
+    for name, factor in (("ours.txt", 1), ("real.txt", 1), ("long.txt", 100)):
+        (tmp_path / name).write_text("\n".join("x" * (factor * length) for length in lengths))
+    asked = EvaluationRequest(PROTOCOLS["default"], mauve="off")
+    for name, tokens in (("real.txt", lengths), ("long.txt", [max(lengths)] * len(lengths))):
+        [source] = file_sources([tmp_path / "ours.txt"], tmp_path / name)
+        [entry] = Evaluation(scorer, asked, Parts(None), Console(quiet=True)).entries(source)
+        assert entry.frame.cut == max(lengths)
+        assert entry.figures["real"].tokens == sum(min(n, entry.frame.cut) for n in tokens) - len(lengths)
 
 
 def test_a_result_says_everything_needed_to_repeat_it(micro, scorer, reference):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -29,6 +30,7 @@ FORMAT = 1  # of the partial results; those of another format are not reused
 SHUFFLE_SEED = 0
 UNCUT = 1 << 20  # most tokens counted when measuring the length of a text
 MAUVE_SHARE = 0.75  # paper: both budgets keep 75% of the nominal length
+LONGEST = 0.95  # real texts of other lengths are cut where this share of the generated ones ends (assumed)
 SHOWN = 16  # texts kept in the results
 
 
@@ -148,7 +150,7 @@ class Evaluation:
         budget = self.protocol.mauve_tokens or int(MAUVE_SHARE * min(generated, reference))
         return Frame(
             limit=max(2, self.protocol.max_tokens or token_len or PAPER_SCORER_TOKENS),
-            cut=None if real.same_length else max(2, int(generated)),
+            cut=None if real.same_length else max(2, self.longest(first)),
             budget=max(1, min(budget, self.scorer.context)),
             own_entropy=self.protocol.entropy == "model" and source.model is not None,
             ids=self.protocol.text == "ids" and ids_are_the_scorers(self.scorer, first),
@@ -159,6 +161,11 @@ class Evaluation:
 
     def median_length(self, texts: SourceTexts) -> float:
         return statistics.median(self.lengths(texts) or [0])
+
+    def longest(self, texts: SourceTexts) -> int:
+        """Return the length that `LONGEST` of the texts do not exceed, so that texts of varied length are hardly cut."""
+        lengths = sorted(self.lengths(texts)) or [0]
+        return lengths[math.ceil(LONGEST * len(lengths)) - 1]
 
     # ------------------------------------------------------------ scoring
 

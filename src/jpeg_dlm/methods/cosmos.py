@@ -118,7 +118,7 @@ class Cosmos(Standardization, Method):
         z = self.sample_latents(sampler, noise, watch, steer, control.origin if control else None)
         tokens = self.greedy(steer.refined(z) if steer else z)
         if watch:
-            watch(sampler.steps, sampler.steps, sampler.t_end, lambda: tokens)
+            watch(sampler.steps, sampler.steps, 1.0, lambda: tokens)
         return keep_given(tokens, given_BL)
 
     @torch.no_grad()
@@ -144,7 +144,7 @@ class Cosmos(Standardization, Method):
                 x0 = steer.moved(x0, self.linear_time(t))
             mean, std = self.schedule.reverse_step(z, x0, t, after - t)
             if watch:
-                watch(step, sampler.steps, t, lambda x0=x0: self.greedy(x0))
+                watch(step, sampler.steps, self.linear_time(t), lambda x0=x0: self.greedy(x0))
         return x0 if x0 is not None and sampler.result == "x0" else mean
 
     def linear_time(self, t: float) -> float:
