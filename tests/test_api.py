@@ -21,7 +21,7 @@ from jpeg_dlm.sampling.given import template_ids
 from jpeg_dlm.studies.workshop import parameter_count
 from jpeg_dlm.text.packing import step
 from jpeg_dlm.text.rows import Layout, first_copy
-from jpeg_dlm.text.tokenizer import train_bpe
+from jpeg_dlm.text.tokenizer import train_bpe, train_words
 from jpeg_dlm.texts import Texts
 from jpeg_dlm.training.run import sample_rows, write_samples
 
@@ -476,11 +476,18 @@ def test_after_a_frames_begin_token(micro_folders):
     ("The farmer plants corn.", "The farmer [MASK] corn."), ("The farmer plants corn.", "The farmer plants [MASK]."),
     ("The farmer plants corn.", "[MASK] farmer plants corn[MASK]"), ("The smith reads, near", "The smith [MASK], near"),
 ])  # fmt: skip
-def test_pieces_of_a_template_are_the_tokens_of_the_whole_text(whole, template):
+@pytest.mark.parametrize("train", [train_bpe, train_words])
+def test_pieces_of_a_template_are_the_tokens_of_the_whole_text(whole, template, train):
     """Filled with the right tokens, a template gives the ids of the text: a full stop stays one without a space before it."""
-    tokenizer = train_bpe([made_up_text()], 600)  # enough for every word to be a token
+    tokenizer = train([made_up_text(), whole], 600)  # enough for every word to be a token
     ids, found = tokenizer.encode(whole), template_ids(tokenizer, template)
     assert len(found) == len(ids) and [a for a, b in zip(ids, found, strict=True) if b != -1] == [b for b in found if b != -1]
+
+
+def test_unknown_words_of_a_template_are_named():
+    tokenizer = train_words([made_up_text()], 600)
+    with pytest.raises(DataError, match="does not know 'zebra':"):
+        template_ids(tokenizer, "The [MASK:2] zebra [MASK].")
 
 
 @pytest.mark.parametrize("given, error", [

@@ -41,7 +41,6 @@ def template_row(tokenizer: TextTokenizer, layout: Layout, template: str) -> Ten
         raise UsageError("The template is empty: write a text with [MASK] or [MASK:n] where tokens are to be filled in.")
     if not _HOLE.search(template):
         raise UsageError("The template has no hole: write [MASK] or [MASK:n] where tokens are to be filled in.")
-    tokenizer.refuse_unknown(_HOLE.sub(" ", template))
     holes = sum(map(_size, _HOLE.finditer(template)))
     ids = template_ids(tokenizer, template) if holes <= layout.payload else []
     size = max(holes, len(ids))
@@ -70,9 +69,14 @@ def _size(hole: re.Match[str]) -> int:
 
 
 def _piece(tokenizer: TextTokenizer, text: str, first: bool) -> list[int]:
-    """Encode a piece of text: at the beginning, after a hole and a space, or right after a hole."""
-    if not text.strip():
-        return []
+    """Encode a piece of text: at the beginning, after a hole and a space, or right after a hole; refuse unknown words."""
+    ids = _piece_ids(tokenizer, text, first) if text.strip() else []
+    if tokenizer.unk_id in ids:
+        tokenizer.refuse_unknown(text)
+    return ids
+
+
+def _piece_ids(tokenizer: TextTokenizer, text: str, first: bool) -> list[int]:
     if first:
         return tokenizer.encode(text)
     if text[0].isspace():
