@@ -27,7 +27,7 @@ def recipes(base: Config) -> Variants:
     forth: dict[str, dict[str, Any]] = {
         "SIGReg at its first weight throughout": {"objective.sigreg_late": 0.0},
         "no uniform times": {"objective.time_uniform": 0.0},
-        "four noise draws per row": {"objective.flow_draws": 4},
+        "twice as many noise draws": {"objective.flow_draws": 2 * base.objective.flow_draws},
         "flow loss weighted by the linear residual": {"objective.flow_weighting": "residual"},
         "latents twice as wide": {"model.latent_dim": 2 * m.latent_dim},
         "twice as many latents": {"model.latent_len": min(2 * m.latent_len, base.data.token_len)},
