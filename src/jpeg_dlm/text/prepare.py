@@ -32,7 +32,7 @@ from jpeg_dlm.text.prepared import SPLITS, UNCOMPARED, Prepared, describe, reuse
 from jpeg_dlm.text.rows import Layout, layout_of
 from jpeg_dlm.text.split import START, DocumentPiece, Place, choose_split
 from jpeg_dlm.text.text_files import Document, Ids, budgeted
-from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer, train_bpe, train_words
+from jpeg_dlm.text.tokenizer import TRAINED, TextTokenizer, load_tokenizer
 from jpeg_dlm.wording import counted
 
 SHARD_BYTES = 64 << 20
@@ -42,8 +42,6 @@ LONG_HEAD = 64 << 20  # most characters read for it when documents are long: rea
 HEAD_HELD = 4  # expected number of whole documents to hold out (assumed: the rest then follows the share closely)
 BATCH = 1 << 18  # characters tokenized at once
 TEXT_ROWS = 4096  # held-out rows that are also kept as text
-
-TRAINED = {"bpe": train_bpe, "words": train_words}  # tokenizers that are trained on the text, by name
 
 Progress = Callable[[int, int | None], None]
 

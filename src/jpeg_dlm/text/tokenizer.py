@@ -202,6 +202,9 @@ def train_words(texts: Iterable[str], vocab_size: int, check: Callable[[], None]
     return TextTokenizer(backend)
 
 
+TRAINED = {"bpe": train_bpe, "words": train_words}  # tokenizers that are trained on the text, by name
+
+
 def _interruptibly(train: Callable[[Iterator[str]], None], texts: Iterator[str], check: Callable[[], None]) -> None:
     """Run `train(texts)` in a thread, because the library blocks Python's signal handlers for minutes."""
     given_up, future = threading.Event(), Future[None]()
@@ -248,7 +251,7 @@ def load_tokenizer(spec: str) -> TextTokenizer:
                 "folder, or for a SentencePiece model install the package protobuf."
             )
         return found
-    found = None if spec == "bpe" or path.is_absolute() else _from_hub(spec)
+    found = None if spec in TRAINED or path.is_absolute() else _from_hub(spec)
     if found is None:
         raise DataError(f"No tokenizer '{spec}': it is not a file or folder, and neither the hub nor its local cache has it.")
     return found
