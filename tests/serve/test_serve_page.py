@@ -142,7 +142,7 @@ def test_side_by_side_with_a_prompt(page, models):
 
 def test_reconstruct_marks_what_is_lost(page, bundled):
     page.open()
-    text = "A zebra in a purple hat juggles with seven flaming swords."
+    text = "Seven purple cows in hats are juggling swords on the moon."
     page.type("#reconstruct [name=input]", text)
     page.send("reconstruct")
     before, after = bundled.round_trip(text)
@@ -174,7 +174,7 @@ def test_interpolate_and_edit(page, bundled):
 
 def test_errors_are_told_in_words(page):
     page.open()
-    page.type("#interpolate [name=first]", "word " * 60)
+    page.type("#interpolate [name=first]", "dog " * 60)
     page.send("interpolate")
     assert "shorten it" in page.one("#interpolate .note").text
     log = page.driver.get_log("browser")  # the browser itself reports the status of an answer
@@ -189,7 +189,7 @@ def test_the_page_fits_a_phone_and_both_schemes(browser, bundled):
 def schemes_and_sizes(page):
     page.open("#write?seed=3&n=4")
     page.wait("write")
-    page.type("#reconstruct [name=input]", "A zebra in a purple hat juggles with seven flaming swords.")
+    page.type("#reconstruct [name=input]", "Seven purple cows in hats are juggling swords on the moon.")
     for section in ("reconstruct", "interpolate"):
         page.send(section)
     colors = {}
