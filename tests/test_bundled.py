@@ -38,7 +38,7 @@ def test_it_has_the_sizes_text_and_sampler_of_the_preset(model):
     expected = preset("captions")
     for section in ("data", "encoder", "model"):
         assert getattr(model.config, section) == getattr(expected, section)
-    stored = {"solver": "sde", "gamma": 1.0, "fast_solver": "sde", "fast_gamma": 3.0}  # see the model card
+    stored = {"solver": "sde", "gamma": 0.5, "fast_solver": "sde", "fast_gamma": 1.0}  # see the model card
     assert model.config.sampler == replace(expected.sampler, **stored)
     assert model.config.rate == 0.25
     assert model.tokenizer.vocab_size == expected.data.vocab_size
@@ -48,7 +48,7 @@ def test_its_fast_sampler_writes_other_texts_in_a_third_of_the_evaluations(model
     fast = model.config.sampler.fast()
     assert fast.solver == "sde" and fast.evaluations(model.config.data.token_len) == FAST_EVALUATIONS
     texts = model.generate(4, fast=True)
-    assert texts == model.generate(4, solver="sde", gamma=3.0, steps=FAST_EVALUATIONS - 1) != model.generate(4)
+    assert texts == model.generate(4, solver="sde", gamma=1.0, steps=FAST_EVALUATIONS - 1) != model.generate(4)
     assert model.sampler_options(protocol="released").solver == "euler"  # which the authors' code has alone
 
 
@@ -85,7 +85,7 @@ def test_the_demo_shows_all_three_acts(capsys):
         assert part in out
 
 
-@pytest.mark.parametrize("text", ["A dog is running in the grass.", "A man is sitting.", SENTENCES[2]])
+@pytest.mark.parametrize("text", ["A dog is running in the grass.", "A man is sitting.", SENTENCES[1]])
 def test_a_text_comes_back_once_from_its_latents(model, text):
     assert model.decode(model.encode([text])) == model.reconstruct([text]) == [text]
 
