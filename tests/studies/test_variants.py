@@ -10,6 +10,7 @@ from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.studies.catalog import STUDIES
 from jpeg_dlm.studies.small_budgets import recipes
+from jpeg_dlm.studies.variant_report import diagnosis_table
 from jpeg_dlm.studies.variants import TRAINING, ablations, encoder_layers, joint_vs_two_stage, rates, regularizers, widths
 
 
@@ -159,3 +160,12 @@ def test_recipes_change_one_option_each_and_then_all_of_the_papers():
         validate(variant.config)
     labels = [v.label for v in recipes(preset("tiny")).variants]  # has no skip, one draw and the paper's times already
     assert "no skip in the denoise head" not in labels and "one noise draw per row" not in labels
+
+
+def test_the_diagnosis_of_runs_is_a_table_of_their_means():
+    runs = [{"diagnosis": {"ratio_0.3": 0.5, "rank": 10.0}}, {"diagnosis": {"ratio_0.3": 0.7, "rank": 12.0}}]
+    rows = [{"label": "diagnosed", "runs": runs}, {"label": "not", "runs": [{"diagnosis": {}}]}, {"label": "failed"}]
+    [table] = diagnosis_table({"rows": rows})
+    assert table.columns == ("variant", "error / linear, t = 0.3", "rank of a latent")  # columns without a value are left out
+    assert table.rows == (("diagnosed", "0.60 ± 0.14", "11 ± 1"),)
+    assert diagnosis_table({"rows": rows[1:]}) == []
