@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from jpeg_dlm.errors import CheckpointError, UsageError, reason_of
 from jpeg_dlm.files import check_listed, load_tensors, write_atomic, write_sealed
+from jpeg_dlm.nn.attention import attend
 from jpeg_dlm.nn.spans import visible
 from jpeg_dlm.rng import derive_seed
 from jpeg_dlm.strict_json import parse_json
@@ -59,7 +60,7 @@ class _Block(nn.Module):
         B, L, width = x_BLF.shape
         qkv = self.qkv(self.norm_attention(x_BLF)).view(B, L, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(_rotate(q, *rotary), _rotate(k, *rotary), v, attn_mask=keys)
+        mixed = attend(_rotate(q, *rotary), _rotate(k, *rotary), v, attn_mask=keys)
         x_BLF = x_BLF + self.out(mixed.transpose(1, 2).reshape(B, L, width))
         gate, up = self.gate_up(self.norm_mlp(x_BLF)).chunk(2, dim=-1)
         return x_BLF + self.down(F.silu(gate) * up)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jpeg_dlm.nn.attention import attend
 from jpeg_dlm.nn.dit import scalar_embedding
 from jpeg_dlm.nn.precision import fp32_island
 
@@ -124,7 +125,7 @@ class DditBlock(nn.Module):
         elif self.causal:
             mixed = causal_attention(q, k, v)
         else:
-            mixed = F.scaled_dot_product_attention(q, k, v)
+            mixed = attend(q, k, v)
         return self.attn_out(mixed.transpose(1, 2).flatten(2))
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -135,11 +136,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute causal attention in which the queries are the last positions of the keys."""
     new, seen = q.shape[2], k.shape[2]
     if new == 1:
-        return F.scaled_dot_product_attention(q, k, v)
+        return attend(q, k, v)
     if new == seen:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return attend(q, k, v, is_causal=True)
     visible = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    return attend(q, k, v, attn_mask=visible)
 
 
 def capped_attention(q: Tensor, k: Tensor, v: Tensor, cap: float) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jpeg_dlm.nn.attention import attend
 from jpeg_dlm.nn.lean import norm_linear, rms_norm, swiglu_linear
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.nn.spans import sequence_mask
@@ -107,7 +108,7 @@ class Attention(nn.Module):
         rope = cos[:, None], sin[:, None]
         q = rms_norm(q, self.q_norm.weight, NORM_EPS, rope).to(v.dtype)
         k = rms_norm(k, self.k_norm.weight, NORM_EPS, rope).to(v.dtype)
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen)
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen)
         return self.proj(y.transpose(1, 2).flatten(2))
 
 

@@ -7,9 +7,9 @@ Shapes: B batch, L tokens, N latents, D latent width, F feature width.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jpeg_dlm.nn.attention import attend
 from jpeg_dlm.nn.lean import gelu_linear, norm_linear, rms_norm
 from jpeg_dlm.nn.spans import compressor_mask, decompressor_mask
 
@@ -73,9 +73,7 @@ class PerceiverAttention(nn.Module):
         k, v = kv.unflatten(-1, (2, self.heads, -1)).unbind(2)  # B S heads head_dim
         q = self.q_norm(q.unflatten(-1, (self.heads, -1))).to(v.dtype).expand(len(ctx), -1, -1, -1)
         k = self.k_norm(k).to(v.dtype)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=self._mask(ctx_mask, x.shape[1], seen)
-        )
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=self._mask(ctx_mask, x.shape[1], seen))
         return self.out(y.transpose(1, 2).flatten(2))
 
     def _mask(self, ctx_mask: Tensor | None, n_own: int, seen: Tensor | None) -> Tensor | None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jpeg_dlm.nn.attention import attend
 from jpeg_dlm.nn.ddit import rotary_table, rotate_halves, zero_linear
 from jpeg_dlm.nn.dit import scalar_embedding
 from jpeg_dlm.nn.perceiver import CodecRMSNorm
@@ -45,7 +46,7 @@ class LlamaBlock(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # 3 B heads N head_dim
         v = qkv[2]
         q, k = rotate_halves(qkv[:2].float(), cos, sin).to(v.dtype)
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.out(attend(q, k, v).transpose(1, 2).flatten(2))
 
 
 class UNetTransformer(nn.Module):

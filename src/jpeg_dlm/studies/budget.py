@@ -79,8 +79,8 @@ def spend(config: Config, budget: Budget | None, seconds_per_step: Callable[[Con
     if stage is not None:
         config = method_class(config.method).with_stage_steps(config, steps(stage))
     total = steps(config)
-    every = max(1, total // 4)
-    return replace(config, train=replace(config.train, steps=total, eval_every=every, save_every=every))
+    half, quarter = -(-total // 2), -(-total // 4)  # rounded up: the last evaluation and save are at the end
+    return replace(config, train=replace(config.train, steps=total, eval_every=half, save_every=quarter))
 
 
 def all_steps(config: Config) -> int:
