@@ -9,24 +9,22 @@ from test_variants import changes
 from jpeg_dlm.config import validate
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.presets import PRESETS, preset
-from jpeg_dlm.results.spread import STUDENT, difference
+from jpeg_dlm.results.spread import STUDENT, difference, student
 from jpeg_dlm.results.table import markdown
-from jpeg_dlm.studies import future_work
 from jpeg_dlm.studies.conjectures import Conjecture, conjecture_table, judge
-from jpeg_dlm.studies.future_work import CODECS, DECODERS, PAPER, at_each_rate, codecs, objectives
+from jpeg_dlm.studies.future_work import CODECS, DECODERS, PAPER, at_each_rate, codecs, objectives, remedies
 from jpeg_dlm.studies.trained import Question, plan
 from jpeg_dlm.studies.variants import TRAINING
 
 
-def test_objectives_at_every_rate_and_single_remedies_at_the_rate_of_the_base():
+def test_objectives_at_every_rate():
     base = preset("captions")
     found = objectives(base).variants
-    assert len(found) == 22 and len({v.label for v in found}) == 22
-    assert [v.config.model.latent_len for v in found] == [8] * 5 + [4] * 5 + [2] * 5 + [4] * 7
+    assert len(found) == 15 and len({v.label for v in found}) == 15
+    assert [v.config.model.latent_len for v in found] == [8] * 5 + [4] * 5 + [2] * 5
     quarter = {v.facts["option"]: changes(v.config, base) for v in found if v.facts["rate"] == 0.25}
     on = {"objective.flow_to_compressor": 1.0}
     assert quarter[PAPER] == {} and quarter["flow gradient"] == on
-    assert quarter["flow gradient, batch statistics"] == on | {"objective.flow_to_compressor_norm": "batch"}
     assert quarter["flow gradient, LDLM's remedies"] == on | {
         "objective.flow_to_compressor_warmup": 0.5, "objective.ce_to_codec": False, "objective.decoder_noise": 0.5,
         "objective.time_adaptive": True,
@@ -35,9 +33,18 @@ def test_objectives_at_every_rate_and_single_remedies_at_the_rate_of_the_base():
     assert quarter["mean of 3 layers"] == {"encoder.layers": (-3, -2, -1)}
 
 
+def test_single_remedies_at_the_rate_of_the_base():
+    base = preset("captions")
+    found = {v.facts["option"]: changes(v.config, base) for v in remedies(base).variants}
+    on = {"objective.flow_to_compressor": 1.0}
+    assert len(found) == 9 and found[PAPER] == {} and found["flow gradient"] == on
+    assert found["flow gradient, batch statistics"] == on | {"objective.flow_to_compressor_norm": "batch"}
+    assert {v.facts["rate"] for v in remedies(base).variants} == {0.25}
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_objectives_of_every_preset_are_valid(name):
-    for variant in objectives(preset(name)).variants:
+    for variant in objectives(preset(name)).variants + remedies(preset(name)).variants:
         validate(variant.config)
 
 
@@ -55,10 +62,11 @@ def test_codecs_and_decoders_by_the_names_of_their_options():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("study", ["codecs", "decoders", "objectives"])
+@pytest.mark.parametrize("study", [name for name, study in TRAINING.items() if study.conjectures])
 def test_conjectures_are_about_variants_of_the_study(study):
-    options = {"codecs": CODECS, "decoders": DECODERS, "objectives": future_work.objective_options(preset("tiny"))}[study]
-    assert {name for c in TRAINING[study].conjectures for name in (c.option, c.against)} <= options.keys()
+    found = {v.facts.get("option", v.label) for v in TRAINING[study].variants(preset("tiny")).variants}
+    found |= {v.label for v in TRAINING[study].variants(preset("tiny")).variants}
+    assert {name for c in TRAINING[study].conjectures for name in (c.option, c.against)} <= found
 
 
 def test_only_a_part_of_the_variants():
@@ -74,12 +82,30 @@ def test_the_interval_is_that_of_students_test():
     middle, half = difference(ours, theirs)
     assert middle == 4.0 and half == pytest.approx(STUDENT[4] * math.sqrt(1.0 * 2 / 3))
     assert difference([1.0], [3.0]) == (-2.0, None)
+    # With the variance of other groups: two values at distance 2 have the variance 2, here with two degrees of freedom.
+    middle, half = difference([1.0], [3.0], [[1.0], [3.0], [0.0, 2.0], [5.0, 7.0]])
+    assert middle == -2.0 and half == pytest.approx(STUDENT[2] * math.sqrt(2.0 * 2))
+    assert [student(free) for free in (11, 15, 30)] == pytest.approx([2.201, 2.131, 2.042], rel=1e-3)  # of printed tables
     # The quantiles of 2 and 4 degrees of freedom have closed forms.
     p = 0.975
     a = 4 * p * (1 - p)
     q = math.cos(math.acos(math.sqrt(a)) / 3) / math.sqrt(a)
     assert STUDENT[2] == pytest.approx((2 * p - 1) / math.sqrt(2 * p * (1 - p)), abs=1e-3)
     assert STUDENT[4] == pytest.approx(2 * math.sqrt(q - 1), abs=1e-3)
+
+
+def test_variants_go_by_their_labels_and_share_one_variance():
+    rows = [
+        {"label": label, "facts": {"rate": rate}, "runs": row("", kept, [1.0] * len(kept))["runs"], "degenerate": bad}
+        for label, rate, kept, bad in [
+            ("r = 1", 1.0, [0.9], []), ("r = 0.5", 0.5, [0.5], []),
+            ("other", 0.1, [0.1, 0.2], []), ("bad", 0.1, [0.0, 1.0], ["no variety"]),
+        ]
+    ]  # fmt: skip
+    (found,) = judge([Conjecture("weaker is better", "r = 1", "r = 0.5", "reconstruction", True)], rows)
+    half = STUDENT[1] * math.sqrt(0.005 * 2)  # the degenerate row, with its large variance, does not count
+    assert found["interval"] == pytest.approx([0.4 - half, 0.4 + half]) and found["trainings"] == [1, 1]
+    assert "| weaker is better | r = 1 | r = 0.5 |" in markdown([conjecture_table([found])])
 
 
 def row(option, kept, ppl, rate=0.25, degenerate=()):

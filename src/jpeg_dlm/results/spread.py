@@ -26,19 +26,32 @@ def spread(values: Sequence[float]) -> Spread:
     }
 
 
-# Quantiles 0.975 of Student's distribution by degrees of freedom; beyond the last, the normal one is within 8%.
-STUDENT = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
-NORMAL = 1.960
+# Quantiles 0.975 of Student's distribution by degrees of freedom; beyond the last, `student` expands around the normal one.
+STUDENT = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+NORMAL = 1.959964
 
 
-def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:
-    """Return the difference of two means and half of its 95% interval, with a common variance; None: one value each."""
-    middle, free = statistics.fmean(ours) - statistics.fmean(theirs), len(ours) + len(theirs) - 2
+def student(free: int) -> float:
+    """Return the quantile 0.975 of Student's distribution, within 0.1%."""
+    if free < len(STUDENT):
+        return STUDENT[free]
+    z = NORMAL
+    return z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)  # Cornish-Fisher
+
+
+def difference(
+    ours: Sequence[float], theirs: Sequence[float], groups: Sequence[Sequence[float]] = ()
+) -> tuple[float, float | None]:
+    """Return the difference of two means and half of its 95% interval; None: no group has two values.
+
+    The variance within a group is taken to be common to all `groups`, or to the two alone if none are given.
+    """
+    middle, groups = statistics.fmean(ours) - statistics.fmean(theirs), groups or (ours, theirs)
+    free = sum(len(values) - 1 for values in groups)
     if free < 1:
         return middle, None
-    squares = sum((x - statistics.fmean(values)) ** 2 for values in (ours, theirs) for x in values)
-    quantile = STUDENT[free] if free < len(STUDENT) else NORMAL
-    return middle, quantile * math.sqrt(squares / free * (1 / len(ours) + 1 / len(theirs)))
+    squares = sum((x - statistics.fmean(values)) ** 2 for values in groups for x in values)
+    return middle, student(free) * math.sqrt(squares / free * (1 / len(ours) + 1 / len(theirs)))
 
 
 def plus_minus(measure: Mapping[str, Any] | None, digits: int) -> str:

@@ -25,6 +25,7 @@ STUDIES: dict[str, StudyInfo] = {
     "codecs": StudyInfo("training", "causal codec beside the paper's, r = 1/2, 1/4, 1/8 (paper, future work)"),
     "decoders": StudyInfo("training", "contextual decoders beside the projection, r = 1/2, 1/4, 1/8 (paper, future work)"),
     "objectives": StudyInfo("training", "flow gradient into the compressor, other features, same rates (paper, future work)"),
+    "remedies": StudyInfo("training", "remedies of the flow gradient, each alone (paper, future work)"),
     "correlation": StudyInfo("models", "correlation between latent positions across texts (paper, Figure 4b)"),
     "interpolation": StudyInfo("models", "decoding between the latents of two texts, with and without noise (paper, Figure 5)"),
     "steps": StudyInfo("models", "quality against solver steps (paper, appendix)"),

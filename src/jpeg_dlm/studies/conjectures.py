@@ -1,4 +1,7 @@
-"""Conjectures about an option, judged at each rate by the difference between trainings with and without it."""
+"""Claims of the paper about an option, judged by the difference between trainings with and without it.
+
+The trainings of one variant are few, so their variance is estimated from all variants of a study together.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +32,32 @@ class Conjecture:
     more: bool
 
 
+def better_text(option: str, against: str, said: str) -> tuple[Conjecture, Conjecture]:
+    """Return the conjecture that an option improves text, by each of the two measures of it."""
+    return Conjecture(said, option, against, "gen_ppl", more=False), Conjecture(said, option, against, "mauve", more=True)
+
+
 def judge(conjectures: Sequence[Conjecture], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a finding for each conjecture at each rate at which both were trained and measured."""
-    by = {(row["facts"]["option"], row["facts"]["rate"]): row for row in rows if "runs" in row}
+    trained = [row for row in rows if "runs" in row]
+    by = {_key(row): row for row in trained}
+    rates = sorted({rate for _, rate in by if rate is not None}, reverse=True)
+    sound = [row for row in trained if not row["degenerate"]]  # texts without variety vary little between trainings
     found = []
     for c in conjectures:
-        for rate in sorted({rate for _, rate in by}, reverse=True):
+        groups = [_values(row, c.measure) for row in sound]
+        for rate in rates or [None]:
             ours, theirs = by.get((c.option, rate)), by.get((c.against, rate))
             a, b = _values(ours, c.measure), _values(theirs, c.measure)
             if ours and a and b:
-                found.append(vars(c) | {"rate": rate} | _finding(c, a, b, ours["degenerate"]))
+                found.append(vars(c) | {"rate": rate} | _finding(c, a, b, list(filter(None, groups)), ours["degenerate"]))
     return found
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, float | None]:
+    """Return the option and rate of a row; variants that are not options at several rates go by their labels."""
+    facts = row["facts"]
+    return (facts["option"], facts["rate"]) if "option" in facts else (row["label"], None)
 
 
 def _values(row: Mapping[str, Any] | None, measure: str) -> list[float]:
@@ -50,10 +68,14 @@ def _values(row: Mapping[str, Any] | None, measure: str) -> list[float]:
     return [value["mean"] if isinstance(value, Mapping) else value for value in values if value is not None]
 
 
-def _finding(c: Conjecture, ours: Sequence[float], theirs: Sequence[float], degenerate: Sequence[str]) -> dict[str, Any]:
+def _finding(
+    c: Conjecture, ours: Sequence[float], theirs: Sequence[float], groups: Sequence[Sequence[float]], degenerate: Sequence[str]
+) -> dict[str, Any]:
     ratio = c.measure in RATIOS
     scale = math.log if ratio else float
-    middle, half = difference([scale(x) for x in ours], [scale(x) for x in theirs])
+    middle, half = difference(
+        *([scale(x) for x in values] for values in (ours, theirs)), [[scale(x) for x in g] for g in groups]
+    )
     ends = None if half is None else [middle - half, middle + half]
     verdict, back = "cannot be told", math.exp if ratio else float
     if ends is not None and min(ends) * max(ends) > 0:
@@ -74,10 +96,11 @@ def conjecture_table(found: Sequence[Mapping[str, Any]]) -> Table:
         low_high = "one training" if f["interval"] is None else "{:.3f} to {:.3f}".format(*f["interval"])
         digits = 1 if f["measure"] == "gen_ppl" else 3
         values = [f"{f[name]:.{digits}f}" for name in ("with", "without")]
-        about = [f["text"], f"{f['rate']:g}", f["option"], f["against"], MEASURED[f["measure"]]]
+        about = [f["text"], "" if f["rate"] is None else f"{f['rate']:g}", f["option"], f["against"], MEASURED[f["measure"]]]
         rows.append([*about, *values, f"{f['difference']:.3f}", low_high, f["verdict"]])
     head = (
-        "The paper's conjectures. A verdict needs a 95% interval (Student, over trainings, with a common variance) without a "
-        "difference of 0, or a ratio of 1; a lower Gen-PPL of degenerate texts proves nothing."
+        "What the paper claims or expects. A verdict needs a 95% interval (Student, over trainings, with one variance for all "
+        "variants that are not degenerate) without a difference of 0, or a ratio of 1; a lower Gen-PPL of degenerate texts "
+        "proves nothing."
     )
     return Table.of(head, COLUMNS, rows)

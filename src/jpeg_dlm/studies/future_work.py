@@ -8,7 +8,7 @@ from typing import Any
 
 from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import override
-from jpeg_dlm.studies.conjectures import Conjecture
+from jpeg_dlm.studies.conjectures import Conjecture, better_text
 from jpeg_dlm.studies.latent_rates import latent_lens, rate_facts, rate_label, with_latents
 from jpeg_dlm.studies.study import Variant, Variants
 
@@ -37,21 +37,21 @@ REMEDIES: dict[str, dict[str, Any]] = {  # each with the plain gradient
     "adaptive times": {"objective.time_adaptive": True},
 }
 SINGLE_REMEDIES = {f"flow gradient, {name}": REACHED | change for name, change in REMEDIES.items()}
+TOGETHER = "flow gradient, LDLM's remedies"
 LDLM = ("warm-up", "no token loss in the codec", "noise before the decoder", "adaptive times")
 NO_ENCODER = {"encoder.kind": "none", "data.cache_features": False}
 OBJECTIVE_OPTIONS = ("encoder.kind", "encoder.layers", *(name for change in (REACHED, *REMEDIES.values()) for name in change))
 
 
 def objective_options(base: Config) -> dict[str, dict[str, Any]]:
-    """Return the options of `study objectives`: the gradient, its remedies alone, LDLM's together, and other features."""
+    """Return the options of `study objectives`: the flow gradient, with LDLM's remedies, and other features."""
     e = base.encoder
     layers = min(3, e.depth + 1) if e.kind in ("small", "random") else 3
     together = REACHED | {name: value for remedy in LDLM for name, value in REMEDIES[remedy].items()}
     return {
         PAPER: {},
         "flow gradient": REACHED,
-        **SINGLE_REMEDIES,
-        "flow gradient, LDLM's remedies": together,
+        TOGETHER: together,
         "no encoder": NO_ENCODER,
         f"mean of {layers} layers": {"encoder.layers": tuple(range(-layers, 0))},
     }
@@ -84,41 +84,34 @@ def decoders(base: Config) -> Variants:
 
 
 def objectives(base: Config) -> Variants:
-    """Return other joint objectives, and features without a pretrained encoder or from several of its layers.
-
-    Single remedies of the flow gradient are tried at the base's own rate alone: what they are for, its collapse, shows there.
-    """
-    options = objective_options(base)
-    everywhere = at_each_rate(base, {name: change for name, change in options.items() if name not in SINGLE_REMEDIES})
-    alone = at_each_rate(base, SINGLE_REMEDIES, (base.model.latent_len / base.data.token_len,))
-    return replace(everywhere, variants=[*everywhere.variants, *alone.variants])
+    """Return other joint objectives, and features without a pretrained encoder or from several of its layers."""
+    return at_each_rate(base, objective_options(base))
 
 
-def _better_text(option: str, said: str) -> tuple[Conjecture, ...]:
-    return (Conjecture(said, option, PAPER, "gen_ppl", more=False), Conjecture(said, option, PAPER, "mauve", more=True))
+def remedies(base: Config) -> Variants:
+    """Return the flow gradient with each remedy alone, at the rate of the base."""
+    return at_each_rate(
+        base, {PAPER: {}, "flow gradient": REACHED, **SINGLE_REMEDIES}, (base.model.latent_len / base.data.token_len,)
+    )
 
 
 CAUSAL = "Causal encoding helps to retain positional structure as latent length decreases"
 ABOUT_CODECS = (
     *(Conjecture(CAUSAL, "causal codec", other, "reconstruction", more=True) for other in (PAPER, "causal encoder")),
-    *_better_text("causal codec", CAUSAL),
+    *better_text("causal codec", PAPER, CAUSAL),
 )
 ABOUT_DECODERS = tuple(
     conjecture
     for option in list(DECODERS)[1:]
     for conjecture in (
         Conjecture("A contextual decoder improves decoding under stronger compression", option, PAPER, "reconstruction", True),
-        *_better_text(option, "A contextual decoder improves text under stronger compression"),
+        *better_text(option, PAPER, "A contextual decoder improves text under stronger compression"),
     )
 )
-ABOUT_OBJECTIVES = (
-    *(
-        Conjecture("Flow gradients in the compressor lead to collapse", "flow gradient", PAPER, measure, more=False)
-        for measure in ("latent_text", "latent_rank")
-    ),
-    *(
-        conjecture
-        for name in (*REMEDIES, "LDLM's remedies")
-        for conjecture in _better_text(f"flow gradient, {name}", "A stabilized flow gradient improves text")
-    ),
+COLLAPSE = tuple(
+    Conjecture("Flow gradients in the compressor lead to collapse", "flow gradient", PAPER, measure, more=False)
+    for measure in ("latent_text", "latent_rank")
 )
+STABLE = "A stabilized flow gradient improves text"
+ABOUT_OBJECTIVES = (*COLLAPSE, *better_text(TOGETHER, PAPER, STABLE))
+ABOUT_REMEDIES = (*COLLAPSE, *(conjecture for option in SINGLE_REMEDIES for conjecture in better_text(option, PAPER, STABLE)))

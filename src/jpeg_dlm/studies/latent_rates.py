@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from jpeg_dlm.config import Config
-from jpeg_dlm.methods.registry import method_class
 
 RATES = (1.0, 0.5, 0.25, 0.125)  # (paper)
 
@@ -27,7 +26,7 @@ def with_latents(base: Config, latent_len: int) -> Config:
 
 def rate_facts(config: Config) -> dict[str, Any]:
     """Return what pictures over the rate show of a config."""
-    return {"rate": config.rate, "latent_len": config.model.latent_len, "method": method_class(config.method).title}
+    return {"rate": config.rate, "latent_len": config.model.latent_len}
 
 
 def rate_label(latent_len: int, token_len: int) -> str:

@@ -156,7 +156,7 @@ def draw_joint(result: Result, path: Path) -> Path | None:
     """Draw JPEG-DLM and COSMOS at each rate, arrows from the second to the first, and ELF as a diamond (Figure 4a)."""
 
     def draw(axes: Axes, key: str, rows: Rows) -> None:
-        systems = {title: [row for row in rows if row["facts"]["method"] == title] for title in SYSTEMS}
+        systems = {title: [row for row in rows if row["facts"]["option"] == title] for title in SYSTEMS}
         joint = {row["facts"]["rate"]: row for row in systems["JPEG-DLM"]}
         for title, own in systems.items():
             if own:

@@ -12,14 +12,17 @@ from typing import Any
 from jpeg_dlm.config import Config
 from jpeg_dlm.evaluation.paper import paper_tables
 from jpeg_dlm.methods.registry import for_method, method_class
+from jpeg_dlm.studies.claims import ABOUT_ABLATIONS, ABOUT_JOINT, ABOUT_RATES, ABOUT_REGULARIZERS
 from jpeg_dlm.studies.future_work import (
     ABOUT_CODECS,
     ABOUT_DECODERS,
     ABOUT_OBJECTIVES,
+    ABOUT_REMEDIES,
     OBJECTIVE_OPTIONS,
     codecs,
     decoders,
     objectives,
+    remedies,
 )
 from jpeg_dlm.studies.latent_rates import latent_lens, rate_facts, rate_label, with_latents
 from jpeg_dlm.studies.small_budgets import recipes
@@ -106,12 +109,12 @@ def joint_vs_two_stage(base: Config) -> Variants:
     for method, figures in paper.items():
         for rate, latent_len in lens.items():
             config = for_method(with_latents(base, latent_len), method)
-            facts = rate_facts(config)
-            label = f"{facts['method']}, {rate_label(latent_len, base.data.token_len)}"
-            found.append(Variant(label, config, figures.get(rate, {}), facts))
+            title = method_class(method).title
+            label = f"{title}, {rate_label(latent_len, base.data.token_len)}"
+            found.append(Variant(label, config, figures.get(rate, {}), rate_facts(config) | {"option": title}))
     elf = for_method(base, "elf")
     title = method_class("elf").title
-    found.append(Variant(title, elf, {}, {"rate": 1.0, "latent_len": base.data.token_len, "method": title}))
+    found.append(Variant(title, elf, {}, {"rate": 1.0, "latent_len": base.data.token_len, "option": title}))
     return Variants(found, left_out)
 
 
@@ -139,13 +142,17 @@ def encoder_layers(base: Config) -> Variants:
 TRAINING: dict[str, TrainingStudy] = {
     "ablations": TrainingStudy(
         "what each part of the objective is worth", ablations, draw_rows,
-        ("model.shared", "objective.sigma", "objective.ce_time_min", "objective.ce_time_mean"),
+        ("model.shared", "objective.sigma", "objective.ce_time_min", "objective.ce_time_mean"), ABOUT_ABLATIONS,
     ),
-    "regularizers": TrainingStudy("regularizers of the latents", regularizers, draw_rows),
-    "rates": TrainingStudy("quality against the compression rate", rates, draw_rates, ("model.latent_len",)),
+    "regularizers": TrainingStudy(
+        "regularizers of the latents", regularizers, draw_rows, conjectures=ABOUT_REGULARIZERS
+    ),
+    "rates": TrainingStudy(
+        "quality against the compression rate", rates, draw_rates, ("model.latent_len",), ABOUT_RATES
+    ),
     "widths": TrainingStudy("quality against the width of a latent", widths, draw_widths),
     "joint-vs-two-stage": TrainingStudy(
-        "joint against two-stage training", joint_vs_two_stage, draw_joint, ("model.latent_len",)
+        "joint against two-stage training", joint_vs_two_stage, draw_joint, ("model.latent_len",), ABOUT_JOINT,
     ),
     "encoder-layers": TrainingStudy(
         "COSMOS at r = 1 on features of several encoder layers", encoder_layers, draw_rows,
@@ -162,5 +169,8 @@ TRAINING: dict[str, TrainingStudy] = {
     "objectives": TrainingStudy(
         "other joint objectives and features at each rate", objectives, draw_options,
         ("model.latent_len", *OBJECTIVE_OPTIONS), ABOUT_OBJECTIVES,
+    ),
+    "remedies": TrainingStudy(
+        "remedies of the flow gradient, each alone", remedies, draw_rows, OBJECTIVE_OPTIONS, ABOUT_REMEDIES
     ),
 }  # fmt: skip
