@@ -14,7 +14,8 @@ from typing import Any
 
 from jpeg_dlm.evaluation.paper import OWN
 from jpeg_dlm.results.table import markdown
-from jpeg_dlm.studies import cost
+from jpeg_dlm.studies import cost, cost_pictures
+from jpeg_dlm.studies.cost_points import FULL
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 RATES = (1, 0.5, 0.25, 0.125, 0.0625)
@@ -44,11 +45,11 @@ def speed_over_full_length(result: Mapping[str, Any]) -> dict[str, float]:
         if "seconds" in row.get("measured", {})
     }
     return {
-        f"{OWN} over full length, L = {length}": seconds[cost.FULL, length] / own
+        f"{OWN} over full length, L = {length}": seconds[FULL, length] / own
         for (system, length), own in seconds.items()
-        if system == OWN and (cost.FULL, length) in seconds
+        if system == OWN and (FULL, length) in seconds
     }
 
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:
-    return cost.draw(result["study"], path)
+    return cost_pictures.draw(result["study"], path)
