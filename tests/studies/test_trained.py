@@ -133,6 +133,32 @@ def test_several_trainings_share_encoder_and_steps_and_give_the_deviation(pair, 
     assert found == [run["run"] for run in row["runs"]] and len(trainings) == 5
 
 
+def test_what_is_trained_so_far_is_scored_without_training_more(pair, corpus_file, byte_gpt2, tmp_path, trainings):
+    asked, workshop = question("pair", corpus_file, 2), shop(tmp_path)
+    planned = trained.plan(asked, workshop)
+    with pytest.raises(UsageError, match="No training of 'pair' has ended yet: leave --so-far out"):
+        trained.so_far(planned, workshop)
+    workshop.train(planned.rows[0].configs[0])
+    count = len(trainings)
+    part = trained.so_far(trained.plan(asked, workshop), workshop)
+    request = EvaluationRequest(protocol("default"), (0,), 2, mauve="off")
+    outcome = trained.evaluate(part, workshop, lambda: build_scorer(f"hf:{byte_gpt2}"), request)
+    (row,) = outcome.result["rows"]
+    assert row["label"] == "as it is" and [run["seed"] for run in row["runs"]] == [42] and len(trainings) == count
+    assert outcome.result["left_out"] == ["as it is: 1 of 2 trainings so far.", "other: 0 of 2 trainings so far."]
+
+    # Likewise for the comparison of all systems: a model at one of two budgets.
+    budgets = tuple(parse_budget(text) for text in ("2steps", "4steps"))
+    rows = compare.plan(Comparison(asked.base, ("jpeg-dlm", "ar"), budgets, asked.shared), workshop)
+    with pytest.raises(UsageError, match="No system has been trained yet"):
+        compare.so_far(rows, workshop)
+    config = rows["ar"].points[42][0].config
+    path = workshop.model_of(config, 2)
+    path.mkdir(parents=True)  # as `Workshop.models` leaves it
+    found = compare.so_far(compare.plan(Comparison(asked.base, ("jpeg-dlm", "ar"), budgets, asked.shared), workshop), workshop)
+    assert list(found) == ["ar"] and found["ar"].models == {(42, 0): path}
+
+
 def test_a_failing_variant_does_not_cost_the_others(pair, corpus_file, byte_gpt2, tmp_path, trainings, monkeypatch):
     losses = JpegDlm.losses
 

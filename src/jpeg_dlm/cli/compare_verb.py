@@ -27,6 +27,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--train-seeds", type=whole(1), default=1, help="trainings per system; if several, deviations are over them"
     )
+    parser.add_argument("--so-far", action="store_true", help="score what is trained by now, without training more")
     parser.add_argument("--train-only", action="store_true", help="train without scoring, to share the work of a command")
     parser.add_argument(
         "--tasks", metavar="NAMES",
@@ -76,7 +77,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     request = EvaluationRequest(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
     workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet))
     rows = compare.plan(asked, workshop)
-    compare.train(rows, workshop, wait=not args.train_only)
+    if args.so_far:
+        rows = compare.so_far(rows, workshop)
+    else:
+        compare.train(rows, workshop, wait=not args.train_only)
     if args.train_only:
         return 0
     device = str(workshop.ranks.device)

@@ -61,6 +61,7 @@ def _training(parser: Parser) -> None:
         help="processes that share the training; to add another node, run the same command with the same --out there",
     )  # fmt: skip
     parser.add_argument("--only", metavar="TEXT", help="only variants with this in their name, such as 'r = 0.25'")
+    parser.add_argument("--so-far", action="store_true", help="score what is trained by now, without training more")
     parser.add_argument("--train-only", action="store_true", help=argparse.SUPPRESS)  # for the workers of --jobs
     parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="as for evaluate")
     _scoring(parser, 256, 3)
@@ -123,8 +124,11 @@ def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome
     request = EvaluationRequest(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
     workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet))
     planned = trained.plan(question, workshop)  # before the workers start: speeds are measured on an idle machine
-    with _workers(args, rest, workshop.console):
-        trained.train(planned, workshop, wait=not args.train_only)
+    if args.so_far:
+        planned = trained.so_far(planned, workshop)
+    else:
+        with _workers(args, rest, workshop.console):
+            trained.train(planned, workshop, wait=not args.train_only)
     if args.train_only:
         return None
     device = str(workshop.ranks.device)

@@ -132,6 +132,18 @@ def train(rows: Mapping[str, CompareRow], workshop: Workshop, wait: bool = True)
     workshop.take_turns([partial(one, *task) for task in each], wait)
 
 
+def so_far(rows: Mapping[str, CompareRow], workshop: Workshop) -> dict[str, CompareRow]:
+    """Return the systems that have a model by now, with their models."""
+    for row in rows.values():
+        points = {(seed, i): point for seed, points in row.points.items() for i, point in enumerate(points)}
+        paths = {key: workshop.model_of(point.config, point.step) for key, point in points.items()}
+        row.models |= {key: path for key, path in paths.items() if path.is_dir()}
+    found = {name: row for name, row in rows.items() if row.models or "error" in row.record}
+    if not any(row.models for row in found.values()):
+        raise UsageError("No system has been trained yet: leave --so-far out to train.")
+    return found
+
+
 # ---------------------------------------------------------------- score
 
 

@@ -106,6 +106,20 @@ def train(planned: Plan, workshop: Workshop, wait: bool = True) -> None:
     workshop.take_turns([partial(one, row, config) for row, config in pairs], wait)
 
 
+def so_far(planned: Plan, workshop: Workshop) -> Plan:
+    """Return the part of a plan that is trained by now, with a sentence on each variant that lacks a training."""
+    rows, left_out = [], list(planned.left_out)
+    for row in planned.rows:
+        each = {config.train.seed: (workshop.run_of(config), config) for config in row.configs}
+        runs = {seed: run for seed, (run, config) in each.items() if workshop.finished(run, config)}
+        rows += [replace(row, runs=runs)] if runs or "error" in row.record else []
+        if len(runs) < len(row.configs):
+            left_out.append(f"{row.variant.label}: {len(runs)} of {len(row.configs)} trainings so far.")
+    if not rows:
+        raise UsageError(f"No training of '{planned.question.study}' has ended yet: leave --so-far out to train.")
+    return replace(planned, rows=rows, left_out=left_out)
+
+
 def evaluate(
     planned: Plan, workshop: Workshop, scorer: Callable[[], Scorer], request: EvaluationRequest, batch: int = 64
 ) -> StudyOutcome:

@@ -180,16 +180,20 @@ class Workshop:
         self.train_in(run, config)
         return run
 
+    def model_of(self, config: Config, step: int) -> Path:
+        """Return the folder of a config's model at a step, which exists once training has reached it."""
+        return self.run_of(config) / "models" / f"step-{step:08d}"
+
     def models(self, config: Config, steps: Sequence[int]) -> list[Path]:
         """Train a config and return the model at each of these increasing steps, at which training stops to write it."""
         run = self.run_of(config)
-        found = [run / "models" / f"step-{step:08d}" for step in steps]
+        found = [self.model_of(config, step) for step in steps]
         with run_lock(self.folder / "locks" / run.name):
             for step, path in zip(steps, found, strict=True):
                 if path.is_dir():
                     continue
                 last = step == config.train.steps
-                if not (last and self._finished(run, config)):
+                if not (last and self.finished(run, config)):
                     outcome = train_run(config, run, self.ranks, self.console, resume=True, stop_at=None if last else step)
                     if outcome.stopped_by in SIGNALS:
                         raise StudyStopped(outcome.stopped_by)
@@ -203,14 +207,15 @@ class Workshop:
     def train_in(self, run: Path, config: Config) -> None:
         """Train a config in a folder, unless that is done; raise `Locked` if another process is training it."""
         with run_lock(self.folder / "locks" / run.name):  # `train_run` takes its own lock only after the check below
-            if self._finished(run, config):
+            if self.finished(run, config):
                 self.console.say(f"{run.name}: already trained.")
                 return
             outcome = train_run(config, run, self.ranks, self.console, resume=True)
         if outcome.stopped_by:
             raise StudyStopped(outcome.stopped_by)
 
-    def _finished(self, run: Path, config: Config) -> bool:
+    def finished(self, run: Path, config: Config) -> bool:
+        """Return True if a run directory holds the end of a config's training."""
         if config.method == "encoder" and not (run / "encoder" / CONFIG_FILE).is_file():
             return False  # the encoder folder is written after the last checkpoint
         checkpoint = latest_checkpoint(run, self.console.warn) if (run / "checkpoints").is_dir() else None
