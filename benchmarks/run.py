@@ -28,7 +28,19 @@ from jpeg_dlm.files import write_atomic
 from jpeg_dlm.machine.cpu import cpu_facts, instruction_limit, make_safe
 from jpeg_dlm.results.pictures import LINE_COLORS, dress, new_figure, save_png
 
-BENCHMARKS = ("peak", "sampling", "shares", "systems", "training", "fewer_steps", "price", "growth", "service", "long_text")
+BENCHMARKS = (
+    "peak",
+    "attention",
+    "sampling",
+    "shares",
+    "systems",
+    "training",
+    "fewer_steps",
+    "price",
+    "growth",
+    "service",
+    "long_text",
+)
 RECORD = Path(__file__).parent / "ratios.json"
 FELL = 0.8  # warn if a ratio is below this share of the recorded one (assumed: rounds differ by up to a tenth)
 

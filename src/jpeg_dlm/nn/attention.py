@@ -12,7 +12,7 @@ from jpeg_dlm.nn.precision import fp32_island
 def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     """Attend as PyTorch does; on a CPU, attention that needs gradients is computed in fp32 and returned in the type of `v`.
 
-    The backward kernel for bf16 takes 8 times as long as that for fp32 on rows of 16 tokens, and twice on 128 (measured).
+    The kernel for bf16 takes 5 times as long there on rows of 16 tokens, and twice on 128 (benchmarks/attention.py).
     """
     if v.dtype == torch.bfloat16 and v.device.type == "cpu" and v.requires_grad and torch.is_grad_enabled():
         with fp32_island(v):
