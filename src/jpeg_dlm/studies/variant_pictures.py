@@ -11,6 +11,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
+from jpeg_dlm.evaluation.anchors import ANCHORS
 from jpeg_dlm.results.pictures import GENERATED_COLOR, INK, LINE_COLORS, REAL_COLOR, dress, new_figure, save_png
 
 PAPER_COLOR, PAPER_GROUND = "#718096", "#f7fafc"
@@ -63,8 +64,8 @@ def draw_rows(result: Result, path: Path) -> Path | None:
         means = [m["mean"] for m in found]
         bars = [m["sd"] or 0.0 for m in found]
         axes.errorbar(means, range(len(rows)), xerr=bars, fmt="o", ms=6, capsize=3, color=GENERATED_COLOR)
-        if key in result["real"]:
-            axes.axvline(result["real"][key], color=REAL_COLOR, ls="--", lw=1.2, label="real text")
+        for line, look in _levels(result, key):
+            axes.axvline(line, **look)
         _dress_rows(axes, "ours", key, name, rows, means)
     for axes, (key, name) in zip(panels[len(names) :], papers.items(), strict=True):
         places = [i for i, row in enumerate(rows) if key in row["paper"]]
@@ -73,8 +74,19 @@ def draw_rows(result: Result, path: Path) -> Path | None:
         axes.set_facecolor(PAPER_GROUND)
         _dress_rows(axes, "paper, OWT-128", key, name, rows, values)
     panels[0].set_yticks(range(len(rows)), [row["label"] for row in rows])
-    panels[0].legend(fontsize=7.5, frameon=False, labelcolor=INK)
+    for axes in panels[: len(names)]:
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7.5, frameon=False, labelcolor=INK)
     return save_png(figure, path)
+
+
+def _levels(result: Result, key: str) -> list[tuple[float, dict[str, Any]]]:
+    """Return where a line shows real text and, for MAUVE, which real text has no figure of, shuffled words; and its look."""
+    real, floor = result["real"].get(key), result["anchors"].get("words", {}).get(key)
+    found = [] if real is None else [(real, {"color": REAL_COLOR, "ls": "--", "lw": 1.2, "label": "real text"})]
+    if key == "mauve" and floor:
+        found.append((floor["mean"], {"color": PAPER_COLOR, "ls": ":", "lw": 1.5, "label": ANCHORS["words"]}))
+    return found
 
 
 def _dress_rows(axes: Axes, heading: str, key: str, name: str, rows: Rows, values: Sequence[float]) -> None:
@@ -115,7 +127,8 @@ def _draw_panels(
     for axes, (key, name) in zip(panels, names.items(), strict=True):
         draw(axes, key, rows)
         _dress_curve(axes, result, rows, fact, x, key, name)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    shown = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(shown.values(), shown.keys(), loc="outside right upper", fontsize=8, frameon=False)
     return save_png(figure, path)
 
 
@@ -127,9 +140,9 @@ def _line(axes: Axes, rows: Rows, fact: str, key: str, label: str, color: str, f
 
 
 def _dress_curve(axes: Axes, result: Result, rows: Rows, fact: str, x: str, key: str, name: str) -> None:
-    if key in result["real"]:
-        axes.axhline(result["real"][key], color=REAL_COLOR, ls="--", lw=1.2, label="real text")
-    dress(axes, name, name, x)
+    for line, look in _levels(result, key):
+        axes.axhline(line, **look)
+    dress(axes, name, "", x)
     axes.set_xscale("log", base=2)
     ticks = sorted({row["facts"][fact] for row in rows})
     axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks] if max(ticks) <= 1 else [f"{tick:g}" for tick in ticks])
