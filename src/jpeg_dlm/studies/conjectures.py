@@ -73,9 +73,8 @@ def _finding(
 ) -> dict[str, Any]:
     ratio = c.measure in RATIOS
     scale = math.log if ratio else float
-    middle, half = difference(
-        *([scale(x) for x in values] for values in (ours, theirs)), [[scale(x) for x in g] for g in groups]
-    )
+    scaled = [[scale(x) for x in values] for values in (ours, theirs, *groups)]
+    middle, half = difference(scaled[0], scaled[1], scaled[2:])
     ends = None if half is None else [middle - half, middle + half]
     verdict, back = "cannot be told", math.exp if ratio else float
     if ends is not None and min(ends) * max(ends) > 0:
