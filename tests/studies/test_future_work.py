@@ -30,7 +30,7 @@ def test_objectives_at_every_rate():
         "objective.time_adaptive": True,
     }  # fmt: skip
     assert quarter["no encoder"] == {"encoder.kind": "none"}
-    assert quarter["mean of 3 layers"] == {"encoder.layers": (-3, -2, -1)}
+    assert quarter["mean of the last layers"] == {"encoder.layers": (-3, -2, -1)}
 
 
 def test_single_remedies_at_the_rate_of_the_base():

@@ -39,6 +39,7 @@ REMEDIES: dict[str, dict[str, Any]] = {  # each with the plain gradient
 SINGLE_REMEDIES = {f"flow gradient, {name}": REACHED | change for name, change in REMEDIES.items()}
 TOGETHER = "flow gradient, LDLM's remedies"
 LDLM = ("warm-up", "no token loss in the codec", "noise before the decoder", "adaptive times")
+EMBEDDED, LAYERS = "no encoder", "mean of the last layers"
 NO_ENCODER = {"encoder.kind": "none", "data.cache_features": False}
 OBJECTIVE_OPTIONS = ("encoder.kind", "encoder.layers", *(name for change in (REACHED, *REMEDIES.values()) for name in change))
 
@@ -52,8 +53,8 @@ def objective_options(base: Config) -> dict[str, dict[str, Any]]:
         PAPER: {},
         "flow gradient": REACHED,
         TOGETHER: together,
-        "no encoder": NO_ENCODER,
-        f"mean of {layers} layers": {"encoder.layers": tuple(range(-layers, 0))},
+        EMBEDDED: NO_ENCODER,
+        LAYERS: {"encoder.layers": tuple(range(-layers, 0))},
     }
 
 
@@ -113,5 +114,13 @@ COLLAPSE = tuple(
     for measure in ("latent_text", "latent_rank")
 )
 STABLE = "A stabilized flow gradient improves text"
-ABOUT_OBJECTIVES = (*COLLAPSE, *better_text(TOGETHER, PAPER, STABLE))
+ABOUT_OBJECTIVES = (
+    *COLLAPSE,
+    *better_text(TOGETHER, PAPER, STABLE),
+    # The rest is not of the paper.
+    Conjecture("A pretrained encoder keeps more of the text", PAPER, EMBEDDED, "reconstruction", more=True),
+    *better_text(PAPER, EMBEDDED, "A pretrained encoder improves text"),
+    Conjecture("Features of several layers keep more of the text", LAYERS, PAPER, "reconstruction", more=True),
+    *better_text(LAYERS, PAPER, "Features of several layers improve text"),
+)
 ABOUT_REMEDIES = (*COLLAPSE, *(conjecture for option in SINGLE_REMEDIES for conjecture in better_text(option, PAPER, STABLE)))
