@@ -42,10 +42,11 @@ def test_single_remedies_at_the_rate_of_the_base():
     assert {v.facts["rate"] for v in remedies(base).variants} == {0.25}
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_objectives_of_every_preset_are_valid(name):
-    for variant in objectives(preset(name)).variants + remedies(preset(name)).variants:
-        validate(variant.config)
+@pytest.mark.parametrize("study", TRAINING)
+def test_variants_of_every_preset_are_valid(study):
+    for name in PRESETS:
+        for variant in TRAINING[study].variants(preset(name)).variants:
+            validate(variant.config)
 
 
 def test_codecs_and_decoders_by_the_names_of_their_options():

@@ -18,5 +18,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_
 
 
 def faster_in_fp32(v: Tensor) -> bool:
-    """Return True for bf16 on a CPU with gradients: that kernel takes 5x the time on rows of 16 tokens, 2x on 128 (measured)."""
+    """Return True for bf16 on a CPU with gradients: its kernel takes 5x the time on rows of 16 tokens, 2x on 128 (measured)."""
     return v.dtype == torch.bfloat16 and v.device.type == "cpu" and v.requires_grad and torch.is_grad_enabled()

@@ -62,7 +62,7 @@ def regularizers(base: Config) -> Variants:
     """Appendix: SIGReg, and the variance and covariance terms of VICReg, each with and without the other."""
     found = []
     for row in paper_tables()["regularizers"]["rows"]:
-        off: dict[str, float] = {} if row["sigreg"] else {"sigreg_weight": 0.0}
+        off: dict[str, float] = {} if row["sigreg"] else {"sigreg_weight": 0.0, "sigreg_late": 0.0}
         off |= {} if row["vicreg"] else {"var_weight": 0.0, "cov_weight": 0.0}
         names = [name for name, on in (("SIGReg", row["sigreg"]), ("variance + covariance", row["vicreg"])) if on]
         label = " and ".join(names) or "no regularizer"
