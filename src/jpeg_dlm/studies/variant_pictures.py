@@ -81,7 +81,7 @@ def draw_rows(result: Result, path: Path) -> Path | None:
 
 
 def _levels(result: Result, key: str) -> list[tuple[float, dict[str, Any]]]:
-    """Return where a line shows real text and, for MAUVE, which real text has no figure of, shuffled words; and its look."""
+    """Return the lines of a panel and their look: real text, and for MAUVE the level of shuffled words."""
     real, floor = result["real"].get(key), result["anchors"].get("words", {}).get(key)
     found = [] if real is None else [(real, {"color": REAL_COLOR, "ls": "--", "lw": 1.2, "label": "real text"})]
     if key == "mauve" and floor:
