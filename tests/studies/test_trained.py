@@ -138,6 +138,11 @@ def test_what_is_trained_so_far_is_scored_without_training_more(pair, corpus_fil
     planned = trained.plan(asked, workshop)
     with pytest.raises(UsageError, match="No training of 'pair' has ended yet: leave --so-far out"):
         trained.so_far(planned, workshop)
+    own = question("pair", corpus_file, **{"encoder.kind": "small", "train.encoder_steps": 1})
+    still = Workshop(tmp_path, Ranks(), Console(quiet=True), trains=False)
+    with pytest.raises(UsageError, match="has ended yet"):  # nor is an encoder trained
+        trained.so_far(trained.plan(own, still), still)
+    assert not trainings
     workshop.train(planned.rows[0].configs[0])
     count = len(trainings)
     part = trained.so_far(trained.plan(asked, workshop), workshop)

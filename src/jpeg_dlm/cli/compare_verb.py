@@ -75,7 +75,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         task_names(args.tasks or ""),
     )  # fmt: skip
     request = EvaluationRequest(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
-    workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet))
+    workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet), trains=not args.so_far)
     rows = compare.plan(asked, workshop)
     if args.so_far:
         rows = compare.so_far(rows, workshop)

@@ -122,7 +122,7 @@ def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome
     budget = parse_budget(args.budget) if args.budget else None
     question = trained.ask(args.study, args.preset, args.data, parse_overrides(rest), budget, args.train_seeds, args.only or "")
     request = EvaluationRequest(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
-    workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet))
+    workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet), trains=not args.so_far)
     planned = trained.plan(question, workshop)  # before the workers start: speeds are measured on an idle machine
     if args.so_far:
         planned = trained.so_far(planned, workshop)

@@ -113,8 +113,8 @@ def so_far(planned: Plan, workshop: Workshop) -> Plan:
         each = {config.train.seed: (workshop.run_of(config), config) for config in row.configs}
         runs = {seed: run for seed, (run, config) in each.items() if workshop.finished(run, config)}
         rows += [replace(row, runs=runs)] if runs or "error" in row.record else []
-        if len(runs) < len(row.configs):
-            left_out.append(f"{row.variant.label}: {len(runs)} of {len(row.configs)} trainings so far.")
+        if len(runs) < (wanted := planned.question.train_seeds) and "error" not in row.record:
+            left_out.append(f"{row.variant.label}: {len(runs)} of {wanted} trainings so far.")
     if not rows:
         raise UsageError(f"No training of '{planned.question.study}' has ended yet: leave --so-far out to train.")
     return replace(planned, rows=rows, left_out=left_out)

@@ -52,9 +52,13 @@ class StudyStopped(JpegDlmError):
         self.exit_code = 143 if signal == "SIGTERM" else 130
 
 
+class NotTrained(JpegDlmError):
+    """A workshop that must not train lacks a run."""
+
+
 class Workshop:
-    def __init__(self, folder: Path, ranks: Ranks, console: Console) -> None:
-        self.folder, self.ranks, self.console = folder, ranks, console
+    def __init__(self, folder: Path, ranks: Ranks, console: Console, trains: bool = True) -> None:
+        self.folder, self.ranks, self.console, self.trains = folder, ranks, console, trains
         self.parts = Parts(folder / "parts")
         self.blocks = cache(Blocks)
         self._told = ""
@@ -96,6 +100,8 @@ class Workshop:
         """Record an error within the block as the row's `error`, with its traceback in a file; let `Stopped` pass."""
         try:
             yield
+        except NotTrained:
+            return
         except (StudyStopped, Locked):
             raise
         except Exception as error:  # no error of one row may end the others
@@ -210,6 +216,8 @@ class Workshop:
             if self.finished(run, config):
                 self.console.say(f"{run.name}: already trained.")
                 return
+            if not self.trains:
+                raise NotTrained(f"'{run.name}' is not trained yet.")
             outcome = train_run(config, run, self.ranks, self.console, resume=True)
         if outcome.stopped_by:
             raise StudyStopped(outcome.stopped_by)
