@@ -6,7 +6,8 @@ The help text of a field names its source: (paper), (released) for the authors' 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from jpeg_dlm.errors import UsageError
@@ -135,6 +136,7 @@ class TrainConfig:
     keep: int = opt(2, "number of checkpoints to keep")
     encoder_steps: int = opt(0, "pretraining steps of the 'small' encoder before the run; 0: it must exist already")
     encoder_lr: float = opt(3e-3, "learning rate of that pretraining (measured)")
+    init: str = opt("", "model folder, run or checkpoint of the same method whose weights a new run starts from")
     spike_alarm: float = opt(
         10.0, "warn when the loss exceeds its recent median by this multiple of its spread; 0 is off (measured)"
     )
@@ -166,6 +168,12 @@ class Config:
         """The compression rate r = N / L, or None for a method without compressed latents."""
         latent_len = getattr(self.model, "latent_len", None)
         return None if latent_len is None else latent_len / self.data.token_len
+
+
+def with_files(config: Config, tokenizer: Path | None, encoder: Path | None) -> Config:
+    """Return the config of a training that uses the tokenizer and encoder of a trained model."""
+    data = replace(config.data, tokenizer=str(tokenizer)) if tokenizer else config.data
+    return replace(config, data=data, encoder=replace(config.encoder, name=str(encoder)) if encoder else config.encoder)
 
 
 # ---------------------------------------------------------------- combinations that cannot work

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jpeg_dlm.cli.options import add_config_arguments, read_config
 from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.cli.values import whole
-from jpeg_dlm.config import Config
+from jpeg_dlm.config import Config, with_files
 from jpeg_dlm.config_io import from_dict, read_json_file
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.registry import method_class, names, writes
@@ -20,6 +21,7 @@ from jpeg_dlm.training.record import check_recorded
 from jpeg_dlm.wording import command
 
 if TYPE_CHECKING:
+    from jpeg_dlm.folders.model_folder import ModelParts
     from jpeg_dlm.training.bench import Outcome
 
 
@@ -36,6 +38,11 @@ def add_arguments(parser: Parser) -> None:
         help=f"of {' and '.join(students)}: model folder, run or checkpoint to learn from ('bundled': the bundled model)",
     )  # fmt: skip
     parser.add_argument(
+        "--init", type=Path, metavar="MODEL",
+        help="fine-tune: start from the weights of a model folder, run or checkpoint, with its options, tokenizer and encoder "
+        "('bundled': the bundled model)",
+    )  # fmt: skip
+    parser.add_argument(
         "--data", help="text file, folder, .jsonl, prepared folder, named corpus or hf:NAME (default: the preset's)"
     )
     parser.add_argument("--out", type=Path, required=True, help="run directory")
@@ -49,10 +56,12 @@ def add_arguments(parser: Parser) -> None:
 
 
 def base_config(args: argparse.Namespace) -> Config:
-    """Return the stored config of a run that is resumed; otherwise the config of the teacher or the preset."""
+    """Return the stored config of a run that is resumed; otherwise that of the teacher, of the first model or of the preset."""
     stored = args.out / "config.json"
     if not (args.resume and stored.is_file()):
-        return student_of(args.teacher, args.method) if args.teacher else preset(args.preset or "tiny")
+        if args.teacher:
+            return student_of(args.teacher, args.method)
+        return start_of(args.init) if args.init else preset(args.preset or "tiny")
     check_recorded(args.out, stored.name, "restore it, or delete it and give the options of the run again")
     config = from_dict(read_json_file(stored))
     if args.preset and args.preset != config.preset:
@@ -66,11 +75,23 @@ def base_config(args: argparse.Namespace) -> Config:
     return config
 
 
-def student_of(teacher: Path, method: str) -> Config:
-    """Return the config of a method that learns from a trained model."""
+def trained(model: Path) -> ModelParts:
+    """Read a trained model; 'bundled' is the bundled one."""
     from jpeg_dlm.folders.model_folder import bundled_folder, read_model
 
-    parts = read_model(bundled_folder() if str(teacher) == "bundled" else teacher)
+    return read_model(bundled_folder() if str(model) == "bundled" else model)
+
+
+def start_of(model: Path) -> Config:
+    """Return the config of a training that goes on from a trained model of the same method."""
+    parts = trained(model)
+    config = with_files(parts.config, parts.tokenizer, parts.encoder)
+    return replace(config, train=replace(config.train, init=str(parts.origin)))
+
+
+def student_of(teacher: Path, method: str) -> Config:
+    """Return the config of a method that learns from a trained model."""
+    parts = trained(teacher)
     return method_class(method).student_config(parts.config, parts.origin, parts.tokenizer, parts.encoder)
 
 
@@ -86,6 +107,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.teacher and (args.method not in names("student") or args.preset):
         students = " and ".join(names("student"))
         raise UsageError(f"--teacher needs --method {students} and replaces --preset: change one of them.")
+    if args.init and (args.teacher or args.preset):
+        raise UsageError("--init brings the options of its model: leave out --teacher and --preset.")
     config = read_config(args, rest, base_config(args), **{"method": args.method, "data.source": args.data})
     if not config.data.source:
         raise UsageError("There is no text to train on: name it with --data.")

@@ -223,6 +223,8 @@ def without_paths(parts: ModelParts) -> Config:
         config = replace(config, encoder=replace(config.encoder, name=""))
     if teacher := getattr(config.objective, "teacher", ""):
         config = replace(config, objective=replace(config.objective, teacher=Path(teacher).name))
+    if config.train.init:
+        config = replace(config, train=replace(config.train, init=Path(config.train.init).name))
     return replace(config, data=data)
 
 

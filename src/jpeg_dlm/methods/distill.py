@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.config import Checks, Config, TrainConfig, opt
+from jpeg_dlm.config import Checks, Config, TrainConfig, opt, with_files
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.grids import make_grid
 from jpeg_dlm.flow.path import interpolate, per_row
@@ -66,11 +66,8 @@ def continued(
     if not isinstance(teacher.objective, JpegDlmObjective):
         raise UsageError(f"'{path}' holds a model of {teacher.method}: a student needs a teacher of jpeg-dlm.")
     plain = {f.name: getattr(teacher.objective, f.name) for f in fields(JpegDlmObjective)}
-    return replace(
-        teacher, method=method, objective=objective(**plain, teacher=str(path)),
-        data=replace(teacher.data, tokenizer=str(tokenizer) if tokenizer else teacher.data.tokenizer),
-        encoder=replace(teacher.encoder, name=str(encoder)) if encoder else teacher.encoder,
-    )  # fmt: skip
+    student = replace(teacher, method=method, objective=objective(**plain, teacher=str(path)))
+    return with_files(student, tokenizer, encoder)
 
 
 def jump_target(z_s: Tensor, z_t: Tensor, t_s: Tensor, t_t: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ from jpeg_dlm.methods.common.regularizers import latent_regularizers
 from jpeg_dlm.methods.common.released_layout import released_config
 from jpeg_dlm.methods.common.standardization import RunningStandardization
 from jpeg_dlm.methods.common.token_decoding import TokenReader, build_token_decoder
+from jpeg_dlm.methods.common.word_swaps import swapped
 from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel, JpegDlmObjective
 from jpeg_dlm.nn.dit import Context, DiT
 from jpeg_dlm.nn.perceiver import Compressor, Decompressor
@@ -134,20 +135,26 @@ class JpegDlm(RunningStandardization, Method):
         o = self.config.objective
         h = self.features(batch)  # h <- E(x)
         z_tgt = self.target_latents(h, batch.mask_BL, noise.step)  # z_tgt <- sg(C-bar(h)), standardized
+        z_1 = self.flow_latents(z_tgt, h, batch, noise.step)  # z_tgt (paper)
 
-        # decode branch (t = 1)
-        z_raw = self.compressor(self.corrupted(h, noise), batch.mask_BL)  # z_c <- C(h + sigma eps_h)
+        # decode branch (t = 1), of the same text (paper)
+        text = batch
+        if o.swap and self.training:
+            text = swapped(batch, o.swap, self.config.data.vocab_size, noise)
+            h = self.features(text)
+            z_tgt = self.target_latents(h, text.mask_BL)
+        z_raw = self.compressor(self.corrupted(h, noise), text.mask_BL)  # z_c <- C(h + sigma eps_h)
         z_c = self.standardize(z_raw)
 
-        # denoise branch: t ~ pi, eps ~ N(0, I), z_t <- t z_1 + (1 - t) eps, where z_1 is z_tgt (paper)
-        noisy = self.noisy_embeddings(self.flow_latents(z_tgt, h, batch, noise.step), batch, noise)
+        # denoise branch: t ~ pi, eps ~ N(0, I), z_t <- t z_1 + (1 - t) eps
+        noisy = self.noisy_embeddings(z_1, batch, noise)
 
         zhat_tgt, zhat_1 = self.both_branches(z_c, noisy)  # f(z_c, t = 1) and f(z_t, t)
         hhat = self.decompressed(blurred(zhat_tgt, o.decoder_noise if self.training else 0.0, noise))  # hhat <- D(zhat_tgt)
         terms = {
             "jep": F.mse_loss(zhat_tgt, z_tgt),  # Equation 3
-            "feat": masked_mean(((hhat - h.detach()) ** 2).mean(-1), batch.mask_BL),  # Equation 5
-            **self.reader.losses(hhat, batch, noise),  # Equation 4, as `ce`
+            "feat": masked_mean(((hhat - h.detach()) ** 2).mean(-1), text.mask_BL),  # Equation 5
+            **self.reader.losses(hhat, text, noise),  # Equation 4, as `ce`
             "flow": self.flow_loss(zhat_1, self.flow_target(noisy, zhat_1), noisy.t),  # Equation 2
             **latent_regularizers(z_raw if o.reg_space == "raw" else z_c, o, self.config.train.steps, noise),  # appendix
         }
@@ -336,6 +343,7 @@ class JpegDlm(RunningStandardization, Method):
     def import_state(self, tensors: Mapping[str, Tensor], origin: str) -> None:
         copy_tensors(self.export_state(), tensors, origin)
         self.compressor.load_state_dict(self.target.state_dict())
+        self.latent_updates.fill_(1)  # fine-tuning goes on from these statistics: its first batch does not replace them
 
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:

@@ -89,6 +89,10 @@ class JpegDlmObjective:
     """Losses, corruption, self-conditioning and regularizers of joint training."""
 
     sigma: float = opt(0.8, "corruption of features in the decode branch (paper: 0.8, OWT-128 1.0)")
+    swap: float = opt(
+        0.0, "share of tokens that random ones replace in the decode branch, so that the codec learns rare words (not in the "
+        "paper: 0)",
+    )  # fmt: skip
     jep_weight: float = opt(1.0, "weight of the joint-embedding prediction loss (paper)")
     flow_weight: float = opt(1.0, "weight of the flow matching loss (paper)")
     feat_weight: float = opt(1.0, "weight of the feature reconstruction loss (paper)")
@@ -149,6 +153,7 @@ class JpegDlmObjective:
         return [
             (0 <= o.target_ema_start <= 1 and 0 <= o.target_ema_end <= 1, "moving averages must lie in [0, 1]"),
             (o.sigma >= 0 and o.time_std > 0, "objective.sigma must not be negative and objective.time_std must be positive"),
+            (0 <= o.swap < 1, "objective.swap must lie between 0 and 1"),
             (0 <= o.time_uniform <= 1, "objective.time_uniform must lie between 0 and 1"),
             (o.flow_draws >= 1, "objective.flow_draws must be at least 1"),
             (

@@ -69,7 +69,7 @@ def encoder_config(config: Config) -> Config:
     t = config.train
     train = replace(
         t, steps=t.encoder_steps, lr=t.encoder_lr, schedule="cosine", warmup=0, lr_floor=0.0, compile=False,
-        optimizer="adamw", weight_decay=TrainConfig.weight_decay, adam_eps=TrainConfig.adam_eps,
+        optimizer="adamw", weight_decay=TrainConfig.weight_decay, adam_eps=TrainConfig.adam_eps, init="",
     )  # fmt: skip
     return replace(config, method="encoder", train=train)
 

@@ -200,7 +200,9 @@ def train_method(config: Config, run: Path, bench: Bench, stop_at: int | None = 
 
 
 def new_method(config: Config, run: Path, bench: Bench, stream: BatchStream) -> Trainable:
-    """Build the untrained method; train its first stage, if it has one, and start from its weights."""
+    """Build the method with the weights of `train.init`, or with fresh ones after its first stage, if it has one."""
+    if config.train.init:
+        return fine_tuned(config, bench)
     before, trained = method_class(config.method).first_stage(config), method_class(config.method).trained_stage(config)
     stage = train_method(before, run / f"{before.method}-training", bench) if before else None
     stage = read_model(trained).method if trained else stage
@@ -208,6 +210,18 @@ def new_method(config: Config, run: Path, bench: Bench, stream: BatchStream) -> 
     if stage:
         method.start_from(stage, map(stream.batch, statistics_rows(bench.blocks)))
     return method
+
+
+def fine_tuned(config: Config, bench: Bench) -> Trainable:
+    """Build the method with the weights of a trained model of the same method."""
+    start = read_model(Path(config.train.init))
+    if start.config.method != config.method:
+        raise UsageError(
+            f"'{config.train.init}' holds a model of {start.config.method}: train.init needs one of {config.method}."
+        )
+    method = build_method(config, bench.encoder)
+    method.import_state(start.method.export_state(), config.train.init)
+    return method.to(bench.ranks.device)
 
 
 def provenance(bench: Bench) -> dict[str, str]:
