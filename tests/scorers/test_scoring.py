@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpeg_dlm.errors import AssetError, DataError, UsageError
+from jpeg_dlm.evaluation.summary import scorer_said
 from jpeg_dlm.scorers import language_models, scoring
 from jpeg_dlm.scorers.language_models import TransformersScorer, build_scorer
 from jpeg_dlm.text.text_metrics import (
@@ -155,3 +156,13 @@ def test_bootstrap_interval_covers_a_mean():
     assert (low, high) == perplexity_interval(scores, resamples=400)
     with pytest.raises(DataError):
         perplexity_interval([])
+
+
+def test_bf16_scores_are_near_those_of_fp32_and_named(gpt2_folder):
+    plain, half = (build_scorer(f"hf:{gpt2_folder}", precision=precision) for precision in ("auto", "bf16"))
+    assert (plain.precision, half.precision.split()[0]) == ("fp32", "bf16")
+    for a, b in zip(plain.nll(TEXTS), half.nll(TEXTS), strict=True):
+        assert a.n_tokens == b.n_tokens and b.nll_sum == pytest.approx(a.nll_sum, rel=0.02)
+    assert any(a.nll_sum != b.nll_sum for a, b in zip(plain.nll(TEXTS), half.nll(TEXTS), strict=True) if a.n_tokens)
+    result = {"scorer": "gpt2", "scorer_precision": half.precision}
+    assert scorer_said(result).startswith("gpt2 in bf16") and scorer_said({"scorer": "gpt2"}) == "gpt2"

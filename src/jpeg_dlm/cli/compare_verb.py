@@ -8,7 +8,8 @@ from pathlib import Path
 
 from jpeg_dlm.cli.options import GROUPS, document_options, parse_overrides
 from jpeg_dlm.cli.parser import Parser
-from jpeg_dlm.cli.values import scorer, whole
+from jpeg_dlm.cli.scorer_options import add_scorer_arguments, scorer_of
+from jpeg_dlm.cli.values import whole
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
 from jpeg_dlm.presets import PRESETS
@@ -36,8 +37,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="as for evaluate")
     parser.add_argument("-n", type=whole(1), default=256, help="texts per seed")
     parser.add_argument("--seeds", type=whole(1), default=3, help="number of sampling seeds")
-    parser.add_argument("--scorer", type=scorer, default="smollm2", metavar="NAME", help="as for evaluate")
-    parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="auto: if available")
+    add_scorer_arguments(parser)
     parser.add_argument("--batch", type=whole(1), default=16, help="batch size when speed is measured")
     parser.add_argument("--repeats", type=whole(1), default=5, help="rounds when speed is measured")
     parser.add_argument("--threads", type=whole(1), help="CPU threads of PyTorch")
@@ -55,7 +55,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from jpeg_dlm.machine.console import Console
     from jpeg_dlm.machine.dist import read_ranks
     from jpeg_dlm.results.table import write_result
-    from jpeg_dlm.scorers.language_models import build_scorer
     from jpeg_dlm.studies import compare
     from jpeg_dlm.studies.budget import parse_budget, parse_tokens
     from jpeg_dlm.studies.compare_pictures import draw_comparison, draw_curves
@@ -84,9 +83,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.train_only:
         return 0
     device = str(workshop.ranks.device)
-    result = compare.evaluate(
-        asked, rows, workshop, lambda: build_scorer(args.scorer, device, workshop.console), request
-    )  # fmt: skip
+    result = compare.evaluate(asked, rows, workshop, lambda: scorer_of(args, device, workshop.console), request)
     result["command"] = args.command
     tables = compare_tables(result, base.preset if base.preset == "owt1024" else "lm1b")
     show(tables)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from jpeg_dlm.cli.options import document_options, parse_overrides
 from jpeg_dlm.cli.parser import Parser
-from jpeg_dlm.cli.values import EVERY_SOLVER, SOLVERS_SAID, from_zero, scorer, several, some_of, whole
+from jpeg_dlm.cli.scorer_options import add_scorer_arguments, scorer_of
+from jpeg_dlm.cli.values import EVERY_SOLVER, SOLVERS_SAID, from_zero, several, some_of, whole
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
 
@@ -54,13 +55,10 @@ def add_arguments(parser: Parser) -> None:
         "--data", help="text, prepared folder or named corpus to compare with (default: the model's training corpus)"
     )
     parser.add_argument("--reference", type=Path, help="real texts to compare with instead: .txt or .jsonl")
-    parser.add_argument(
-        "--scorer",
-        type=scorer,
-        metavar="NAME",
-        help="smollm2 (downloaded; the default), stories15m, hf:gpt2-large (the paper's), hf:FOLDER, gguf:FILE, ar:CHECKPOINT",
-    )
-    parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="auto: if available")
+    add_scorer_arguments(
+        parser, None,
+        "smollm2 (downloaded; the default), stories15m, hf:gpt2-large (the paper's), hf:FOLDER, gguf:FILE, ar:CHECKPOINT",
+    )  # fmt: skip
     parser.add_argument("--batch", type=whole(1), default=64, help="texts sampled at once")
     parser.add_argument("--out", type=Path, help="folder for results, pictures, and partial results to continue from")
     parser.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
@@ -92,7 +90,6 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     from jpeg_dlm.results.plain import plain
     from jpeg_dlm.results.resumable import Parts
     from jpeg_dlm.results.table import write_result
-    from jpeg_dlm.scorers.language_models import build_scorer
 
     console, parts = Console(args.quiet), Parts(args.out / "parts" if args.out else None)
     request = EvaluationRequest(
@@ -106,7 +103,7 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
             tasks["likelihood"].append(_likelihood(source, args, parts, console))
         if asked["scorer"]:
             if evaluation is None:  # only now, so that errors of a source come before the download of a scorer
-                scorer = build_scorer(asked["scorer"], str(read_ranks(args.device, {}).device), console=console)
+                scorer = scorer_of(args, str(read_ranks(args.device, {}).device), console, asked["scorer"])
                 evaluation = Evaluation(scorer, request, parts, console)
             if args.task == "write":
                 entries += evaluation.entries(source)
@@ -153,6 +150,7 @@ def _asked(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
         "solvers": args.solver or [],
         "sampler": {name.removeprefix("sampler.").replace("-", "_"): value for name, value in extra.items()},
         "scorer": args.scorer or (None if args.likelihood else "smollm2"),
+        **({"scorer_precision": args.scorer_precision} if args.scorer_precision != "auto" else {}),
         "data": args.data, "reference": str(args.reference) if args.reference else None,
         **({"likelihood_draws": args.likelihood_draws} if args.likelihood else {}),
         **({"task": args.task} if args.task != "write" else {}),

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from jpeg_dlm.cli.options import GROUPS, document_options, parse_overrides
 from jpeg_dlm.cli.parser import Parser
-from jpeg_dlm.cli.values import positive, scorer, whole
+from jpeg_dlm.cli.scorer_options import add_scorer_arguments, scorer_of
+from jpeg_dlm.cli.values import positive, whole
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
 from jpeg_dlm.presets import PRESETS
 from jpeg_dlm.studies.catalog import STUDIES
@@ -42,8 +43,7 @@ def add_arguments(parser: Parser) -> None:
 def _scoring(parser: Parser, n: int, seeds: int) -> None:
     parser.add_argument("-n", type=whole(1), default=n, help="texts per seed")
     parser.add_argument("--seeds", type=whole(1), default=seeds, help="number of sampling seeds")
-    parser.add_argument("--scorer", type=scorer, default="smollm2", metavar="NAME", help="as for evaluate")
-    parser.add_argument("--mauve", choices=("auto", "on", "off"), default="auto", help="auto: if available")
+    add_scorer_arguments(parser)
     parser.add_argument("--batch", type=whole(1), default=64, help="texts at once")
 
 
@@ -114,7 +114,6 @@ def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome
     from jpeg_dlm.evaluation.protocols import protocol
     from jpeg_dlm.machine.console import Console
     from jpeg_dlm.machine.dist import read_ranks
-    from jpeg_dlm.scorers.language_models import build_scorer
     from jpeg_dlm.studies import trained
     from jpeg_dlm.studies.budget import parse_budget
     from jpeg_dlm.studies.workshop import Workshop
@@ -132,9 +131,7 @@ def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome
     if args.train_only:
         return None
     device = str(workshop.ranks.device)
-    return trained.evaluate(
-        planned, workshop, lambda: build_scorer(args.scorer, device, console=workshop.console), request, args.batch
-    )
+    return trained.evaluate(planned, workshop, lambda: scorer_of(args, device, workshop.console), request, args.batch)
 
 
 @contextlib.contextmanager
@@ -186,13 +183,12 @@ def _run_models(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome:
     from jpeg_dlm.machine.console import Console
     from jpeg_dlm.machine.dist import read_ranks
     from jpeg_dlm.results.resumable import Parts
-    from jpeg_dlm.scorers.language_models import build_scorer
     from jpeg_dlm.studies.study import Asked
 
     console = Console(args.quiet)
     device = str(read_ranks(args.device, {}).device)
     asked = Asked(
-        args.n, tuple(range(args.seeds)), args.batch, lambda: build_scorer(args.scorer, device, console=console),
+        args.n, tuple(range(args.seeds)), args.batch, lambda: scorer_of(args, device, console),
         Parts(args.out / "parts"), console, args.mauve,
     )  # fmt: skip
     sources = model_sources(args.checkpoints or [None], device, args.batch, args.data, console)

@@ -112,7 +112,8 @@ def continuation(
 
     depends = about | {"kind": "continuation", "version": __version__} | source.identity(seed, dict(sampler))
     written = parts.get_or_make(f"continuation-{source.name}-seed{seed}", depends, write)["written"]
-    depends = {"kind": "continuation-scores", "scorer": scorer.hash, "mauve": mauve, "written": written} | about
+    scored_by = [scorer.hash, scorer.precision]
+    depends = {"kind": "continuation-scores", "scorer": scored_by, "mauve": mauve, "written": written} | about
     found = parts.get_or_make(
         f"continuation-scores-{source.name}-seed{seed}",
         depends,

@@ -12,6 +12,7 @@ from jpeg_dlm.evaluation.entry import EvaluationEntry, EvaluationResult, of_mode
 from jpeg_dlm.evaluation.figures import TextFigures
 from jpeg_dlm.evaluation.infill import infill_table
 from jpeg_dlm.evaluation.paper import comparable_rows
+from jpeg_dlm.evaluation.summary import scorer_said
 from jpeg_dlm.results.spread import plus_minus
 from jpeg_dlm.results.table import Table
 from jpeg_dlm.wording import counted
@@ -37,7 +38,7 @@ def texts_table(result: EvaluationResult) -> Table:
         if following is None or following.figures["real"] != entry.figures["real"]:
             rows += [_plain_row(name, entry.figures[name]) for name in ("real", "shuffled")]
     rows += [_paper_row(row) for row in _paper_rows(result)]
-    head = f"Gen-PPL by {result.conditions['scorer']}, protocol {result.conditions['protocol']['name']}."
+    head = f"Gen-PPL by {scorer_said(result.conditions)}, protocol {result.conditions['protocol']['name']}."
     return Table.of(head, COLUMNS, rows, map(_sentence, result.entries))
 
 

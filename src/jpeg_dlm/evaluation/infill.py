@@ -77,7 +77,7 @@ def infill(
     hidden_NL = is_text(rows_NL, layout) & (given_NL < 0)
     rows = {"filled": (filled_NL, given_NL), "real": (rows_NL, None), "other": (other_NL, given_NL)}
     texts = {name: list(model.to_text(*pair)) for name, pair in rows.items()}
-    depends = {"kind": "infill-scores", "scorer": scorer.hash, "texts": texts}
+    depends = {"kind": "infill-scores", "scorer": [scorer.hash, scorer.precision], "texts": texts}
     scores = parts.get_or_make(
         f"infill-scores-{source.name}-seed{seed}", depends,
         lambda: {name: _scores(scorer, said, f"{name} texts", console) for name, said in texts.items()},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jpeg_dlm.evaluation.entry import ScoredRun
 from jpeg_dlm.evaluation.figures import TextFigures
@@ -17,6 +18,12 @@ REPETITION_ABOVE = 0.1  # share of repeated 4-grams over real text's
 DEGENERATE_ABOVE = 0.05  # share of texts that mostly repeat themselves, over real text's
 
 SPREAD = ("gen_ppl", "entropy", "distinct_1", "distinct_2", "distinct_3", "repetition_4", "degenerate_share")
+
+
+def scorer_said(result: Mapping[str, Any]) -> str:
+    """Return the name of a result's scorer, and its precision if that is not fp32."""
+    precision = result.get("scorer_precision", "fp32")
+    return result["scorer"] + ("" if precision == "fp32" else f" in {precision}")
 
 
 def measures_of(runs: Sequence[ScoredRun]) -> dict[str, Spread]:

@@ -183,6 +183,7 @@ def evaluate_command(asked: Mapping[str, Any], mauve: str | None = None) -> str:
     options = {
         "--protocol": asked["protocol"], "-n": asked["n"], "--seeds": len(seeds), "--seed": seeds[0],
         "--steps": ",".join(map(str, asked["steps"])), "--solver": ",".join(asked["solvers"]), "--scorer": asked["scorer"],
+        "--scorer-precision": asked.get("scorer_precision"),
         "--data": asked["data"], "--reference": asked["reference"], "--likelihood-draws": asked.get("likelihood_draws"),
         "--task": asked.get("task"), "--context-scale": asked.get("context_scale"), "--mauve": mauve,
         **{f"--sampler.{name.replace('_', '-')}": value for name, value in asked["sampler"].items()},

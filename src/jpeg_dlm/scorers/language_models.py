@@ -53,11 +53,11 @@ class LlamaScorer(Scorer):
 class StoriesScorer(LlamaScorer):
     """stories15M, trained on children's stories only: it suits no other text, and it wrote the corpus `stories` itself."""
 
-    def __init__(self, device: str = "cpu", console: Console | None = None) -> None:
+    def __init__(self, device: str = "cpu", console: Console | None = None, precision: str = "auto") -> None:
         from jpeg_dlm.fetch.assets import ASSETS, fetch
         from jpeg_dlm.text.stories15m import BOS, NAME, load_stories15m
 
-        super().__init__(device)
+        super().__init__(device, precision)
         model, self.tokenizer, self.context = load_stories15m(fetch("stories15m", console=console))
         self.model = model.to(self.device)  # pyright: ignore[reportArgumentType] - transformers wraps it
         self.name, self.hash, self.bos_id, self.eos_id = NAME, ASSETS["stories15m"].member_sha256, BOS, BOS
@@ -66,13 +66,15 @@ class StoriesScorer(LlamaScorer):
 class GgufScorer(LlamaScorer):
     """A llama-style model from a GGUF file; by default the pinned SmolLM2-135M-Instruct."""
 
-    def __init__(self, path: Path | None = None, device: str = "cpu", console: Console | None = None) -> None:
+    def __init__(
+        self, path: Path | None = None, device: str = "cpu", console: Console | None = None, precision: str = "auto"
+    ) -> None:
         from jpeg_dlm.fetch.assets import ASSETS
         from jpeg_dlm.files import sha256_file
         from jpeg_dlm.nn.llama import build_llama
         from jpeg_dlm.scorers.smollm2 import NAME, convert_gguf, load_smollm2
 
-        super().__init__(device)
+        super().__init__(device, precision)
         self.name = NAME if path is None else path.stem
         try:
             parts = load_smollm2(console) if path is None else convert_gguf(path)
@@ -144,11 +146,11 @@ class ArScorer(Scorer):
 
     NO_TOKEN = -1  # stands for a start that is not in the vocabulary, which the model itself prepends to every row
 
-    def __init__(self, path: Path, device: str = "cpu") -> None:
+    def __init__(self, path: Path, device: str = "cpu", precision: str = "auto") -> None:
         from jpeg_dlm.api import load
         from jpeg_dlm.encoders.frozen import tensors_sha256
 
-        super().__init__(device)
+        super().__init__(device, precision)
         model = load(path, self.device)
         if model.config.method != "ar":
             raise UsageError(f"'{path}' holds a {model.method.title} model, which cannot score: name an ar model.")
@@ -183,19 +185,19 @@ class ArScorer(Scorer):
         return self.model.token_nll(tokens_BL)[:, 1:]
 
 
-def build_scorer(spec: str, device: str = "cpu", console: Console | None = None) -> Scorer:
+def build_scorer(spec: str, device: str = "cpu", console: Console | None = None, precision: str = "auto") -> Scorer:
     """Build a scorer: 'smollm2' or 'stories15m' (pinned), 'gguf:FILE', 'hf:NAME' (hub name or folder) or 'ar:CHECKPOINT'."""
     kind, _, rest = spec.partition(":")
     if kind == "hf" and rest:
-        return TransformersScorer(rest, device)
+        return TransformersScorer(rest, device, precision)
     if kind == "gguf" and rest:
-        return GgufScorer(Path(rest), device)
+        return GgufScorer(Path(rest), device, None, precision)
     if kind == "ar" and rest:
-        return ArScorer(Path(rest), device)
+        return ArScorer(Path(rest), device, precision)
     if spec in ("smollm2", "smollm2-135m"):
-        return GgufScorer(None, device, console)
+        return GgufScorer(None, device, console, precision)
     if spec == "stories15m":
-        return StoriesScorer(device, console)
+        return StoriesScorer(device, console, precision)
     raise UsageError(
         f"Unknown scorer '{spec}': choose smollm2, stories15m, gguf:FILE, ar:CHECKPOINT or hf:NAME "
         "(hf:gpt2-large is the paper's)."

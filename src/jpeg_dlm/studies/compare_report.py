@@ -11,6 +11,7 @@ from jpeg_dlm.config_io import from_dict
 from jpeg_dlm.evaluation.anchors import ANCHORS
 from jpeg_dlm.evaluation.entry import EvaluationEntry
 from jpeg_dlm.evaluation.paper import paper_tables
+from jpeg_dlm.evaluation.summary import scorer_said
 from jpeg_dlm.results.spread import plus_minus
 from jpeg_dlm.results.table import Cell, Table
 from jpeg_dlm.studies.compare import CACHED, ScoredPoint
@@ -63,7 +64,7 @@ def _conditions(result: Mapping[str, Any]) -> str:
     unit = names[0] + (" without KV cache" if names[0] + CACHED in names else "")
     speed = f" Speed at batch {result['speed']['batch']}, fp32, relative to {unit}."
     return (
-        f"Preset {result['preset']}, equal budget of {budget} per system; Gen-PPL and MAUVE by {result['scorer']}; "
+        f"Preset {result['preset']}, equal budget of {budget} per system; Gen-PPL and MAUVE by {scorer_said(result)}; "
         f"{_spread(result)} Words that exist and copied texts are by the training text; floors have the lengths of real "
         f"texts.{speed} The paper's columns are of gpt2-large, 1,024 texts and models of 105 to 179 M."
     )

@@ -12,6 +12,7 @@ from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.paper import OWN, paper_tables
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol
 from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.evaluation.summary import scorer_said
 from jpeg_dlm.results.spread import plus_minus
 from jpeg_dlm.results.table import Cell, Table, emphasis
 from jpeg_dlm.studies.study import Asked, StudyOutcome
@@ -44,7 +45,8 @@ def analyze(sources: Sequence[ModelSource], asked: Asked) -> StudyOutcome:
         request = EvaluationRequest(rules, asked.seeds, asked.n, steps, mauve=asked.mauve)  # type: ignore[arg-type]
         entries += Evaluation(scorer, request, asked.parts, asked.console).entries(source)
     result = {
-        "scorer": scorer.name, "protocol": rules.name, "paper": paper_tables()["lm1b_steps"], "entries": entries,
+        "scorer": scorer.name, "scorer_precision": scorer.precision, "protocol": rules.name,
+        "paper": paper_tables()["lm1b_steps"], "entries": entries,
         "enough": {source.name: enough_steps(sweep(entries, source.name)) for source in sources},
     }  # fmt: skip
     return StudyOutcome(result, [table(result)], partial(draw_sweep, entries, scorer.name))
@@ -71,7 +73,7 @@ def table(result: Mapping[str, Any]) -> Table:
     rows += [_paper_row(row) for row in result["paper"]["rows"]]
     runs = entries[0].runs
     head = (
-        f"Gen-PPL by {result['scorer']}, protocol {result['protocol']}, {len(runs)} x {runs[0].figures.texts} texts; "
+        f"Gen-PPL by {scorer_said(result)}, protocol {result['protocol']}, {len(runs)} x {runs[0].figures.texts} texts; "
         f"± is the deviation over seeds. The paper's rows: {OWN} on LM1B, r = {result['paper']['rate']:g}, "
         f"{paper_tables()['scorer']}, {result['paper']['seeds']} seeds."
     )

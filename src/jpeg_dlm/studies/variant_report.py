@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jpeg_dlm.evaluation.summary import scorer_said
 from jpeg_dlm.results.spread import plus_minus, spread
 from jpeg_dlm.results.table import Cell, Table
 from jpeg_dlm.studies.scored import HEADINGS, anchor_rows, cells
@@ -52,7 +53,7 @@ def _conditions(result: Mapping[str, Any]) -> str:
     over = f"{trained} trainings, each the mean over {texts}" if trained > 1 else f"sampling seeds of one training, {texts}"
     return (
         f"{result['title'][0].upper()}{result['title'][1:]}. Preset {result['preset']}, equal budget of {budget} per training; "
-        f"Gen-PPL and MAUVE by {result['scorer']}, protocol {result['protocol']['name']}; ± is the deviation over {over}. "
+        f"Gen-PPL and MAUVE by {scorer_said(result)}, protocol {result['protocol']['name']}; ± is the deviation over {over}. "
         "The paper's columns are of gpt2-large, OWT-128 and models of 105 M; where it shows only a picture they are empty."
     )
 
