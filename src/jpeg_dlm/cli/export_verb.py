@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jpeg_dlm.cli.options import document_options, parse_overrides
 from jpeg_dlm.cli.parser import Parser
+from jpeg_dlm.cli.values import unit
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.wording import command
 
@@ -26,17 +27,25 @@ def add_arguments(parser: Parser) -> None:
     )
     said = "; ".join(f"{name}: {text}" for name, text in FORMATS.items())
     parser.add_argument("--format", choices=FORMATS, default="safetensors", metavar="NAME", help=said)
+    parser.add_argument(
+        "--blend", type=Path, metavar="MODEL",
+        help="average the weights with another model's, such as the one that was fine-tuned ('bundled': the bundled model)",
+    )  # fmt: skip
+    parser.add_argument("--share", type=unit, default=0.5, help="with --blend: weight of the other model, from 0 to 1")
     document_options(parser, ("sampler",))
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from jpeg_dlm.config import validate
     from jpeg_dlm.config_io import override
-    from jpeg_dlm.folders.model_folder import read_model, write_model
+    from jpeg_dlm.folders.blend import blend
+    from jpeg_dlm.folders.model_folder import named_model, write_model
 
     changes = parse_overrides(rest)
-    parts = read_model(args.checkpoint)
+    parts = named_model(args.checkpoint)
     parts = replace(parts, config=validate(override(parts.config, changes)))
+    if args.blend:
+        blend(parts, named_model(args.blend), args.share)
     if args.format == "safetensors":
         if args.out is None:
             raise UsageError("Name the folder to write with --out.")

@@ -21,7 +21,6 @@ from jpeg_dlm.training.record import check_recorded
 from jpeg_dlm.wording import command
 
 if TYPE_CHECKING:
-    from jpeg_dlm.folders.model_folder import ModelParts
     from jpeg_dlm.training.bench import Outcome
 
 
@@ -75,23 +74,20 @@ def base_config(args: argparse.Namespace) -> Config:
     return config
 
 
-def trained(model: Path) -> ModelParts:
-    """Read a trained model; 'bundled' is the bundled one."""
-    from jpeg_dlm.folders.model_folder import bundled_folder, read_model
-
-    return read_model(bundled_folder() if str(model) == "bundled" else model)
-
-
 def start_of(model: Path) -> Config:
     """Return the config of a training that goes on from a trained model of the same method."""
-    parts = trained(model)
+    from jpeg_dlm.folders.model_folder import named_model
+
+    parts = named_model(model)
     config = with_files(parts.config, parts.tokenizer, parts.encoder)
     return replace(config, train=replace(config.train, init=str(parts.origin)))
 
 
 def student_of(teacher: Path, method: str) -> Config:
     """Return the config of a method that learns from a trained model."""
-    parts = trained(teacher)
+    from jpeg_dlm.folders.model_folder import named_model
+
+    parts = named_model(teacher)
     return method_class(method).student_config(parts.config, parts.origin, parts.tokenizer, parts.encoder)
 
 

@@ -111,6 +111,11 @@ def bundled_folder() -> Path:
     return Path(__file__).parent.parent / "bundled"
 
 
+def named_model(path: Path) -> ModelParts:
+    """Read a model by its path; 'bundled' is the one that ships with the package."""
+    return read_model(bundled_folder() if str(path) == "bundled" else path)
+
+
 def _warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)  # standard output is for results
 
