@@ -27,7 +27,8 @@ from jpeg_dlm.scorers.language_models import build_scorer
 from jpeg_dlm.studies import compare as compare_module
 from jpeg_dlm.studies import workshop as workshop_module
 from jpeg_dlm.studies.budget import parse_budget, parse_tokens
-from jpeg_dlm.studies.compare import Comparison, ScoredPoint, evaluate, method_names, plan, points_of, train
+from jpeg_dlm.studies.compare import Comparison, ScoredPoint, ScoredTraining, evaluate, method_names, plan, points_of, train
+from jpeg_dlm.studies.compare_claims import claims_table
 from jpeg_dlm.studies.compare_pictures import draw_comparison, draw_curves
 from jpeg_dlm.studies.compare_report import at_time, compare_table, compare_tables
 from jpeg_dlm.studies.compare_tasks import summarized, task_names
@@ -190,6 +191,31 @@ def test_a_model_on_the_way_that_is_gone_is_not_replaced_by_a_later_one(corpus_f
     shutil.rmtree(first)
     with pytest.raises(UsageError, match="lacks the model of step 2"):
         shop.models(config, [2, 4])
+
+
+def test_verdicts_are_over_the_trainings_of_the_last_budget():
+    def row(title, ppl, mauve):
+        scores = TrainedScores({"gen_ppl": spread(ppl), "mauve": spread(mauve)}, None, 1.0, [])
+        runs = [ScoredTraining(seed, "run", "model", 1.0) for seed in range(len(ppl))]
+        return {"title": title, "points": [ScoredPoint("", 1, scores, runs)]}
+
+    near = row("MDLM", [100.0, 101.0], [0.50, 0.52])
+    far = row("AR", [200.0, 202.0], [0.80, 0.82])
+    ours = row("JPEG-DLM", [100.0, 102.0], [0.50, 0.52])
+    table = claims_table([near, far, ours])
+    assert table is not None
+    beside, measure, verdict, ends = map(table.columns.index, ("beside", "measure", "verdict", "95% interval"))
+    verdicts = {(r[beside], r[measure]): r[verdict] for r in table.rows}
+    assert verdicts == {
+        ("MDLM", "Gen-PPL (ratio)"): "cannot be told", ("MDLM", "MAUVE"): "cannot be told",
+        ("AR", "Gen-PPL (ratio)"): "holds", ("AR", "MAUVE"): "does not hold",
+    }  # fmt: skip
+    # One variance for all: each of three groups of two has squares 0.0002, so t(3) * sqrt(0.0002 * (1/2 + 1/2)).
+    half = 3.182 * 0.0002**0.5
+    interval = next(r[ends] for r in table.rows if r[beside] == "AR" and r[measure] == "MAUVE")
+    assert interval == f"{-0.3 - half:.3f} to {-0.3 + half:.3f}"
+    assert claims_table([near, far]) is None and claims_table([ours]) is None
+    assert claims_table([row("AR", [2.0], [0.1]), row("JPEG-DLM", [1.0], [0.2])]) is None, "one training decides nothing"
 
 
 def test_equal_time_lies_between_the_budgets():

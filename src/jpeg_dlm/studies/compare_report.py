@@ -15,6 +15,7 @@ from jpeg_dlm.evaluation.summary import scorer_said
 from jpeg_dlm.results.spread import plus_minus
 from jpeg_dlm.results.table import Cell, Table
 from jpeg_dlm.studies.compare import CACHED, ScoredPoint
+from jpeg_dlm.studies.compare_claims import claims_table
 from jpeg_dlm.studies.compare_tasks import real_cells, task_cells, task_columns, task_notes
 from jpeg_dlm.studies.recipes import recipe_table
 from jpeg_dlm.studies.scored import HEADINGS, MEASURES, anchor_rows, cells
@@ -25,11 +26,13 @@ PAPER = ("Gen-PPL", "entropy", "MAUVE", "speed")
 
 
 def compare_tables(result: Mapping[str, Any], paper_set: str = "lm1b") -> list[Table]:
-    """Return all tables of a comparison; curves and equal time only if there are several budgets."""
+    """Return all tables of a comparison; curves and equal time if there are several budgets, verdicts if several trainings."""
     configs = {row["method"]: from_dict(row["config"]) for row in result["rows"] if "config" in row}
     tables = [compare_table(result, paper_set)]
     if len(result["budgets"]) > 1:
         tables += [curve_table(result), time_table(result)]
+    claims = claims_table(scored_rows(result))
+    tables += [claims] if claims else []
     return tables + ([recipe_table(configs, paper_set)] if configs else [])
 
 
