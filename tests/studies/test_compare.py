@@ -315,7 +315,7 @@ def test_options_of_jpeg_dlm_shape_every_system_and_the_others_hold_for_all():
 def test_the_scorer_computes_where_the_models_do(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(dist, "read_ranks", lambda *_: Ranks(device=torch.device("meta")))
-    monkeypatch.setattr(language_models, "build_scorer", lambda spec, device="cpu", console=None: asked.append(device))
+    monkeypatch.setattr(language_models, "build_scorer", lambda spec, device, *_: asked.append(device))
     for name in ("plan", "train"):
         monkeypatch.setattr(compare_module, name, lambda *_, **__: {})
 
