@@ -119,7 +119,7 @@ def tiny() -> Config:
 
 
 def captions() -> Config:
-    """The bundled model: whole sentences of at most 16 simple words, 4 latents each (r = 0.25).
+    """The bundled model before fine-tuning: whole sentences of at most 16 simple words, 4 latents each (r = 0.25).
 
     Other than in `tiny`, tokens are whole words, so that no text has words that do not exist, and the encoder is deeper; times
     lie around the one at which 32 latent dimensions per token are decided; and SIGReg has the paper's weight once tokens

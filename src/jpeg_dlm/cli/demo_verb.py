@@ -49,6 +49,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         f"   {program} generate -n 8 --steps 64 --watch\n"
         f"   {program} reconstruct 'Your own sentence here.'\n"
         f"   {program} train --preset smoke --data sotu-modern --out runs/first   (a few minutes)\n"
-        f"   {program} train --preset captions --out runs/captions                (this model, two hours)"
+        f"   {program} train --preset captions --out runs/captions                (this model before fine-tuning, two hours)"
     )
     return 0
