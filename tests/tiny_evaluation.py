@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,24 @@ def micro(micro_folder: Path) -> Model:
     from jpeg_dlm.api import load
 
     return load(micro_folder, "cpu")
+
+
+@pytest.fixture(scope="session")
+def document_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty documents of different lengths."""
+    path = tmp_path_factory.mktemp("documents") / "text.jsonl"
+    texts = made_up_text(documents=60).strip().split("\n\n")
+    path.write_text("".join(json.dumps({"text": text[: 40 + 7 * i]}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def context_folder(tmp_path_factory: pytest.TempPathFactory, document_file: Path) -> Path:
+    """A model with a context of two blocks and random weights."""
+    folder = tmp_path_factory.mktemp("model")
+    train_bpe([made_up_text()], 300).save(folder / "tokenizer.json")
+    changes = {"encoder.kind": "random", "encoder.scale": "none", "data.packing": "padded", "model.context_blocks": 2}
+    config = override(preset("smoke"), MICRO | changes | {"data.source": str(document_file), "data.holdout": 0.2})
+    return write_model(
+        ModelParts(build_method(config).eval(), config, folder, folder / "tokenizer.json", None), folder / "model"
+    )

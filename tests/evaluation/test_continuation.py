@@ -7,48 +7,22 @@ import math
 
 import pytest
 import torch
-from conftest import MICRO, made_up_text
 
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config import DataConfig
-from jpeg_dlm.config_io import override
 from jpeg_dlm.evaluation.continuation import block_cases, completed, conditional
-from jpeg_dlm.folders.model_folder import ModelParts, write_model
-from jpeg_dlm.methods.registry import build_method
-from jpeg_dlm.presets import preset
 from jpeg_dlm.scorers.language_models import TransformersScorer
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.prepare import prepare
-from jpeg_dlm.text.tokenizer import train_bpe
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
 
 
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory):
-    path = tmp_path_factory.mktemp("documents") / "text.jsonl"
-    texts = made_up_text(documents=60).strip().split("\n\n")
-    path.write_text("".join(json.dumps({"text": text[: 40 + 7 * i]}) + "\n" for i, text in enumerate(texts)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def context_folder(tmp_path_factory, documents):
-    """A model with a context of two blocks and random weights."""
-    folder = tmp_path_factory.mktemp("model")
-    train_bpe([made_up_text()], 300).save(folder / "tokenizer.json")
-    changes = {"encoder.kind": "random", "encoder.scale": "none", "data.packing": "padded", "model.context_blocks": 2}
-    config = override(preset("smoke"), MICRO | changes | {"data.source": str(documents), "data.holdout": 0.2})
-    return write_model(
-        ModelParts(build_method(config).eval(), config, folder, folder / "tokenizer.json", None), folder / "model"
-    )
-
-
-def test_cases_are_consecutive_parts_of_one_document(documents, tmp_path):
-    data = DataConfig(source=str(documents), vocab_size=300, token_len=12, packing="padded", holdout=0.2)
+def test_cases_are_consecutive_parts_of_one_document(document_file, tmp_path):
+    data = DataConfig(source=str(document_file), vocab_size=300, token_len=12, packing="padded", holdout=0.2)
     prepare(data, tmp_path / "blocks")
     blocks = Blocks(tmp_path / "blocks", "heldout")
-    tokenizer, texts = blocks.tokenizer(), [json.loads(line)["text"] for line in documents.read_text().splitlines()]
+    tokenizer, texts = blocks.tokenizer(), [json.loads(line)["text"] for line in document_file.read_text().splitlines()]
     cases = block_cases(blocks, 2, 1000)
     assert len(cases) > 20 and {len(case.prompt) for case in cases} == {12, 24}
     for case in cases:
@@ -68,10 +42,10 @@ def test_the_score_after_a_prompt_is_that_of_its_tokens(byte_gpt2):
         assert score.n_tokens == len(whole) - shared
 
 
-def test_from_the_command_line(byte_gpt2, context_folder, documents, tmp_path, monkeypatch, capsys):
+def test_from_the_command_line(byte_gpt2, context_folder, document_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JPEG_DLM_CACHE", str(tmp_path / "cache"))
     words = ["evaluate", str(context_folder), "--task", "continue", "-n", "12", "--seeds", "2", "--scorer", f"hf:{byte_gpt2}"]
-    words += ["--quiet", "--out", str(tmp_path / "out"), "--device", "cpu", "--data", str(documents)]
+    words += ["--quiet", "--out", str(tmp_path / "out"), "--device", "cpu", "--data", str(document_file)]
     assert main(words) == 0
     shown = capsys.readouterr().out
     result = json.loads((tmp_path / "out" / "results.json").read_text())

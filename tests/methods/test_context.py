@@ -52,11 +52,22 @@ def test_the_flow_sees_the_context_and_nothing_else_does(shared):
     plain = method.losses(data, noise())
     tokens = data.before.tokens_BL.flip(0)
     moved = method.losses(dataclasses.replace(data, before=dataclasses.replace(data.before, tokens_BL=tokens)), noise())
-    assert {name for name in plain if not torch.equal(plain[name], moved[name])} == {"flow"}
-    absent = dataclasses.replace(data, present_BK=torch.zeros(B, K).bool())
-    alone = dataclasses.replace(data, before=None, present_BK=None)
-    for name, value in method.losses(absent, noise()).items():
-        torch.testing.assert_close(value, method.losses(alone, noise())[name])
+    assert {name for name in plain if not torch.isclose(plain[name], moved[name])} == {"flow"}
+    dropped = build(model__shared=shared, objective__context_drop=1.0).losses(data, noise())
+    alone = method.losses(dataclasses.replace(data, before=None, present_BK=None), noise())
+    for name, value in alone.items():
+        torch.testing.assert_close(value, dropped[name])
+    assert not torch.equal(alone["flow"], plain["flow"])
+
+
+def test_before_the_beginning_of_a_text_latents_are_zero_and_given():
+    """So that the model can tell the beginning from a row whose context was dropped."""
+    method, data = build(objective__context_drop=0.0), batch()
+    first = torch.tensor([[False, False], [False, True], [True, True]]).repeat(2, 1)
+    context = context_of(method, dataclasses.replace(data, present_BK=first), noise())
+    z_BKND, whole_BKND = (z.view(B, K, N, -1) for z in (context.z_BCD, context_of(method, data, noise()).z_BCD))
+    assert context.present_BC.all() and not z_BKND[~first].any()
+    torch.testing.assert_close(z_BKND[first], whole_BKND[first])
 
 
 def context_of(method, data, noise):

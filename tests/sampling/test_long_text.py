@@ -76,10 +76,10 @@ def encode(rows_BL):
     return rows_BL[:, :1, None].float().expand(-1, N, D)
 
 
-def names(context: Context) -> list[list[float | None]]:
-    """What each row sees, block by block."""
-    z, there = context.z_BCD[:, ::N, 0], context.present_BC[:, ::N]
-    return [[float(a) if b else None for a, b in zip(*pair, strict=True)] for pair in zip(z, there, strict=True)]
+def names(context: Context) -> list[list[float]]:
+    """What each row sees, block by block; 0 is before the beginning of a text."""
+    assert context.present_BC.all()
+    return context.z_BCD[:, ::N, 0].tolist()
 
 
 def test_each_block_sees_the_blocks_before_it(model):
@@ -87,8 +87,8 @@ def test_each_block_sees_the_blocks_before_it(model):
     prompts = [[7] * L + [8] * L + [9] * L, [5] * L, [], [6] * (L + 4)]
     pieces = list(BlockWriter(script, encode, end_id=1).pieces(None, 3, range(4), prompts, 30))  # type: ignore[arg-type]
     seen = list(map(names, script.contexts))
-    assert seen[0] == [[8, 9], [None, 5], [None, None], [None, 6]]
-    assert seen[1] == [[9, 100], [5, 200], [None, 300], [6, 6]]  # the block that the last prompt began, encoded as a whole
+    assert seen[0] == [[8, 9], [0, 5], [0, 0], [0, 6]]
+    assert seen[1] == [[9, 100], [5, 200], [0, 300], [6, 6]]  # the block that the last prompt began, encoded as a whole
     assert seen[2] == [[100, 101], [200, 201], [6, 401]]  # without the text that has ended
     assert [noise.step for noise in script.noises] == [0, 1, 2] and {noise.seed for noise in script.noises} == {3}
     texts = {i: [token for piece in pieces if piece.sample == i for token in piece.ids] for i in range(4)}
@@ -108,10 +108,15 @@ def test_a_text_is_the_same_in_any_batch(model, prompt, scale):
     assert all(row[: 3 * L] == together[0][: 3 * L] for row in together) and len({tuple(row) for row in together}) == 4
 
 
-def test_the_first_block_without_a_prompt_is_the_ordinary_sample(model):
-    ordinary = model.sample(3, seed=4).tolist()
-    long = LongTexts.of(model, None, L).tokens(3, seed=4)
-    for row, text in zip(ordinary, long, strict=True):
+def test_without_a_prompt_a_text_begins_and_an_ordinary_sample_may_be_from_anywhere(model):
+    """Both of the same noise: after latents of zero, and without a context."""
+    ordinary, writer = model.sample(3, seed=4).tolist(), model.writer.latent_sampler
+    noise, options = RowNoise(4, range(3)), model.sampler_options()
+    assert writer.sample(options, noise).tolist() == ordinary
+    zeros = Context(torch.zeros(3, 2 * N, D), torch.ones(3, 2 * N, dtype=torch.bool))
+    beginnings = writer.after(zeros).sample(options, noise).tolist()
+    assert beginnings != ordinary
+    for row, text in zip(beginnings, LongTexts.of(model, None, L).tokens(3, seed=4), strict=True):
         assert row[: len(text)] == text
 
 

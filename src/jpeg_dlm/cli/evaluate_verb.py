@@ -37,8 +37,12 @@ def add_arguments(parser: Parser) -> None:
         help="instead of writing freely, continue held-out prompts or fill in templates made of held-out text",
     )  # fmt: skip
     parser.add_argument(
+        "--length", type=whole(1), metavar="N",
+        help="let a model with context write whole texts of up to N tokens, and compare them with whole documents",
+    )  # fmt: skip
+    parser.add_argument(
         "--context-scale", type=from_zero, default=1.0, metavar="S",
-        help="with --task continue: guidance over the prompt, of a model with context",
+        help="with --length or --task continue: guidance over the context",
     )  # fmt: skip
     parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="evaluation protocol")
     parser.add_argument("-n", type=whole(2), help="texts per seed (default: 256, in the paper's protocols 1024; all of a file)")
@@ -154,7 +158,8 @@ def _asked(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
         "data": args.data, "reference": str(args.reference) if args.reference else None,
         **({"likelihood_draws": args.likelihood_draws} if args.likelihood else {}),
         **({"task": args.task} if args.task != "write" else {}),
-        **({"context_scale": args.context_scale} if args.task == "continue" else {}),
+        **({"length": args.length} if args.length else {}),
+        **({"context_scale": args.context_scale} if args.task == "continue" or args.length else {}),
     }  # fmt: skip
 
 
@@ -187,6 +192,8 @@ def _sources(args: argparse.Namespace, request: EvaluationRequest, console: Cons
         raise UsageError("--likelihood needs a model, not only sample files: name a checkpoint.")
     if files and args.task != "write":
         raise UsageError(f"--task {args.task} needs models, not sample files: name checkpoints.")
+    if args.length and (files or args.task != "write"):
+        raise UsageError("--length is for models that write freely: leave it out, or name checkpoints and no other task.")
     found = file_sources(files, args.reference)
     for source in found:
         source.real(1)  # raises an error if there are no real texts to compare with
@@ -201,11 +208,13 @@ def _models(
     from jpeg_dlm.api import load
     from jpeg_dlm.evaluation.heldout import names_of
     from jpeg_dlm.evaluation.sources import ModelSource
+    from jpeg_dlm.evaluation.whole_texts import WholeTexts
 
     for path, label in zip(paths, names_of(paths), strict=True):
         model = load(path, args.device)
         _check_sampler(model, label, request, console)
-        yield ModelSource(model, label, args.batch, _heldout(model, args, reference, console), reference)
+        source = ModelSource(model, label, args.batch, _heldout(model, args, reference, console), reference)
+        yield WholeTexts(source, args.length, args.context_scale) if args.length else source
 
 
 def _check_sampler(model: Model, label: str, request: EvaluationRequest, console: Console) -> None:

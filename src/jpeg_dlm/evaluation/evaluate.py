@@ -113,7 +113,7 @@ class Evaluation:
         config, options = source.model.config, source.options(sampler)
         return ModelFacts(
             method=config.method, title=source.model.method.title, preset=config.preset, config=to_dict(config),
-            sampler=to_dict(options), sampler_label=options.label(), evaluations=options.evaluations(config.data.token_len),
+            sampler=to_dict(options), sampler_label=options.label(), evaluations=source.evaluations(sampler),
             rate=config.rate, seeds=seeds, reconstruction=self.reconstruction(source, 4 * n),
         )  # fmt: skip
 

@@ -95,6 +95,10 @@ class ModelSource:
         """Return the model's sampler options, changed by `sampler`."""
         return self.model.sampler_options(**sampler)
 
+    def evaluations(self, sampler: dict[str, Any]) -> int:
+        """Return how many network evaluations a text takes."""
+        return self.options(sampler).evaluations(self.model.config.data.token_len)
+
     def identity(self, run: int, sampler: dict[str, Any]) -> dict[str, Any]:
         options = self.options(sampler)
         released = getattr(options, "protocol", "default") == "released"

@@ -25,7 +25,7 @@ NORM_EPS = 1e-6  # (released)
 
 @dataclass(frozen=True)
 class Context:
-    """Clean standardized latents of the blocks before, oldest first, and a mask of those that exist."""
+    """Clean standardized latents of the blocks before, oldest first, and a mask of those that are given."""
 
     z_BCD: Tensor
     present_BC: Tensor
@@ -218,7 +218,7 @@ class LatentTransformer(nn.Module):
     def _context(self, rows: int, context: Context | None) -> Tensor:
         """Return the positions (B, C, H) of the context; the first rows have none if it has fewer rows.
 
-        A latent that does not exist has a learned vector in its place, so that every row has the same cost.
+        A latent that is not given has a learned vector in its place, so that every row has the same cost.
         """
         none_BCH = self.no_context.expand(rows, -1, -1)
         if context is None:

@@ -82,17 +82,18 @@ class BlockWriter:
         return writer.sample(sampler, noise, watch, given_BL, control if steered else None)
 
     def context(self, texts: Sequence[Sequence[int]]) -> Context:
-        """Return the latents of the last K blocks of texts that are whole blocks long."""
+        """Return the latents of the last K blocks of texts that are whole blocks long; before a text they are zero."""
         data, m, device = self.writer.config.data, self.writer.config.model, self.writer.device
         z_BKND = torch.zeros(len(texts), m.context_blocks, m.latent_len, m.latent_dim, device=device)
-        present_BK = torch.zeros(z_BKND.shape[:2], dtype=torch.bool, device=device)
+        written_BK = torch.zeros(z_BKND.shape[:2], dtype=torch.bool, device=device)
         for i, text in enumerate(texts):
-            present_BK[i, m.context_blocks - min(m.context_blocks, len(text) // data.token_len) :] = True
-        if present_BK.any():
+            written_BK[i, m.context_blocks - min(m.context_blocks, len(text) // data.token_len) :] = True
+        if written_BK.any():
             seen = [text[-m.context_blocks * data.token_len :] for text in texts]
             rows = torch.tensor([i for text in seen for i in text], device=device).view(-1, data.token_len)
-            z_BKND[present_BK] = self.encode(rows)
-        return Context(z_BKND.flatten(1, 2), present_BK.repeat_interleave(m.latent_len, dim=1))
+            z_BKND[written_BK] = self.encode(rows)
+        z_BCD = z_BKND.flatten(1, 2)
+        return Context(z_BCD, torch.ones(z_BCD.shape[:2], dtype=torch.bool, device=device))
 
 
 def head_of(prompt: Sequence[int], size: int) -> list[int]:
@@ -109,8 +110,4 @@ def given_rows(heads: Sequence[Sequence[int]], size: int, device: torch.device |
 
 def moved(context: Context, z_BND: Tensor) -> Context:
     """Return the context one block later: without its oldest block, and with this one."""
-    n = z_BND.shape[1]
-    there = torch.ones_like(context.present_BC[:, :n])
-    return Context(
-        torch.cat([context.z_BCD[:, n:], z_BND], dim=1), torch.cat([context.present_BC[:, n:], there], dim=1)
-    )  # fmt: skip
+    return Context(torch.cat([context.z_BCD[:, z_BND.shape[1] :], z_BND], dim=1), context.present_BC)
