@@ -78,3 +78,16 @@ def test_what_does_not_fit_is_refused(extra, sentence, runs, corpus_file, tmp_pa
     words = ["train", "--init", str(runs["jpeg-dlm"]), "--data", str(corpus_file), "--out", str(tmp_path / "more")]
     assert main([*words, *extra, "--train.steps", "1", *QUIET]) != 0
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["distill", "finish"])
+def test_a_fine_tuned_model_can_be_a_teacher(method: str, runs: dict[str, Path], corpus_file: Path, tmp_path: Path):
+    """A student starts from its teacher, not from the model that the teacher started from, which may be gone."""
+    tuned, student = tmp_path / "tuned", tmp_path / "student"
+    shared = ["--data", str(corpus_file), "--train.steps", "1", *QUIET]
+    assert main(["train", "--init", str(runs["jpeg-dlm"]), "--out", str(tuned), *shared]) == 0
+    words = ["train", "--method", method, "--teacher", str(tuned), "--out", str(student)]
+    assert main([*words, *shared, "--train.lr", "1e-30"]) == 0
+    teacher, found = (load(path, "cpu").method.export_state() for path in (tuned, student))
+    assert torch.equal(found["lm_head.weight"], teacher["lm_head.weight"])
+    torch.testing.assert_close(found["dit.in_proj.proj2.weight"], teacher["dit.in_proj.proj2.weight"])

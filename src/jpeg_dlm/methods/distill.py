@@ -66,7 +66,10 @@ def continued(
     if not isinstance(teacher.objective, JpegDlmObjective):
         raise UsageError(f"'{path}' holds a model of {teacher.method}: a student needs a teacher of jpeg-dlm.")
     plain = {f.name: getattr(teacher.objective, f.name) for f in fields(JpegDlmObjective)}
-    student = replace(teacher, method=method, objective=objective(**plain, teacher=str(path)))
+    student = replace(
+        teacher, method=method, objective=objective(**plain, teacher=str(path)),
+        train=replace(teacher.train, init=""),  # where the teacher itself started
+    )  # fmt: skip
     return with_files(student, tokenizer, encoder)
 
 
