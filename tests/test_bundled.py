@@ -8,6 +8,7 @@ import pytest
 
 from jpeg_dlm import load
 from jpeg_dlm.cli.main import main
+from jpeg_dlm.errors import CheckpointError
 from jpeg_dlm.evaluation.infill import templates
 from jpeg_dlm.files import verify_manifest
 from jpeg_dlm.flow.sampler_config import FAST_EVALUATIONS
@@ -32,6 +33,14 @@ def test_its_files_are_whole_and_small():
     manifest = verify_manifest(bundled_folder())
     assert manifest
     assert sum(file.stat().st_size for file in bundled_folder().iterdir()) < 30e6
+
+
+def test_it_has_a_name_that_gives_way_to_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load("bundled", "cpu").parts.origin == bundled_folder()
+    (tmp_path / "bundled").mkdir()
+    with pytest.raises(CheckpointError, match="bundled"):
+        load("bundled", "cpu")
 
 
 def test_it_has_the_sizes_text_and_sampler_of_the_preset(model):

@@ -26,7 +26,7 @@ from jpeg_dlm.export.folder import is_exported, read_exported
 from jpeg_dlm.flow.control import Control, Origin
 from jpeg_dlm.flow.guides import Guide, contains
 from jpeg_dlm.flow.latent_sampler import LatentSampler, Watch, Writer, networks_of
-from jpeg_dlm.folders.model_folder import ModelParts, bundled_folder, read_model, write_model
+from jpeg_dlm.folders.model_folder import ModelParts, bundled_folder, named_folder, read_model, write_model
 from jpeg_dlm.machine.cpu import recall_limit, with_limit
 from jpeg_dlm.machine.dist import read_ranks
 from jpeg_dlm.methods.base import FREE, Batch, Method, require
@@ -407,7 +407,7 @@ def load(
     path: str | os.PathLike[str] | None = None, device: str | torch.device | None = None,
     dtype: Dtype | Literal["exact", "auto"] | None = None, compile: bool = False,
 ) -> Model:  # fmt: skip
-    """A model from a model folder, an exported folder, a run directory or a checkpoint; without a path, the bundled one.
+    """A model from a model folder, an exported folder, a run or a checkpoint; without a path, or as 'bundled', the bundled one.
 
     `device` None takes a GPU if there is one. `dtype` and `compile` are those of `Model.accelerate`, for jpeg-dlm; 'exact'
     is `Model.take_fastest()`, the fastest form on this machine that writes the tokens of fp32, and 'auto' also allows types
@@ -416,7 +416,7 @@ def load(
     if not isinstance(path, (str, os.PathLike, NoneType)):
         raise UsageError(f"A model is loaded from a path, not from {shown(path)}.")
     recall_limit()
-    folder = Path(path) if path is not None else bundled_folder()
+    folder = bundled_folder() if path is None else named_folder(path)
     if is_exported(folder):
         if dtype not in (None, "exact", "auto") or compile:
             raise UsageError(f"'{folder}' is run as it was exported: leave the dtype and compilation out.")

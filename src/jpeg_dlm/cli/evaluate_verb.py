@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "sources", nargs="*", type=Path, metavar="CHECKPOINT_OR_SAMPLES",
-        help="model folders, runs, checkpoints, or .txt and .jsonl files of texts (default: the bundled model)",
+        help="model folders, runs, checkpoints, bundled, or .txt and .jsonl files of texts (default: bundled)",
     )  # fmt: skip
     parser.add_argument(
         "--task", choices=("write", "continue", "infill"), default="write",

@@ -70,7 +70,7 @@ def _training(parser: Parser) -> None:
 def _models(parser: Parser) -> None:
     parser.add_argument(
         "checkpoints", nargs="*", type=Path, metavar="CHECKPOINT",
-        help="model folders, runs or checkpoints (default: the bundled model)",
+        help="model folders, runs, checkpoints or bundled (default: bundled)",
     )  # fmt: skip
     parser.add_argument("--data", help="text to analyze (default: the held-out part of the model's training corpus)")
     _scoring(parser, 256, 1)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -106,14 +107,22 @@ class ModelParts:
                 shutil.copyfile(self.encoder / name, folder / name)
 
 
+BUNDLED = "bundled"  # names the model that ships with the package, wherever a path of a model is asked for
+
+
 def bundled_folder() -> Path:
     """Return the folder of the model that ships with the package."""
-    return Path(__file__).parent.parent / "bundled"
+    return Path(__file__).parent.parent / BUNDLED
 
 
-def named_model(path: Path) -> ModelParts:
-    """Read a model by its path; 'bundled' is the one that ships with the package."""
-    return read_model(bundled_folder() if str(path) == "bundled" else path)
+def named_folder(path: str | os.PathLike[str]) -> Path:
+    """Return the folder of a model that is given by its path or as 'bundled'; a folder of this name comes first."""
+    return bundled_folder() if os.fspath(path) == BUNDLED and not Path(path).exists() else Path(path)
+
+
+def named_model(path: str | os.PathLike[str]) -> ModelParts:
+    """Read a model that is given by its path or as 'bundled'."""
+    return read_model(named_folder(path))
 
 
 def _warn(text: str) -> None:

@@ -17,13 +17,13 @@ from torch import Tensor
 from jpeg_dlm.api import Model, load
 from jpeg_dlm.errors import JpegDlmError, UsageError
 from jpeg_dlm.flow.latent_sampler import Watch
+from jpeg_dlm.folders.model_folder import BUNDLED
 from jpeg_dlm.sampling.batching import BatchingService
 from jpeg_dlm.sampling.linear import Dtype
 from jpeg_dlm.serve.fields import NEUTRAL, meaningless
 from jpeg_dlm.serve.http_errors import ApiError
 from jpeg_dlm.serve.requests import SAMPLER_FIELDS, Writing
 
-BUNDLED = "bundled"
 _HOLE = re.compile(r"\[MASK:(\d+)\]")
 REMEMBERED = 256  # sets of sampler options, which take longer to check than to look up
 
@@ -143,14 +143,14 @@ def load_models(
     specs: Sequence[str], device: str | None = None, dtype: Dtype | Literal["exact", "auto"] = "exact"
 ) -> dict[str, Served]:
     """Load the models of `PATH` or `NAME=PATH`; without any, the bundled one."""
-    named: dict[str, Path | None] = {}
+    named: dict[str, Path] = {}
     for spec in specs or [BUNDLED]:
         name, equals, path = spec.partition("=")
         if not equals or Path(spec).exists():
             name, path = Path(spec).resolve().name, spec
         if not name or name in named:
             raise UsageError(f"'{spec}' needs a name of its own: write NAME={path}.")
-        named[name] = None if path == BUNDLED and not Path(path).exists() else Path(path)
+        named[name] = Path(path)
     return {name: serve_model(name, load(path, device, dtype)) for name, path in named.items()}
 
 

@@ -26,7 +26,7 @@ from jpeg_dlm.config import Config, DataConfig, validate
 from jpeg_dlm.config_io import from_dict, read_json_file, to_dict
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.folders.checkpoint import latest_checkpoint, newest_step
-from jpeg_dlm.folders.model_folder import read_model
+from jpeg_dlm.folders.model_folder import named_model, read_model
 from jpeg_dlm.machine.collectives import all_sum, barrier
 from jpeg_dlm.machine.console import Console
 from jpeg_dlm.machine.dist import Ranks
@@ -214,7 +214,7 @@ def new_method(config: Config, run: Path, bench: Bench, stream: BatchStream) -> 
 
 def fine_tuned(config: Config, bench: Bench) -> Trainable:
     """Build the method with the weights of a trained model of the same method."""
-    start = read_model(Path(config.train.init))
+    start = named_model(config.train.init)
     if start.config.method != config.method:
         raise UsageError(
             f"'{config.train.init}' holds a model of {start.config.method}: train.init needs one of {config.method}."
