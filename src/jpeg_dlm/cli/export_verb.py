@@ -32,6 +32,7 @@ def add_arguments(parser: Parser) -> None:
         help="average the weights with another model's, such as the one that was fine-tuned ('bundled': the bundled model)",
     )  # fmt: skip
     parser.add_argument("--share", type=unit, default=0.5, help="with --blend: weight of the other model, from 0 to 1")
+    parser.add_argument("--half", action="store_true", help="store the weights in fp16, at half the size (safetensors)")
     document_options(parser, ("sampler",))
 
 
@@ -49,7 +50,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.format == "safetensors":
         if args.out is None:
             raise UsageError("Name the folder to write with --out.")
-        write_model(parts, args.out)
+        write_model(parts, args.out, half=args.half)
+    elif args.half:
+        raise UsageError("--half is for safetensors: leave it out, or choose that format.")
     else:
         from jpeg_dlm.export.folder import cached_export, write_exported
         from jpeg_dlm.machine.console import Console

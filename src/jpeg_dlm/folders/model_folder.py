@@ -242,14 +242,24 @@ def without_paths(parts: ModelParts) -> Config:
     return replace(config, data=data)
 
 
-def write_model(parts: ModelParts, out: Path, extra: dict[str, str] | None = None) -> Path:
-    """Write a model folder atomically; raise `CheckpointError` if it already exists."""
+def halved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return matrices in fp16, at half the size, if their numbers are in its range, and everything else as it is."""
+
+    def fits(t: Tensor) -> bool:
+        return t.ndim > 1 and t.is_floating_point() and bool(t.half().isfinite().all())
+
+    return {name: t.half() if fits(t) else t for name, t in tensors.items()}
+
+
+def write_model(parts: ModelParts, out: Path, extra: dict[str, str] | None = None, half: bool = False) -> Path:
+    """Write a model folder atomically, with `half` in fp16; raise `CheckpointError` if it already exists."""
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise CheckpointError(f"'{out}' already exists: name another folder, nothing was overwritten.")
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_directory(out, new=True) as temp:
         write_atomic(temp / "config.json", json.dumps(to_dict(without_paths(parts)), indent=1) + "\n")
-        save_tensors(temp / MODEL_FILE, parts.method.export_state(), {"format": "pt"})
+        tensors = parts.method.export_state()
+        save_tensors(temp / MODEL_FILE, halved(tensors) if half else tensors, {"format": "pt"})
         parts.copy_tokenizer(temp)
         parts.copy_encoder(temp)
         write_manifest(temp, extra or {})
