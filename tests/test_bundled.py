@@ -87,11 +87,11 @@ def test_interpolation_begins_and_ends_at_its_texts(model):
         assert sum(a == b for a, b in zip(words, end.split(), strict=False)) > 0.7 * len(words)
 
 
-def test_the_demo_shows_all_three_acts(capsys):
+def test_the_demo_shows_all_four_acts(capsys):
     assert main(["demo"]) == 0
     out, err = capsys.readouterr()
     assert "step " in err and "t=1.00" in err
-    for part in ("1. Writing", "2. The codec", "3. Halfway", "What to try next"):
+    for part in ("1. Writing", "2. The codec", "3. Halfway", "4. A story", "What to try next"):
         assert part in out
 
 

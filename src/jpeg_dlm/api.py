@@ -26,7 +26,7 @@ from jpeg_dlm.export.folder import is_exported, read_exported
 from jpeg_dlm.flow.control import Control, Origin
 from jpeg_dlm.flow.guides import Guide, contains
 from jpeg_dlm.flow.latent_sampler import LatentSampler, Watch, Writer, networks_of
-from jpeg_dlm.folders.model_folder import ModelParts, bundled_folder, named_folder, read_model, write_model
+from jpeg_dlm.folders.model_folder import ModelParts, bundled_folder, is_bundled, named_folder, read_model, write_model
 from jpeg_dlm.machine.cpu import recall_limit, with_limit
 from jpeg_dlm.machine.dist import read_ranks
 from jpeg_dlm.methods.base import FREE, Batch, Method, require
@@ -59,7 +59,7 @@ class Model:
             size = sum(p.numel() for p in self.parts.trained.parameters() if p.requires_grad)
         parameters = f"{size:,} parameters, " if size else ""
         latents = f"{self.config.model.latent_len} latents for " if self.config.rate is not None else ""
-        origin = "the package" if self.parts.origin == bundled_folder() else repr(str(self.parts.origin))
+        origin = "the package" if is_bundled(self.parts.origin) else repr(str(self.parts.origin))
         return (
             f"<{self.writer.title}: {parameters}{latents}{data.token_len} tokens, vocabulary {data.vocab_size:,}, "
             f"preset {self.config.preset}, {self.dtype} on {self.writer.device}, from {origin}>"
@@ -407,7 +407,9 @@ def load(
     path: str | os.PathLike[str] | None = None, device: str | torch.device | None = None,
     dtype: Dtype | Literal["exact", "auto"] | None = None, compile: bool = False,
 ) -> Model:  # fmt: skip
-    """A model from a model folder, an exported folder, a run or a checkpoint; without a path, or as 'bundled', the bundled one.
+    """A model from a model folder, an exported folder, a run or a checkpoint; without a path, the bundled one.
+
+    The names 'bundled' and 'stories' are the two models of the package.
 
     `device` None takes a GPU if there is one. `dtype` and `compile` are those of `Model.accelerate`, for jpeg-dlm; 'exact'
     is `Model.take_fastest()`, the fastest form on this machine that writes the tokens of fp32, and 'auto' also allows types

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, snapshot_do
 
 from jpeg_dlm.errors import AssetError, UsageError, reason_of
 from jpeg_dlm.fetch.assets import ASSETS
-from jpeg_dlm.folders.model_folder import ENCODER_FILES, MODEL_FILES, ModelParts, bundled_folder, read_model, write_model
+from jpeg_dlm.folders.model_folder import ENCODER_FILES, MODEL_FILES, ModelParts, is_bundled, read_model, write_model
 from jpeg_dlm.text.corpora import CARRIED, HUB_SETS
 
 CARD = """---
@@ -70,7 +70,7 @@ class HubModel(ModelHubMixin):
             metadata["datasets"] = ["stanfordnlp/snli"]
         elif name == "hf" or name in HUB_SETS:
             metadata["datasets"] = [HUB_SETS.get(name, source.removeprefix("hf:")).split(":")[0]]
-        if self.parts.origin == bundled_folder():
+        if is_bundled(self.parts.origin):
             metadata["license"] = "mit"
         text = CARD.format(
             metadata=ModelCardData(**(metadata | kwargs)).to_yaml(), title=self.parts.method.title, source=source,

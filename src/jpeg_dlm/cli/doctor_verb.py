@@ -30,7 +30,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     import torch
 
     from jpeg_dlm.fetch.assets import ASSETS
-    from jpeg_dlm.folders.model_folder import bundled_folder
+    from jpeg_dlm.folders.model_folder import PACKAGED, bundled_folder
     from jpeg_dlm.machine.cache import cache_dir
 
     print(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     else:
         print("GPU: none; everything runs on the CPU")
     print(cpu_line())
-    whole = (bundled_folder() / "manifest.json").is_file()
+    whole = all((bundled_folder(name) / "manifest.json").is_file() for name in PACKAGED)
     for line in form_lines() if whole else ():
         print(line)
     cache = cache_dir()
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         there = (cache / asset.cached_name).exists()
         print(f"  {name:<18} {'cached' if there else f'{asset.megabytes} MB, fetched when first needed'}")
     if not whole:
-        print("Bundled model: MISSING: reinstall jpeg-dlm")
+        print("Bundled models: MISSING: reinstall jpeg-dlm")
     return 0
 
 

@@ -66,13 +66,16 @@ def _describe(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if stray or rest:
         option = rest[0] if rest else f"--{stray[0]}"
         raise UsageError(f"{option} is for a preset, and '{args.path}' is as it is: leave one of them out.")
-    if not args.path.is_dir():
+    from jpeg_dlm.folders.model_folder import named_folder
+
+    path = named_folder(args.path)
+    if not path.is_dir():
         hint = f": a preset is described by  {command('info', '--preset', args.path)}" if str(args.path) in PRESETS else ""
         raise UsageError(f"'{args.path}' is no folder of a run or a model{hint or '.'}")
 
     from jpeg_dlm.report.overview import format_overview, overview
 
-    found = overview(args.path)
+    found = overview(path)
     print(json.dumps(found, indent=1, ensure_ascii=False) if args.json else format_overview(found))
     return 0
 

@@ -15,11 +15,11 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    path: Path = args.path
-
     from jpeg_dlm.files import MANIFEST, verify_manifest
+    from jpeg_dlm.folders.model_folder import named_folder
     from jpeg_dlm.training.integrity import verify_blocks
 
+    path = named_folder(args.path)
     if (path / "index.json").is_file():
         verify_blocks(path)
     elif (path / MANIFEST).is_file():

@@ -107,21 +107,28 @@ class ModelParts:
                 shutil.copyfile(self.encoder / name, folder / name)
 
 
-BUNDLED = "bundled"  # names the model that ships with the package, wherever a path of a model is asked for
+BUNDLED = "bundled"
+PACKAGED = {BUNDLED: "bundled", "stories": "bundled_stories"}  # names of the models in the package, and their folders
 
 
-def bundled_folder() -> Path:
-    """Return the folder of the model that ships with the package."""
-    return Path(__file__).parent.parent / BUNDLED
+def bundled_folder(name: str = BUNDLED) -> Path:
+    """Return the folder of a model that ships with the package."""
+    return Path(__file__).parent.parent / PACKAGED[name]
+
+
+def is_bundled(folder: Path) -> bool:
+    """Return True if a folder is that of a model of the package."""
+    return folder in map(bundled_folder, PACKAGED)
 
 
 def named_folder(path: str | os.PathLike[str]) -> Path:
-    """Return the folder of a model that is given by its path or as 'bundled'; a folder of this name comes first."""
-    return bundled_folder() if os.fspath(path) == BUNDLED and not Path(path).exists() else Path(path)
+    """Return the folder of a model that is given by its path or as a name in `PACKAGED`; a folder of that name comes first."""
+    name = os.fspath(path)
+    return bundled_folder(name) if name in PACKAGED and not Path(name).exists() else Path(name)
 
 
 def named_model(path: str | os.PathLike[str]) -> ModelParts:
-    """Read a model that is given by its path or as 'bundled'."""
+    """Read a model that is given by its path or as a name in `PACKAGED`."""
     return read_model(named_folder(path))
 
 
