@@ -14,7 +14,7 @@ from shutil import which
 from jpeg_dlm.cli.parser import Parser
 
 SENTENCE = "A woman in a red dress is walking down the street."
-STORY = 250  # tokens at most; most stories are shorter
+STORY = 250  # tokens at most
 ENDS = ("Two dogs are running in the grass.", "A woman is sitting on a bench in the park.")
 
 
