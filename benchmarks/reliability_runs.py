@@ -31,7 +31,7 @@ from jpeg_dlm.files import sha256_file
 from jpeg_dlm.folders import checkpoint
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
-from jpeg_dlm.training.loop import Trainer
+from jpeg_dlm.training.loop import Launched, Trainer
 from jpeg_dlm.training.metrics import read_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -116,18 +116,18 @@ class Cut(BaseException):
 @contextlib.contextmanager
 def interruptions(terms: set[int], cuts: set[int]) -> Iterator[list[int]]:
     """Send SIGTERM after the steps `terms` taken within the block, counted from 1, and cut after `cuts`; yield all steps."""
-    real, taken = Trainer.train_step, []
+    real, taken = Trainer.launch_step, []
 
-    def step(self: Trainer) -> dict[str, float]:
+    def step(self: Trainer, *args: bool) -> Launched:
         taken.append(self.step)
-        stats = real(self)
+        stats = real(self, *args)
         if len(taken) in terms:
             os.kill(os.getpid(), signal.SIGTERM)
         if len(taken) in cuts:
             raise Cut
         return stats
 
-    with patch.object(Trainer, "train_step", step):
+    with patch.object(Trainer, "launch_step", step):
         yield taken
 
 
@@ -193,15 +193,15 @@ class FullDisk:
 def full_disk_case(point: str, data: Path, scratch: Path, straight: dict[str, object]) -> FullDisk:
     """Train two steps with free space, two on a full disk, and the rest with free space again."""
     words, run = train_words("jpeg-dlm", data, scratch / "run", train__save_every=2), scratch / "run"
-    real, said = Trainer.train_step, io.StringIO()
+    real, said = Trainer.launch_step, io.StringIO()
     with contextlib.ExitStack() as full, hurried(), patch.object(checkpoint.time, "sleep", lambda seconds: None):
 
-        def step(self: Trainer) -> dict[str, float]:
+        def step(self: Trainer, *args: bool) -> Launched:
             if self.step == 2:
                 full.enter_context(FULL_POINTS[point]())
-            return real(self)
+            return real(self, *args)
 
-        with patch.object(Trainer, "train_step", step), contextlib.redirect_stderr(said):
+        with patch.object(Trainer, "launch_step", step), contextlib.redirect_stderr(said):
             code = main(words)
     last = said.getvalue().splitlines()[-1]
     told = code == 1 and last.startswith("error: ") and "earlier checkpoints are intact, so make room and resume" in last
@@ -220,7 +220,7 @@ SERVER.set_forkserver_preload(PRELOADED)
 
 MOMENTS = {  # name -> the function whose first call starts it
     "while preparing text": ("jpeg_dlm.text.prepare", "write_atomic"),
-    "in the first steps": ("jpeg_dlm.training.loop:Trainer", "train_step"),
+    "in the first steps": ("jpeg_dlm.training.loop:Trainer", "launch_step"),
     "while saving": ("jpeg_dlm.folders.checkpoint", "write_manifest"),
     "in an evaluation": ("jpeg_dlm.training.optim:WeightEma", "swap"),  # the averaged weights have replaced the live ones
 }
@@ -294,16 +294,16 @@ class Soak:
 
 def run_measuring(words: list[str], every: int, out) -> None:
     """Run a training that measures its memory and open files and sends them; runs in its own process."""
-    real, found = Trainer.train_step, []
+    real, found = Trainer.launch_step, []
     page_mb = os.sysconf("SC_PAGE_SIZE") / 1e6
 
-    def step(self: Trainer) -> dict[str, float]:
+    def step(self: Trainer, *args: bool) -> Launched:
         if self.step % every == 0:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             found.append((self.step, pages * page_mb, len(os.listdir("/proc/self/fd"))))
-        return real(self)
+        return real(self, *args)
 
-    with patch.object(Trainer, "train_step", step):
+    with patch.object(Trainer, "launch_step", step):
         code = main(words)
     out.send(found)
     raise SystemExit(code)

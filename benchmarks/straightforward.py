@@ -146,7 +146,7 @@ class Straightforward(JpegDlm):
         nll_BL = F.cross_entropy(self.project(hhat).transpose(1, 2), batch.tokens_BL, reduction="none")
 
         u = chosen_vectors(z_raw, o.reg_max_rows, noise)
-        directions = unit_directions(u.shape[1], o.sigreg_slices, noise.shared("sigreg"))
+        directions = unit_directions(noise.shared_normal("sigreg", u.shape[1], o.sigreg_slices))
         var, cov = variance_covariance(u)
         return {
             "jep": F.mse_loss(zhat_tgt, z_tgt),

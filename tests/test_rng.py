@@ -6,8 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
-from jpeg_dlm.rng import RowNoise, derive_seed, generator
+from jpeg_dlm.rng import RowNoise, derive_seed, device_words, generator, host_words, philox
+
+PATHS = pytest.mark.parametrize("host", [True, False], ids=["host", "device"])
 
 
 def test_seeds_are_a_fixed_function_of_the_address():
@@ -27,13 +30,64 @@ def test_distinct_addresses_give_distinct_seeds():
 
 @settings(max_examples=20, deadline=None)
 @given(rows=st.lists(st.integers(0, 10**9), min_size=1, max_size=6), step=st.integers(0, 10**6), seed=st.integers(0, 2**31))
-def test_a_row_depends_on_its_number_alone(rows, step, seed):
-    whole = RowNoise(seed, rows, step)
-    for kind in ("normal", "uniform"):
-        drawn = getattr(whole, kind)("x", 2, 3)
+@PATHS
+def test_a_row_depends_on_its_number_alone(rows, step, seed, host):
+    draws = [
+        lambda noise: noise.normal("x", 2, 3),
+        lambda noise: noise.uniform("x", 2, 3),
+        lambda noise: noise.streams("x").uniform(2, 3),
+        lambda noise: noise.repeated(2).normal("x", 2, 3)[len(noise.rows) :],
+    ]
+    for draw in draws:
+        drawn = draw(RowNoise(seed, rows, step, host=host))
         assert drawn.shape == (len(rows), 2, 3)
         for i, row in enumerate(rows):
-            assert torch.equal(drawn[i], getattr(RowNoise(seed, [row], step), kind)("x", 2, 3)[0])
+            assert torch.equal(drawn[i], draw(RowNoise(seed, [row], step, host=host))[0])
+
+
+@PATHS
+@pytest.mark.parametrize("size", [1, 5, 64, 1000, 40_000])
+def test_a_row_of_a_large_draw_depends_on_its_number_alone(size, host):
+    """Vector instructions must not change a number with its place in a tensor."""
+    whole = RowNoise(1, range(3, 16), 2, host=host).normal("x", size)
+    for row in (3, 4, 9, 15):
+        assert torch.equal(whole[row - 3], RowNoise(1, range(row, row + 1), 2, host=host).normal("x", size)[0])
+
+
+def signed(*words: int) -> list[int]:
+    return [word - (word >= 2**31) * 2**32 for word in words]
+
+
+def test_philox_gives_the_published_answers():
+    """Known answers of Philox4x32-10 from Random123 (Salmon et al. 2011): counters, key, words."""
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    known = [
+        ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((2**32 - 1,) * 4, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (pi, 0x299F31D0 << 32 | 0xA4093822, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ]
+    for counters, key, words in known:
+        assert philox(torch.tensor(counters)[:, None], key).flatten().tolist() == signed(*words)
+
+
+def test_words_of_rows_differ_and_large_row_numbers_count_in_full():
+    for words in (lambda rows: host_words(7, rows, 5), lambda rows: device_words(7, torch.tensor(rows), 5)):
+        rows = [0, 1, 2**31, 2**32, 2**33 + 1]
+        drawn = words(rows)
+        assert drawn.shape[:2] == (5, 2) and len({tuple(row.flatten().tolist()) for row in drawn}) == 5
+        assert torch.equal(drawn[3], words([2**32])[0])
+
+
+def test_stratified_and_repeated_noise_go_together():
+    u = RowNoise(0, range(8, 12), 0, total=8).repeated(3).stratified("t")
+    assert u.shape == (12,) and ((u * 8).long() == torch.tensor([0, 1, 2, 3] * 3)).all()
+    assert RowNoise(0, range(4)).repeated(2).streams("x").uniform().shape == (8,)
+
+
+def test_numbers_shared_by_a_batch_do_not_depend_on_its_rows():
+    a, b = (RowNoise(0, rows, 7).shared_normal("directions", 3, 2) for rows in ([1, 2], range(9)))
+    assert a.shape == (3, 2) and torch.equal(a, b)
+    assert not torch.equal(a, RowNoise(0, [1], 8).shared_normal("directions", 3, 2))
 
 
 @pytest.mark.parametrize("other", [RowNoise(1, [5], 2), RowNoise(0, [6], 2), RowNoise(0, [5], 3)], ids=["seed", "row", "step"])
@@ -63,15 +117,22 @@ def test_the_global_random_state_is_neither_used_nor_moved():
     assert torch.equal(torch.rand(2, generator=generator(3, "p")), torch.rand(2, generator=generator(3, "p")))
 
 
-def test_rows_together_look_independent_and_of_the_right_law():
+@PATHS
+def test_rows_together_look_independent_and_of_the_right_law(host):
     n = 400
-    x = RowNoise(0, range(n)).normal("x", 8).double()
-    u = RowNoise(0, range(n)).uniform("x", 8).double()
+    x = RowNoise(0, range(n), host=host).normal("x", 8).double()
+    u = RowNoise(0, range(n), host=host).uniform("x", 8).double()
     # Five standard errors of the mean and of the mean square.
     assert abs(x.mean()) < 5 / math.sqrt(8 * n) and abs((x**2).mean() - 1) < 5 * math.sqrt(2 / (8 * n))
     assert abs(u.mean() - 0.5) < 5 * math.sqrt(1 / 12 / (8 * n)) and u.min() >= 0 and u.max() < 1
     neighbors = (x[1:] * x[:-1]).mean()
     assert abs(neighbors) < 5 / math.sqrt(8 * (n - 1))
+    for law, cdf in (("normal", "norm"), ("uniform", "uniform")):  # Kolmogorov and Smirnov's test
+        numbers = getattr(RowNoise(1, range(50), host=host), law)("y", 2000).flatten().numpy()
+        assert stats.kstest(numbers, cdf).pvalue > 1e-4
+    fine = RowNoise(1, range(50), host=host).streams("z").uniform(200)
+    assert fine.dtype == torch.float64 and 0 <= fine.min() and fine.max() < 1
+    assert (fine * 2**24 % 1 != 0).float().mean() > 0.99  # more bits than float32 has
 
 
 def test_repeated_noise_begins_with_that_of_one_draw_and_goes_on_independently():

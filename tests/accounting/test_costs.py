@@ -56,8 +56,10 @@ def test_a_weightless_method_takes_no_memory():
 class RealNoise(ShapeNoise):
     """The same rows are chosen, and all noise has values."""
 
-    def _draw(self, kind, purpose, shape):
-        return kind((len(self.rows), *shape)) if len(shape) > 1 else super()._draw(kind, purpose, shape)
+    def _draw(self, law, purpose, shape):
+        if len(shape) < 2:
+            return super()._draw(law, purpose, shape)
+        return {"normal": torch.randn, "uniform": torch.rand}[law]((len(self.rows) * self.copies, *shape))
 
 
 def real_pass(config, rows, recompute, place):

@@ -497,15 +497,15 @@ def no_space_left(monkeypatch, way):
 
 @pytest.mark.parametrize("way", ["seen before writing", "met while writing"])
 def test_a_full_disk_ends_the_run_and_leaves_the_earlier_checkpoint(way, corpus_file, tmp_path, capsys, monkeypatch):
-    real = Trainer.train_step
+    real = Trainer.launch_step
 
-    def step(self):
+    def step(self, *args):
         if self.step == 5 and self.config.method == "jpeg-dlm":
             no_space_left(monkeypatch, way)
-        return real(self)
+        return real(self, *args)
 
     monkeypatch.setattr(checkpoint, "time", SimpleNamespace(sleep=lambda seconds: None))
-    monkeypatch.setattr(Trainer, "train_step", step)
+    monkeypatch.setattr(Trainer, "launch_step", step)
     assert "earlier checkpoints are intact" in refusal(capsys, train(corpus_file, tmp_path / "run"), 1)
     reports = verify_run(tmp_path / "run")
     assert [(report.step, report.error) for report in reports] == [(4, None)]
@@ -520,29 +520,27 @@ def test_a_full_disk_ends_the_run_and_leaves_the_earlier_checkpoint(way, corpus_
 
 @pytest.fixture
 def nan_at_step_6(monkeypatch):
-    """One loss is not a number; what the step did to the weights is kept."""
-    real_losses, real_step, weights = JpegDlm.losses, Trainer.train_step, {}
+    """One loss is not a number; what the step did to weights and optimizer is kept."""
+    real_losses, real_step, weights = JpegDlm.losses, Trainer.launch_step, {}
 
     def losses(self, batch, noise):
         found = real_losses(self, batch, noise)
         return found | {"ce": found["ce"] * float("nan")} if self.training and noise.step == 6 else found
 
     def state(trainer):
-        return {
-            k: t.clone()
-            for k, t in (trainer.method.state_dict() | {"ema " + k: t for k, t in trainer.ema.shadow.items()}).items()
-        }
+        slots = {f"{i} {k}": t for i, s in enumerate(trainer.optimizer.state.values()) for k, t in s.items()}
+        return {k: t.detach().clone() for k, t in (trainer.parameters | slots).items()}
 
-    def step(self):
+    def step(self, *args):
         number, before = self.step, state(self)
         try:
-            return real_step(self)
+            return real_step(self, *args)
         finally:
             if self.config.method == "jpeg-dlm":
                 weights[number] = before, state(self)
 
     monkeypatch.setattr(JpegDlm, "losses", losses)
-    monkeypatch.setattr(Trainer, "train_step", step)
+    monkeypatch.setattr(Trainer, "launch_step", step)
     return weights
 
 

@@ -87,11 +87,11 @@ def facts(name: str, run: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     config, drawn = small(name), []
 
     class Recording(RowNoise):
-        def _draw(self, kind, purpose: str, shape: tuple[int, ...]) -> Tensor:
-            x = super()._draw(kind, purpose, shape)
+        def _draw(self, law, purpose: str, shape: tuple[int, ...]) -> Tensor:
+            x = super()._draw(law, purpose, shape)
             # Uniform numbers are multiples of 2**-24, equal on every CPU.
-            whole = (x.flatten()[:3].double() * 2**24).long().tolist() if kind is torch.rand else []
-            drawn.append([kind.__name__, purpose, list(shape), [self.seed, self.step, *self.rows], whole])
+            whole = (x.flatten()[:3].double() * 2**24).long().tolist() if law == "uniform" else []
+            drawn.append([law, purpose, list(shape), [self.seed, self.step, *self.rows], whole])
             return x
 
         def shared(self, purpose: str) -> torch.Generator:

@@ -186,15 +186,15 @@ def test_a_run_measures_warns_resumes_and_trains_the_same(corpus_file, tmp_path,
 
     from jpeg_dlm.training.loop import Trainer
 
-    real_step, calls = Trainer.train_step, []
+    real_step, calls = Trainer.launch_step, []
 
-    def step_with_signal(self):
-        stats = real_step(self)
+    def step_with_signal(self, *args):
+        stats = real_step(self, *args)
         calls.append(self.step)
         if len(calls) == 8:
             os.kill(os.getpid(), signal.SIGTERM)
         return stats
 
-    monkeypatch.setattr(Trainer, "train_step", step_with_signal)
+    monkeypatch.setattr(Trainer, "launch_step", step_with_signal)
     assert [main(command(corpus_file, broken, *flags)) for _ in range(2)] == [143, 0]
     assert (broken / FILE).read_bytes() == (watched / FILE).read_bytes()

@@ -36,16 +36,16 @@ from jpeg_dlm.cli.main import main
 from jpeg_dlm.errors import NonFiniteError
 from jpeg_dlm.training.loop import Trainer
 fault, mark, words = sys.argv[1], sys.argv[2], sys.argv[3:]
-real_step = Trainer.train_step
-def train_step(self):
-    stats = real_step(self)
+real_step = Trainer.launch_step
+def launch_step(self, *args):
+    stats = real_step(self, *args)
     if self.step == 7 and self.ranks.rank == 1 and fault != "none":
         open(mark, "w").close()
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise NonFiniteError("the loss of this process alone stopped being a number")
     return stats
-Trainer.train_step = train_step
+Trainer.launch_step = launch_step
 raise SystemExit(main(words))
 """
 

@@ -80,15 +80,15 @@ def test_resuming_leaves_each_line_once(run: Path, corpus_file: Path, tmp_path: 
     """Killed between the evaluation of step 6 and the checkpoint of step 8, so that the evaluation runs again."""
     from jpeg_dlm.training.loop import Trainer
 
-    real_step = Trainer.train_step
+    real_step = Trainer.launch_step
 
-    def dying(self):
+    def dying(self, *args):
         if self.step == 7 and self.config.method == "jpeg-dlm":
             raise RuntimeError("killed")
-        return real_step(self)
+        return real_step(self, *args)
 
     with monkeypatch.context() as patched, pytest.raises(RuntimeError):
-        patched.setattr(Trainer, "train_step", dying)
+        patched.setattr(Trainer, "launch_step", dying)
         train(corpus_file, tmp_path / "run", "--debug")
     assert [row["step"] for row in evaluations(tmp_path / "run")] == [6]
     train(corpus_file, tmp_path / "run", "--resume")

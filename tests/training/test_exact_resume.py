@@ -55,18 +55,18 @@ def test_stopping_and_resuming_changes_no_bit(corpus_file: Path, tmp_path: Path,
 
     from jpeg_dlm.training.loop import Trainer
 
-    real_step = Trainer.train_step
+    real_step = Trainer.launch_step
     calls = 0
 
-    def step_with_signal(self):
+    def step_with_signal(self, *args):
         nonlocal calls
         calls += 1
-        stats = real_step(self)
+        stats = real_step(self, *args)
         if calls in (3, 9):  # once within the encoder's pretraining, once within the main training
             os.kill(os.getpid(), signal.SIGTERM)
         return stats
 
-    monkeypatch.setattr(Trainer, "train_step", step_with_signal)
+    monkeypatch.setattr(Trainer, "launch_step", step_with_signal)
     codes = [main(command(corpus_file, tmp_path / "broken", *flags)) for _ in range(3)]
     assert codes == [143, 143, 0]
     assert final_hashes(tmp_path / "broken", 12) == final_hashes(tmp_path / "straight", 12)

@@ -108,7 +108,7 @@ def test_a_run_that_stops_before_its_first_step_says_that_nothing_was_saved(corp
 
 
 def test_a_run_that_stops_in_a_stage_names_it(corpus_file, tmp_path, monkeypatch, capsys):
-    run = stopped_run(corpus_file, tmp_path, monkeypatch, Trainer, "train_step")
+    run = stopped_run(corpus_file, tmp_path, monkeypatch, Trainer, "launch_step")
     assert "at step 1 of the stage 'encoder' and saved: continue with --resume" in " ".join(capsys.readouterr().err.split())
     assert (run / "encoder-training" / "checkpoints" / "step-00000001").is_dir()
 

@@ -95,17 +95,17 @@ def test_stage_two_has_the_averaged_codec_and_never_changes_it(straight: Path):
 
 @pytest.mark.parametrize("extra", [[], ["--data.cache-features", "true"]])
 def test_stopping_in_each_stage_changes_no_bit(corpus_file, tmp_path, straight, cached, extra, monkeypatch):
-    real_step, calls = Trainer.train_step, 0
+    real_step, calls = Trainer.launch_step, 0
 
-    def step_with_signal(self):
+    def step_with_signal(self, *args):
         nonlocal calls
         calls += 1
-        stats = real_step(self)
+        stats = real_step(self, *args)
         if calls in (2, 5, 8, 11):  # in the encoder, in the codec, with the codec's last step, in the diffusion model
             os.kill(os.getpid(), signal.SIGTERM)
         return stats
 
-    monkeypatch.setattr(Trainer, "train_step", step_with_signal)
+    monkeypatch.setattr(Trainer, "launch_step", step_with_signal)
     codes = [main(command(corpus_file, tmp_path / "broken", *extra)) for _ in range(5)]
     assert codes == [143, 143, 143, 143, 0] and calls == sum(STAGES.values())
     whole = cached if extra else straight

@@ -27,16 +27,16 @@ class Killed(BaseException):
 @pytest.fixture
 def killed_at(monkeypatch):
     """Make the training of this process end once, after so many steps; what is logged of the step is still logged."""
-    real = Trainer.train_step
+    real = Trainer.launch_step
 
     def arrange(step):
-        def until(self):
+        def until(self, *args):
             if self.step == step:
-                monkeypatch.setattr(Trainer, "train_step", real)
+                monkeypatch.setattr(Trainer, "launch_step", real)
                 raise Killed
-            return real(self)
+            return real(self, *args)
 
-        monkeypatch.setattr(Trainer, "train_step", until)
+        monkeypatch.setattr(Trainer, "launch_step", until)
 
     return arrange
 
@@ -161,16 +161,16 @@ def test_an_unknown_tracker_is_refused(corpus_file, tmp_path, capsys):
 
 def test_a_stopped_run_goes_on_in_the_same_dashboard(service, corpus_file, tmp_path, monkeypatch):
     package, found = service
-    real = Trainer.train_step
+    real = Trainer.launch_step
 
-    def step_with_signal(self):
-        stats = real(self)
+    def step_with_signal(self, *args):
+        stats = real(self, *args)
         if self.step == 6:
             os.kill(os.getpid(), signal.SIGTERM)
         return stats
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", step_with_signal)
+        patch.setattr(Trainer, "launch_step", step_with_signal)
         assert main(command(corpus_file, tmp_path, package)) == 143
     assert main(command(corpus_file, tmp_path, package)) == 0
     (rows,) = found.runs.values()

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from jpeg_dlm.rng import RowNoise, generator
+from jpeg_dlm.rng import Law, RowNoise, generator
 
 aten = torch.ops.aten
 CAST = {  # what autocast runs in bf16, of what the networks use
@@ -156,18 +156,11 @@ class ShapeNoise(RowNoise):
 
     place: float = 0.5
 
-    def shared(self, purpose: str) -> torch.Generator:
-        """A generator whose first number is near `place`."""
-        for counter in range(1000):
-            if abs(torch.rand((), generator=generator(self.seed, purpose, counter)).item() - self.place) < 0.1:
-                return generator(self.seed, purpose, counter)
-        raise AssertionError("one of five generators has such a number")
-
-    def _draw(self, kind, purpose: str, shape: tuple[int, ...]) -> Tensor:  # noqa: ANN001 - torch.randn or torch.rand
+    def _draw(self, law: Law, purpose: str, shape: tuple[int, ...]) -> Tensor:
+        rows = len(self.rows) * self.copies
         if len(shape) > 1:
-            return torch.empty(len(self.rows), *shape)
-        if not shape and kind is torch.rand:
-            order = torch.randperm(len(self.rows), generator=generator(self.seed, purpose, self.step))
-            return (order + self.place) / len(self.rows)
-        draws = [kind(shape, generator=generator(self.seed, purpose, self.step, row)) for row in self.rows]
-        return torch.stack(draws)
+            return torch.empty(rows, *shape)
+        if not shape and law == "uniform":
+            order = torch.randperm(rows, generator=generator(self.seed, purpose, self.step))
+            return (order + self.place) / rows
+        return super()._draw(law, purpose, shape)

@@ -97,7 +97,7 @@ class Cosmos(Standardization, Method):
         alpha, sigma = self.schedule.alpha_sigma(per_row(t, z_0))
         z_t = alpha * z_0 + sigma * noise.normal("latent", *z_0.shape[1:])
         s = None
-        if torch.rand((), generator=noise.shared("self_condition")) < o.sc_prob:
+        if noise.shared_coin("self_condition", o.sc_prob):
             with torch.no_grad():
                 s = self.predict(z_t, t)
         return {"x0": F.mse_loss(self.predict(z_t, t, s), z_0)}

@@ -87,8 +87,7 @@ class CosmosCodec(Trainable):
         The first rows of the global batch have hidden tokens, which are not attended to, the next ones noisy features.
         """
         o: CosmosObjective = self.config.objective
-        total = noise.total or len(noise.rows)
-        place_B = torch.tensor([row % total for row in noise.rows], device=h_BLF.device)
+        total, place_B = noise.total or len(noise.rows), noise.places_B
         masked_B = place_B < o.mask_share * total
         noisy_B = ~masked_B & (place_B < (o.mask_share + o.noise_share) * total)
         hidden_BL = masked_B[:, None] & (noise.uniform("token-mask", h_BLF.shape[1]) < o.mask_prob)

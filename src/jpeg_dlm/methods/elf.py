@@ -39,7 +39,7 @@ from jpeg_dlm.methods.elf_config import GROUPS, ElfSampler, elf_preset
 from jpeg_dlm.nn.dit import Head, LatentTransformer
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll
-from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.rng import RowNoise, chosen_rows
 
 
 def euler_step(z: Tensor, x: Tensor, t: float, u: float, floor: float) -> Tensor:
@@ -98,18 +98,19 @@ class Elf(Method):
         """Return `flow` and `ce`, each summed over the rows of its mode and divided by the tokens of all rows (ELF)."""
         o = self.config.objective
         x = self.features(batch)
-        decode = noise.uniform("mode") < o.decode_prob
+        decodes = noise.coins("mode", o.decode_prob)
+        decode, rows = chosen_rows(decodes, x.device)
         t = logit_normal(noise.normal("time"), o.time_mean, o.time_std)
         z = self.corrupted(x, t, decode, noise)
         w = guidance_scale(noise.uniform("scale"), o.w_min, o.w_max)
-        s, target = self.self_condition(x, z, t, w, ~decode & (noise.uniform("self_condition") < o.sc_prob))
+        _, conditioned = chosen_rows(~decodes & noise.coins("self_condition", o.sc_prob), x.device)
+        s, target = self.self_condition(x, z, t, w, conditioned)
 
         xhat, hidden = self.dit(z, torch.where(decode, 1.0, t), s, w, decode)
 
         # The error of the velocity (x - z) / (1 - t): z cancels.
         error = ((xhat - target) ** 2).mean(-1) / ((1 - t).clamp_min(o.v_floor) ** 2)[:, None]
         # If no row decodes, the unembedding gets an empty input but stays in the graph, so its gradient exists.
-        rows = decode.nonzero().squeeze(1)
         nll = torch.zeros_like(error)
         nll[rows] = token_nll(self.dit.logits, hidden[rows], batch.tokens_BL[rows], o.ce_chunk)
         return {
@@ -126,10 +127,9 @@ class Elf(Method):
         return clean * x + (1 - clean) * per_row(scale, x) * noise.normal("latent", *x.shape[1:])
 
     @torch.no_grad()
-    def self_condition(self, x: Tensor, z: Tensor, t: Tensor, w: Tensor, chosen_B: Tensor) -> tuple[Tensor, Tensor]:
+    def self_condition(self, x: Tensor, z: Tensor, t: Tensor, w: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return (s, target): the first prediction and the guided target for the chosen rows, zeros and x for the others."""
         s, target = torch.zeros_like(x), x.clone()
-        rows = chosen_B.nonzero().squeeze(1)
         if len(rows):
             denoise = torch.zeros_like(rows, dtype=torch.bool)
             first, _ = self.dit(z[rows], t[rows], None, w[rows], denoise)

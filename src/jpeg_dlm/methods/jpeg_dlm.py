@@ -52,7 +52,7 @@ from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel, JpegDlmObjective
 from jpeg_dlm.nn.dit import Context, DiT
 from jpeg_dlm.nn.perceiver import Compressor, Decompressor
 from jpeg_dlm.nn.token_decoder import TokenProjection
-from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.rng import RowNoise, chosen_rows
 
 
 def build_dit(config: Config, context_blocks: int = 0) -> DiT:
@@ -66,7 +66,7 @@ def build_dit(config: Config, context_blocks: int = 0) -> DiT:
 
 @dataclass(frozen=True)
 class Noisy:
-    """Rows of the denoise branch; those in `chosen` are self-conditioned on s, which is zero in the others."""
+    """Rows of the denoise branch; the `chosen` ones, with numbers `rows`, are self-conditioned on s, zero in the others."""
 
     z_1: Tensor
     z_t: Tensor
@@ -74,6 +74,7 @@ class Noisy:
     s: Tensor
     w: Tensor
     chosen: Tensor
+    rows: Tensor
     context: Context | None = None
 
 
@@ -194,18 +195,18 @@ class JpegDlm(RunningStandardization, Method):
         t = drawn_times(o, noise, self.adaptive if self.training else None)  # t ~ pi
         z_t = interpolate(z_1, noise.normal("latent", *z_1.shape[1:]), t)
         w = guidance_scale(noise.uniform("scale"), o.w_min, o.w_max)
-        chosen = noise.uniform("self_condition") < o.sc_prob
+        chosen, rows = chosen_rows(noise.coins("self_condition", o.sc_prob), z_t.device)
         context = drawn_context(self.config, batch, self.encode, noise)
-        noisy = Noisy(z_1, z_t, t, torch.zeros_like(z_t), w, chosen, context)
+        noisy = Noisy(z_1, z_t, t, torch.zeros_like(z_t), w, chosen, rows, context)
         return replace(noisy, s=self.self_condition(noisy))
 
     @torch.no_grad()
     def self_condition(self, noisy: Noisy) -> Tensor:
         """Return f(z_t, t; s, w) without dropout (ELF) for the chosen rows, and zeros for the others."""
-        n, rows, out = noisy, noisy.chosen.nonzero().squeeze(1), torch.zeros_like(noisy.z_t)
+        n, rows, out = noisy, noisy.rows, torch.zeros_like(noisy.z_t)
         if len(rows):
             training = self.dit.training
-            self.dit.eval()
+            self.dit.train(training and not self.config.model.dropout)  # compiled code depends on the mode
             context = None if n.context is None else n.context.of(rows)
             out[rows] = self.dit(n.z_t[rows], n.t[rows], n.s[rows], n.w[rows], context=context)
             self.dit.train(training)

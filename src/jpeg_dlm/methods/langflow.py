@@ -43,7 +43,7 @@ from jpeg_dlm.methods.common.shared_options import StepSampler
 from jpeg_dlm.nn.ddit import DDiT
 from jpeg_dlm.nn.precision import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll
-from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.rng import RowNoise, chosen_rows
 
 GUMBEL_LOC, GUMBEL_SCALE, GUMBEL_ENTROPY = 4.723, 0.852, 7.02  # initial proposal (released)
 RELEASED_WIDTH, RELEASED_VOCAB = 768, 50_257  # sizes of the model of these three values
@@ -223,10 +223,10 @@ class LangFlow(Method):
     def self_condition(self, z_BLH: Tensor, gamma_B: Tensor, E: Tensor, skip: float, noise: RowNoise) -> Tensor:
         """Return a first prediction for some of the rows, zeros for the others."""
         x_BLH = torch.zeros_like(z_BLH)
-        chosen = (noise.uniform("self_condition") < self.config.objective.sc_prob).nonzero().squeeze(1)
-        if len(chosen):
-            states = self.states(z_BLH[chosen], gamma_B[chosen], x_BLH[chosen], skip)
-            x_BLH[chosen] = self.guess(states, E)[0]
+        _, rows = chosen_rows(noise.coins("self_condition", self.config.objective.sc_prob), z_BLH.device)
+        if len(rows):
+            states = self.states(z_BLH[rows], gamma_B[rows], x_BLH[rows], skip)
+            x_BLH[rows] = self.guess(states, E)[0]
         return x_BLH
 
     def skip_weight(self, step: int) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from jpeg_dlm.errors import JpegDlmError, UsageError
 from jpeg_dlm.flow.latent_sampler import Prediction, Watch, Writer
-from jpeg_dlm.rng import RowNoise, RowStreams
+from jpeg_dlm.rng import Law, RowNoise
 
 MAX_BATCH = 64  # rows, as in `generate`
 MAX_WAIT_S = 0.005  # short compared to the time of one text (measured: 8 steps of the bundled model take longer)
@@ -52,8 +52,8 @@ class StackedNoise(RowNoise):
         rows = [row for part in parts for row in part.rows]
         return cls(parts[0].seed, rows, parts[0].step, parts[0].device, parts=tuple(parts))
 
-    def streams(self, purpose: str) -> RowStreams:
-        return RowStreams([g for part in self.parts for g in part.streams(purpose).generators], self.device)
+    def generators(self, purpose: str) -> list[torch.Generator]:
+        return [g for part in self.parts for g in part.generators(purpose)]
 
     def shared(self, purpose: str) -> torch.Generator:
         """Return the generator of the first part; `parted` tells if this was wrong for the others."""
@@ -67,8 +67,8 @@ class StackedNoise(RowNoise):
         drawn = any(not torch.equal(generator.get_state(), before) for generator, before in self.lent)
         return drawn and len({part.seed for part in self.parts}) > 1
 
-    def _draw(self, kind: Any, purpose: str, shape: tuple[int, ...]) -> Tensor:
-        return torch.cat([part._draw(kind, purpose, shape) for part in self.parts])
+    def _draw(self, law: Law, purpose: str, shape: tuple[int, ...]) -> Tensor:
+        return torch.cat([part._draw(law, purpose, shape) for part in self.parts])
 
 
 # ---------------------------------------------------------------- the service

@@ -49,7 +49,8 @@ class BatchStream:
         """Yield the batches of one optimizer step, each with its noise."""
         for micro in range(self.train.accumulation):
             places, rows = self.row_numbers(step, micro)
-            yield self.batch(rows), RowNoise(self.train.seed, places, step, self.device, self.rows_per_step)
+            host = self.device.type == "cpu"
+            yield self.batch(rows), RowNoise(self.train.seed, places, step, self.device, self.rows_per_step, host)
 
     def batch(self, rows: list[int]) -> Batch:
         return batch_of(self.blocks, rows, self.device, self.context_blocks, self.cache)

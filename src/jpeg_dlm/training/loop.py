@@ -50,6 +50,31 @@ def method_state(method: Trainable) -> dict[str, Tensor]:
     return {name: t for name, t in method.state_dict().items() if not name.startswith(FROZEN)}
 
 
+class HostCopy:
+    """Numbers of a device on their way to the host."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values.to("cpu", non_blocking=True)  # into pinned memory
+        self.event = torch.cuda.Event() if values.is_cuda else None
+        if self.event:
+            self.event.record()  # later work is not waited for
+
+    def read(self) -> list[float]:
+        if self.event:
+            self.event.synchronize()
+        return self.values.tolist()
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step that the device may still work on: its number, and its numbers by name."""
+
+    step: int
+    names: tuple[str, ...]
+    rates: dict[str, float]
+    values: HostCopy
+
+
 @dataclass
 class Trainer:
     """Trains one method. `step` counts finished optimizer steps."""
@@ -62,6 +87,7 @@ class Trainer:
     provenance: dict[str, Any] = field(default_factory=dict)
     step: int = 0
     stop_at: int | None = None  # the step after which to save and stop, as on a signal
+    stop_seen: bool = False  # a process was asked to stop during a step that is finished
 
     def __post_init__(self) -> None:
         self.config = with_precision(self.config, self.ranks.device.type)
@@ -91,7 +117,14 @@ class Trainer:
     # ------------------------------------------------------------ one step
 
     def train_step(self) -> dict[str, float]:
-        """Take one optimizer step and return its losses, gradient norm and learning rates."""
+        """Take one optimizer step, wait for it, and return its losses, gradient norm and learning rates."""
+        return self.finish_step(self.launch_step())
+
+    def launch_step(self, stop: bool = False) -> Launched:
+        """Take one optimizer step without waiting for the device; `stop` tells the other processes of a signal.
+
+        A loss or gradient that is not finite leaves weights and optimizer as they are; the device decides that.
+        """
         train = self.config.train
         rates = set_learning_rates(self.optimizer, schedule_factor(self.step, train))
         self.method.train()
@@ -100,16 +133,25 @@ class Trainer:
             totals = self._accumulate()
         if is_sharded(self.method):
             average_unsharded(self.parameters.values())
+        totals["stop"] = torch.full((), float(stop), device=self.ranks.device)
+        names = sorted(totals)
+        means = all_mean(torch.stack([totals[name].float() for name in names]))
         grad_norm = clip_grad_norm(self.parameters.values(), train.clip)
-        stats = self._global_means(totals) | {"grad_norm": float(grad_norm)}
-        if all(map(math.isfinite, stats.values())):
-            self.optimizer.step()
-            self.method.after_step(self.step, train.steps)
-            self.ema.update(self.step + 1)
-        else:
-            self._refuse_update(stats)
+        values = torch.cat([means, grad_norm.float().view(1)])
+        self.optimizer.found_inf = values.isfinite().all().logical_not().float()  # pyright: ignore[reportAttributeAccessIssue]
+        self.optimizer.step()
+        self.method.after_step(self.step, train.steps)
+        self.ema.update(self.step + 1)
         self.step += 1
-        return stats | rates
+        return Launched(self.step - 1, (*names, "grad_norm"), rates, HostCopy(values))
+
+    def finish_step(self, launched: Launched) -> dict[str, float]:
+        """Wait for a step and return its numbers; record it if it was not finite, then go on or raise an error."""
+        stats = dict(zip(launched.names, launched.values.read(), strict=True))
+        self.stop_seen = stats.pop("stop") > 0
+        if not all(map(math.isfinite, stats.values())):
+            self._refuse_update(launched.step, stats)
+        return stats | launched.rates
 
     def _accumulate(self) -> dict[str, Tensor]:
         """Accumulate the gradients of all micro-batches of a step; return the means of their loss terms."""
@@ -118,17 +160,23 @@ class Trainer:
             last = micro == train.accumulation - 1
             # Dropout draws from the global generator: seeding it per micro-batch makes resumed runs exact.
             torch.manual_seed(derive_seed(train.seed, "dropout", self.step, micro, self.ranks.rank))
-            with self._sync_only_on(last), self.autocast():
-                losses = self.wrapped(batch, noise)
-                losses["loss"] = self.method.total_loss(losses)
+            with self._sync_only_on(last):
+                with self.autocast():
+                    losses = self.wrapped(batch, noise)
+                    losses["loss"] = self.method.total_loss(losses)
                 (losses["loss"] / train.accumulation).backward()
             for name, value in losses.items():
                 totals[name] = totals.get(name, 0.0) + value.detach() / train.accumulation
         return totals
 
     def autocast(self) -> torch.autocast:
-        """Return an autocast context, enabled for bf16; networks mark operations that must stay fp32."""
-        return torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
+        """Return an autocast context, enabled for bf16; networks mark operations that must stay fp32.
+
+        It keeps no casts of weights: before 2.11, torch would reuse those of a pass without gradients, such as
+        self-conditioning, in the real pass, which then trains none of these weights.
+        """
+        enabled = self.config.train.precision == "bf16"
+        return torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
     def _sync_only_on(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Reduce gradients across processes with the last micro-batch only; sharded gradients must be reduced every time."""
@@ -136,20 +184,16 @@ class Trainer:
             return contextlib.nullcontext()
         return self.wrapped.no_sync()
 
-    def _global_means(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        names = sorted(totals)
-        return dict(zip(names, all_mean(torch.stack([totals[n].float() for n in names])).tolist(), strict=True))
-
-    def _refuse_update(self, stats: dict[str, float]) -> None:
-        """Handle a loss or gradient that is not finite: record the batch, then skip it or stop. All ranks decide alike."""
-        rows = [r for micro in range(self.config.train.accumulation) for r in self.stream.row_numbers(self.step, micro)[1]]
+    def _refuse_update(self, step: int, stats: dict[str, float]) -> None:
+        """Record the batch of a step that was not finite, and go on or stop. All ranks decide alike."""
+        rows = [r for micro in range(self.config.train.accumulation) for r in self.stream.row_numbers(step, micro)[1]]
         bad = sorted(name for name, value in stats.items() if not math.isfinite(value))
         path = self.run / f"nonfinite-rank{self.ranks.rank}.jsonl"
-        with MetricsLog(path, self.step - 1) as log:  # drops earlier records of a step that runs again after a kill
-            log.log(self.step, {"bad": bad, "rows": rows})
+        with MetricsLog(path, step - 1) as log:  # drops earlier records of a step that runs again after a kill
+            log.log(step, {"bad": bad, "rows": rows})
         if self.config.train.nonfinite == "stop":
             raise NonFiniteError(
-                f"{', '.join(bad)} became NaN or infinite at step {self.step}, which was not applied (rows in '{path}'): "
+                f"{', '.join(bad)} became NaN or infinite at step {step}, which was not applied (rows in '{path}'): "
                 "lower the learning rate or continue with --train.nonfinite skip."
             )
 
@@ -243,9 +287,14 @@ class Trainer:
 
         with step_timeout(train.timeout_s), Lifeline(self.ranks):
             since, rows = time.monotonic(), 0
+            earlier: Launched | None = None  # read while the device works on the next step
             while self.step < train.steps and not self._stop_requested(stop):
-                stats = self.train_step()
+                launched = self.launch_step(stop.requested is not None)
                 rows += self.stream.rows_per_step
+                if earlier:
+                    self.finish_step(earlier)
+                earlier = None if self._is_due() else launched
+                stats = {} if earlier else self.finish_step(launched)
                 if due(train.log_every):
                     report(stats | {"rows_per_s": rows / (time.monotonic() - since)})
                     since, rows = time.monotonic(), 0
@@ -255,6 +304,8 @@ class Trainer:
                     since, rows = time.monotonic(), 0
                 if due(train.save_every):
                     self._save_logged(log)
+            if earlier:
+                self.finish_step(earlier)
             if not due(train.save_every):
                 self._save_logged(log)
         self.wrapped = self.method  # DistributedDataParallel would keep the process group's threads alive
@@ -266,12 +317,14 @@ class Trainer:
             log.sync()  # resuming from this checkpoint relies on the lines up to its step
         self.save()
 
+    def _is_due(self) -> bool:
+        """Return True after a step whose numbers are needed before the next one."""
+        train = self.config.train
+        every = [train.log_every, train.save_every, *([train.eval_every] if train.eval_every else [])]
+        return self.step in (train.steps, self.stop_at) or any(self.step % n == 0 for n in every)
+
     def _stop_requested(self, stop: StopSignal) -> bool:
-        """Return True if any process was asked to stop; all stop after the same step."""
+        """Return True if any process was asked to stop; all learn it from the same step and stop alike."""
         if self.stop_at is not None and self.step >= self.stop_at:
             return True
-        if self.ranks.world == 1:
-            return stop.requested is not None
-        flag = torch.tensor([float(stop.requested is not None)], device=self.ranks.device)
-        torch_dist.all_reduce(flag, op=torch_dist.ReduceOp.MAX)
-        return bool(flag.item())
+        return self.stop_seen if self.ranks.world > 1 else stop.requested is not None

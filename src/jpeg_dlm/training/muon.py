@@ -33,6 +33,8 @@ class Muon(Optimizer):
 
     def __init__(self, param_groups: list[dict[str, Any]], betas: tuple[float, float] = (0.9, 0.999)) -> None:
         self.betas = betas
+        self.found_inf: Tensor | None = None  # 1 on the device: leave weights and state as they are, as AdamW does
+        self.counts: dict[Tensor, int] = {}  # updates of each parameter
         super().__init__(param_groups, {"lr": 1e-3, "weight_decay": 0.0, "matrix": False})
         if any(p.ndim != 2 for group in self.param_groups if group["matrix"] for p in group["params"]):
             raise ValueError("Muon updates matrices only: set matrix=False for groups with other parameters")
@@ -47,10 +49,18 @@ class Muon(Optimizer):
             gradients = [local(p.grad) for p in parameters]
             steps = [self._advance(p, group["matrix"]) for p in parameters]
             weights = list(map(local, parameters))
+            rule = self._matrix_update if group["matrix"] else self._adam_update
+            update = rule(parameters, gradients, steps)
             if group["weight_decay"]:
-                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            update = self._matrix_update if group["matrix"] else self._adam_update
-            torch._foreach_add_(weights, update(parameters, gradients, steps), alpha=-group["lr"])
+                torch._foreach_add_(update, weights, alpha=group["weight_decay"])
+            self._add(weights, update, -group["lr"])
+
+    def _add(self, tensors: list[Tensor], changes: list[Tensor], factor: float) -> None:
+        """Add changes times a factor, or nothing if the step is not finite, which the device decides."""
+        if self.found_inf is not None:
+            # As integers, since a factor of 0 would not remove NaN.
+            torch._foreach_mul_([c.view(torch.int32) for c in changes], (self.found_inf == 0).int())
+        torch._foreach_add_(tensors, changes, alpha=factor)
 
     def slots(self, parameter: Tensor) -> frozenset[str]:
         """Return the names of the state of a parameter after its first update."""
@@ -58,17 +68,20 @@ class Muon(Optimizer):
         return MATRIX_SLOTS if matrix else ADAM_SLOTS
 
     def _advance(self, parameter: Tensor, matrix: bool) -> int:
-        """Count an update of a parameter and return its number from 1. The counter is on the CPU, so reading it never waits."""
+        """Count an update of a parameter, applied or not, and return its number from 1."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             for slot in (MATRIX_SLOTS if matrix else ADAM_SLOTS) - {"step"}:
                 state[slot] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        if parameter not in self.counts:
+            self.counts[parameter] = int(state["step"])
         state["step"] += 1
-        return int(state["step"])
+        self.counts[parameter] += 1
+        return self.counts[parameter]
 
     def _matrix_update(self, parameters: list[Tensor], gradients: list[Tensor], steps: list[int]) -> list[Tensor]:
-        parts = nesterov([local(self.state[p]["momentum"]) for p in parameters], gradients, MOMENTUM, steps)
+        parts = self._nesterov([local(self.state[p]["momentum"]) for p in parameters], gradients, MOMENTUM, steps)
         ahead = [whole_from(part, p) for part, p in zip(parts, parameters, strict=True)]
         update = list(ahead)
         places: dict[torch.Size, list[int]] = {}
@@ -82,22 +95,20 @@ class Muon(Optimizer):
     def _adam_update(self, parameters: list[Tensor], gradients: list[Tensor], steps: list[int]) -> list[Tensor]:
         beta1, beta2 = self.betas
         squares = [local(self.state[p]["exp_avg_sq"]) for p in parameters]
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
+        self._add(squares, list(torch._foreach_sub(torch._foreach_mul(gradients, gradients), squares)), 1 - beta2)
         scale = torch._foreach_div(squares, [1 - beta2**n for n in steps])
         torch._foreach_sqrt_(scale)
         torch._foreach_add_(scale, ADAM_EPS)
-        update = nesterov([local(self.state[p]["exp_avg"]) for p in parameters], gradients, beta1, steps)
+        update = self._nesterov([local(self.state[p]["exp_avg"]) for p in parameters], gradients, beta1, steps)
         torch._foreach_div_(update, scale)
         return update
 
-
-def nesterov(momenta: list[Tensor], gradients: list[Tensor], beta: float, steps: list[int]) -> list[Tensor]:
-    """Update the momenta in place with gradients of updates number `steps`; return the bias-corrected Nesterov direction."""
-    torch._foreach_lerp_(momenta, gradients, 1 - beta)
-    ahead = list(torch._foreach_mul(momenta, [beta / (1 - beta ** (n + 1)) for n in steps]))
-    torch._foreach_add_(ahead, torch._foreach_mul(gradients, [(1 - beta) / (1 - beta**n) for n in steps]))
-    return ahead
+    def _nesterov(self, momenta: list[Tensor], gradients: list[Tensor], beta: float, steps: list[int]) -> list[Tensor]:
+        """Update the momenta with gradients of updates number `steps`; return the bias-corrected Nesterov direction."""
+        self._add(momenta, list(torch._foreach_sub(gradients, momenta)), 1 - beta)
+        ahead = list(torch._foreach_mul(momenta, [beta / (1 - beta ** (n + 1)) for n in steps]))
+        torch._foreach_add_(ahead, torch._foreach_mul(gradients, [(1 - beta) / (1 - beta**n) for n in steps]))
+        return ahead
 
 
 def orthogonalize(x: Tensor) -> Tensor:

@@ -21,6 +21,10 @@ MICRO = {
 }  # fmt: skip
 
 
+def places(mask_BL):
+    return mask_BL.flatten().nonzero().squeeze(1)
+
+
 def build(name: str, perturbed: float = 0.3, **options) -> Absorbing:
     """A tiny model; perturbed, because a fresh head is zero and its logits say nothing."""
     config = override(for_method(preset("smoke"), name), MICRO | {k.replace("__", "."): v for k, v in options.items()})
@@ -204,7 +208,7 @@ def integrand(method, x0, t):
         masked_L = torch.tensor(masked)
         n = int(masked_L.sum())
         probability = share**n * (1 - share) ** (len(x0) - n)
-        costs = method.costs(x0.expand(len(t), -1), masked_L.expand(len(t), -1), t.clamp_max(1).float())
+        costs = method.costs(x0.expand(len(t), -1), places(masked_L.expand(len(t), -1)), t.clamp_max(1).float())
         total += (probability / t)[:, None] * costs.double()
     return total
 
@@ -225,13 +229,19 @@ def test_bound_and_training_loss_equal_the_integral(name):
 
     t_min = method.config.objective.t_min
     wanted = integrand(method, x0, t_min + (1 - t_min) * middle).mean()
-    assert method.losses(batch, noise)["nelbo"].item() == pytest.approx(wanted.item(), rel=0.05)
+    losses = [method.losses(batch, RowNoise(seed, range(rows)))["nelbo"].item() for seed in range(8)]
+    assert sum(losses) / 8 == pytest.approx(wanted.item(), rel=0.05)  # of one: a deviation of 4% (measured)
 
 
 def test_the_bound_spreads_its_times_over_the_whole_batch(monkeypatch):
     """As many rows as tokens mask every number of tokens once, also in parts; more noise goes with more masks."""
     method, seen = build("sedd"), []
-    monkeypatch.setattr(method, "costs", lambda x, masked, t: seen.append((masked.sum(1), t)) or torch.ones(x.shape))
+
+    def costs(x, places, t):
+        seen.append(((places // L).bincount(minlength=len(x)), t))
+        return torch.ones(x.shape)
+
+    monkeypatch.setattr(method, "costs", costs)
     for rows in (range(0, 2), range(2, L)):
         found = method.likelihood(Batch(tokens(len(rows))), RowNoise(0, rows, total=L))
         assert found.nats_B.tolist() == pytest.approx([L / n * L for n in seen[-1][0].tolist()])
@@ -252,8 +262,8 @@ def test_only_real_tokens_count(name):
     whole = method.likelihood(Batch(tokens()), RowNoise(0, range(4)))
     assert found.tokens_B.tolist() == [6, 3, 5, 1] and whole.tokens_B.tolist() == [6] * 4
     assert found.nats_B[0] == whole.nats_B[0] and (found.nats_B <= whole.nats_B).all()
-    costs = method.costs(tokens(), torch.ones(4, L, dtype=torch.bool), torch.ones(4))
-    only = method.costs(tokens(), mask, torch.ones(4))
+    costs = method.costs(tokens(), places(torch.ones(4, L, dtype=torch.bool)), torch.ones(4))
+    only = method.costs(tokens(), places(mask), torch.ones(4))
     assert (costs != 0).all() and torch.equal(only != 0, mask)
 
 
@@ -261,7 +271,7 @@ def test_only_real_tokens_count(name):
 def test_every_parameter_gets_a_gradient(name):
     """Distributed training waits for it, also in a step in which by chance nothing is masked."""
     method = build(name).train()
-    nothing = method.costs(tokens(), torch.zeros(4, L, dtype=torch.bool), torch.ones(4)).sum()
+    nothing = method.costs(tokens(), places(torch.zeros(4, L, dtype=torch.bool)), torch.ones(4)).sum()
     for loss in (nothing, method.total_loss(method.losses(Batch(tokens()), RowNoise(0, range(4))))):
         method.zero_grad(set_to_none=True)
         loss.backward()

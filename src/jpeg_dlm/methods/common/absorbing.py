@@ -38,7 +38,7 @@ from jpeg_dlm.methods.common.discrete import (
 from jpeg_dlm.methods.common.shared_options import StepSampler
 from jpeg_dlm.nn.ddit import DDiT
 from jpeg_dlm.nn.token_loss import in_parts
-from jpeg_dlm.rng import RowNoise, RowStreams
+from jpeg_dlm.rng import RowNoise, RowStreams, chosen_rows, on_device
 
 
 @dataclass(frozen=True)
@@ -162,17 +162,22 @@ class Absorbing(Method):
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         """Estimate the mean integrand of the bound over [t_min, 1]; `likelihood` does not omit the least noise."""
-        o, t_B = self.config.objective, training_times(noise, self.config.objective)
-        masked_BL = noise.uniform("mask", batch.tokens_BL.shape[1]) < 1 - self.schedule.alpha(t_B)[:, None]
+        o, host = self.config.objective, noise.on_host  # the host has to know how many tokens are masked
+        t_B = training_times(host, o)
+        masked_BL = host.uniform("mask", batch.tokens_BL.shape[1]) < 1 - self.schedule.alpha(t_B)[:, None]
+        _, places_N = chosen_rows(masked_BL.flatten().numpy(), noise.device)
+        t_B = on_device(t_B, noise.device)
         weight_B = self.schedule.dsigma(t_B) / self.schedule.sigma(t_B).expm1()  # 1 / t
-        nelbo_BL = weight_B[:, None] * self.costs(batch.tokens_BL, masked_BL, t_B)
+        nelbo_BL = weight_B[:, None] * self.costs(batch.tokens_BL, places_N, t_B)
         return {"nelbo": reduce_loss(nelbo_BL, batch.mask_BL, o.reduction)}
 
-    def costs(self, x0_BL: Tensor, masked_BL: Tensor, t_B: Tensor) -> Tensor:
-        """Return `cost` at masked positions and 0 elsewhere (B, L)."""
-        h_BLH = self.states(x0_BL.masked_fill(masked_BL, self.mask_id), t_B)
-        cost_N = in_parts(self.cost, self.config.objective.ce_chunk, h_BLH[masked_BL], x0_BL[masked_BL])
-        return cost_N.new_zeros(x0_BL.shape).masked_scatter(masked_BL, cost_N)
+    def costs(self, x0_BL: Tensor, places_N: Tensor, t_B: Tensor) -> Tensor:
+        """Return `cost` at masked places, which count through the rows, and 0 elsewhere (B, L)."""
+        x0 = x0_BL.flatten()
+        h_BLH = self.states(x0.index_fill(0, places_N, self.mask_id).view_as(x0_BL), t_B)
+        masked = (h_BLH.flatten(0, 1).index_select(0, places_N), x0.index_select(0, places_N))
+        cost_N = in_parts(self.cost, self.config.objective.ce_chunk, *masked)
+        return cost_N.new_zeros(len(x0)).index_copy(0, places_N, cost_N).view_as(x0_BL)
 
     @torch.no_grad()
     def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
@@ -189,7 +194,8 @@ class Absorbing(Method):
         n_B1 = (noise.stratified("time") * length).long().clamp_max(length - 1)[:, None] + 1
         masked_BL = order_BL.argsort(1) < n_B1
         t_B = self.schedule.time(1 - u_BL.gather(1, n_B1 - 1).squeeze(1)).clamp_max(1)
-        return Likelihood.over(length / n_B1 * self.costs(x0_BL, masked_BL, t_B), batch.real_BL)
+        places_N = masked_BL.flatten().nonzero().squeeze(1)
+        return Likelihood.over(length / n_B1 * self.costs(x0_BL, places_N, t_B), batch.real_BL)
 
     # ------------------------------------------------------------ sampling
 
@@ -246,7 +252,7 @@ class Absorbing(Method):
     def race_step(self, x_BL: Tensor, h_BLH: Tensor, c: float, streams: RowStreams, dtype: torch.dtype) -> Tensor:
         """Draw a step by `race`, row by row; each row draws only the numbers that its own masks need."""
         x_BL = x_BL.clone()
-        for x_L, h_LH, generator in zip(x_BL, h_BLH, streams.generators, strict=True):
+        for x_L, h_LH, generator in zip(x_BL, h_BLH, streams.generators(), strict=True):
             masked_L = x_L == self.mask_id
             w_NV = self.weights(h_LH[masked_L]).to(dtype)
             u_NV = torch.rand(w_NV.shape, generator=generator, device=w_NV.device, dtype=dtype)

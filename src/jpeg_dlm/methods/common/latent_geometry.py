@@ -80,7 +80,7 @@ def sigreg_distance(u: Tensor, slices: int = SLICES) -> float:
     """
     u = u.float()
     with fp32_island(u):
-        directions = unit_directions(u.shape[1], slices, generator(0, "geometry"))
+        directions = unit_directions(torch.randn(u.shape[1], slices, generator=generator(0, "geometry"))).to(u.device)
         return float(sigreg(u, directions)) / (len(u) * world_size())
 
 

@@ -21,7 +21,7 @@ def latent_regularizers(z: Tensor, o: JpegDlmObjective, steps: int, noise: RowNo
     """Return the SIGReg, variance and covariance terms of the context compressor's latents (B, N, D)."""
     u, terms = chosen_vectors(z, o.reg_max_rows, noise), {}
     if o.sigreg_weight:
-        directions = unit_directions(u.shape[1], o.sigreg_slices, noise.shared("sigreg"))
+        directions = unit_directions(noise.shared_normal("sigreg", u.shape[1], o.sigreg_slices))
         terms["sigreg"] = sigreg(u, directions, o.sigreg_knots, o.sigreg_t_max) * sigreg_growth(o, noise.step, steps)
     terms["var"], terms["cov"] = variance_covariance(u)
     return terms
@@ -43,10 +43,9 @@ def sigreg_growth(o: JpegDlmObjective, step: int, steps: int) -> float:
     return 1 + (o.sigreg_late / o.sigreg_weight - 1) * min(1.0, max(0.0, 10 * step / max(1, steps) - 0.5))
 
 
-def unit_directions(dim: int, slices: int, generator: torch.Generator) -> Tensor:
-    """Return M random unit directions as columns (D, M)."""
-    a = torch.randn((dim, slices), generator=generator, device=generator.device)
-    return a / a.norm(dim=0)
+def unit_directions(normal_DM: Tensor) -> Tensor:
+    """Return the columns of a normal matrix, divided by their lengths, which are random unit directions."""
+    return normal_DM / normal_DM.norm(dim=0)
 
 
 def epps_pulley(y: Tensor, knots: int = 17, t_max: float = 3.0) -> Tensor:
@@ -103,7 +102,7 @@ class _WaveMeans(torch.autograd.Function):
 
 def sigreg(u: Tensor, directions: Tensor, knots: int = 17, t_max: float = 3.0) -> Tensor:
     """Return SIGReg (sketched isotropic Gaussian regularization): the mean Epps-Pulley statistic over random directions."""
-    return epps_pulley(u.float() @ directions.to(u.device), knots, t_max).mean()
+    return epps_pulley(u.float() @ directions, knots, t_max).mean()
 
 
 def variance_covariance(u: Tensor, eps: float = 1e-4) -> tuple[Tensor, Tensor]:

@@ -51,10 +51,10 @@ class RunningStandardization(Standardization):
         z = z.float().flatten(0, 1)
         mean = all_mean(z.mean(0))
         variance = all_mean(((z - mean) ** 2).mean(0))
-        if not bool((mean + variance).isfinite().all()):
-            return  # the trainer rejects this step, and the running statistics would never recover
-        m = self.config.objective.standardize_momentum if int(self.latent_updates) else 0.0
-        self.latent_mean.mul_(m).add_(mean, alpha=1 - m)
-        variance = m * self.latent_scale**-2 + (1 - m) * variance
-        self.latent_scale.copy_(variance.clamp_min(VARIANCE_FLOOR).rsqrt())
-        self.latent_updates += 1
+        # The trainer rejects a step that is not finite, and running statistics would never recover; the device decides.
+        finite = (mean + variance).isfinite().all()
+        m = self.config.objective.standardize_momentum * (self.latent_updates > 0)
+        scale = (m * self.latent_scale**-2 + (1 - m) * variance).clamp_min(VARIANCE_FLOOR).rsqrt()
+        self.latent_mean.copy_(torch.where(finite, m * self.latent_mean + (1 - m) * mean, self.latent_mean))
+        self.latent_scale.copy_(torch.where(finite, scale, self.latent_scale))
+        self.latent_updates += finite

@@ -1,0 +1,68 @@
+"""Every trainable parameter of a positive loss has a gradient in bf16, whatever autocast keeps between passes."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from small_runs import prepare_blocks, start
+
+from jpeg_dlm.machine.dist import Ranks
+from jpeg_dlm.methods.registry import names
+from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.training.loop import Trainer
+
+
+@pytest.fixture(scope="module")
+def blocks(corpus_file, tmp_path_factory):
+    return Blocks(prepare_blocks(corpus_file, tmp_path_factory.mktemp("gradients") / "blocks"))
+
+
+def untrained(trainer: Trainer, casts: dict | None = None) -> list[str]:
+    """The parameters that have no gradient in one of three steps; casts last for a step."""
+    lacking = set()
+    for _ in range(3):
+        if casts:
+            casts.clear()
+        trainer.train_step()
+        lacking |= {name for name, p in trainer.parameters.items() if p.grad is None}
+    return sorted(lacking)
+
+
+@pytest.mark.parametrize("method", names("system"))
+def test_every_parameter_has_a_gradient_in_bf16(method, blocks, tmp_path):
+    trainer = start(method, blocks, tmp_path, Ranks(), train__precision="bf16")
+    assert trainer.config.train.precision == "bf16"
+    assert untrained(trainer) == []
+
+
+@contextlib.contextmanager
+def keeping_casts():
+    """Autocast as it was before torch 2.11: a weight is cast once, with or without gradients; yields its casts."""
+    casts: dict[int, torch.Tensor] = {}
+    linear = torch.nn.functional.linear
+
+    def cast(t):
+        if t is None or not t.is_leaf or not t.requires_grad or not torch.is_autocast_cache_enabled():
+            return t
+        if id(t) not in casts:
+            casts[id(t)] = t.to(torch.bfloat16)
+        return casts[id(t)]
+
+    def remembering(x, weight, bias=None):
+        return linear(x, cast(weight), cast(bias)) if torch.is_autocast_enabled("cpu") else linear(x, weight, bias)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", remembering)
+        yield casts
+
+
+@pytest.mark.parametrize("method", ["jpeg-dlm", "elf", "langflow"])
+def test_casts_of_a_pass_without_gradients_are_not_reused(method, blocks, tmp_path, monkeypatch):
+    """With the cache on, self-conditioning would leave weights untrained: the simulation shows it, and that it is off."""
+    with keeping_casts() as casts:
+        trainer = start(method, blocks, tmp_path, Ranks(), train__precision="bf16")
+        assert untrained(trainer, casts) == []
+        monkeypatch.setattr(Trainer, "autocast", lambda self: torch.autocast("cpu", torch.bfloat16))
+        assert untrained(trainer, casts) != []
