@@ -7,7 +7,9 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.errors import CheckpointError, NonFiniteError
-from jpeg_dlm.folders.checkpoint import Checkpoint, save_checkpoint
+from jpeg_dlm.folders.checkpoint import Checkpoint, host_copies, save_checkpoint
+from jpeg_dlm.machine.background import Background
 from jpeg_dlm.machine.collectives import all_mean, barrier
 from jpeg_dlm.machine.cpu import instruction_limit
 from jpeg_dlm.machine.dist import Ranks, step_timeout
@@ -73,6 +76,8 @@ class Trainer:
         self.parameters: dict[str, nn.Parameter] = {n: p for g in groups for n, p in g.parameters.items()}
         self.optimizer = build_optimizer(groups, train)
         self.ema = WeightEma(self.parameters, train.ema, train.ema_warmup)
+        self.background = Background()
+        self.writing: Thread | None = None
         self.wrapped: nn.Module = self.method
         if self.ranks.world > 1 and not is_sharded(self.method):
             # Buffers are computed from global statistics and stay equal, so they need no broadcast at each step.
@@ -155,8 +160,10 @@ class Trainer:
 
     # ------------------------------------------------------------ checkpoints
 
-    def save(self) -> None:
-        """Save a checkpoint of the current step from the main process; the others wait for it."""
+    def save(self, log: MetricsLog | None = None) -> None:
+        """Copy the state of this step to the host; the main process writes it as a checkpoint while training goes on."""
+        if self.writing:  # first, so that there is one copy at most
+            self.background.wait(self.writing)
         tensors = {
             "model": method_state(self.method),
             "ema": self.ema.shadow,
@@ -164,6 +171,8 @@ class Trainer:
         }
         if is_sharded(self.method):  # checkpoints do not depend on the number of processes
             tensors = {name: gathered(group, keep=self.ranks.is_main) for name, group in tensors.items()}
+        elif self.ranks.is_main:
+            tensors = host_copies(tensors)
         if self.ranks.is_main:
             state = {
                 "step": self.step,
@@ -172,7 +181,16 @@ class Trainer:
                 "rows_per_step": self.stream.rows_per_step,
                 "instruction_limit": instruction_limit(),
             }
-            save_checkpoint(self.run, self.step, tensors, state, self.config.train.keep)
+            self.writing = self.background.start(partial(self._write, tensors, state, log))
+
+    def _write(self, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any], log: MetricsLog | None) -> None:
+        if log:
+            log.sync()  # resuming from this checkpoint relies on the lines up to its step
+        save_checkpoint(self.run, state["step"], tensors, state, self.config.train.keep)
+
+    def finish_saving(self) -> None:
+        """Wait on every process until the last checkpoint is on the disk."""
+        self.background.wait()
         barrier()
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -241,7 +259,7 @@ class Trainer:
                 log.log(self.step, values)
             tell(self.step, values)
 
-        with step_timeout(train.timeout_s), Lifeline(self.ranks):
+        with self.background, step_timeout(train.timeout_s), Lifeline(self.ranks):
             since, rows = time.monotonic(), 0
             while self.step < train.steps and not self._stop_requested(stop):
                 stats = self.train_step()
@@ -254,17 +272,14 @@ class Trainer:
                     report(evaluate(self.step))
                     since, rows = time.monotonic(), 0
                 if due(train.save_every):
-                    self._save_logged(log)
+                    self.save(log)
+                    since, rows = time.monotonic(), 0  # rows_per_s is the speed of the steps alone
             if not due(train.save_every):
-                self._save_logged(log)
+                self.save(log)
+            self.finish_saving()
         self.wrapped = self.method  # DistributedDataParallel would keep the process group's threads alive
         # The signal may have reached another process.
         return stop.requested or ("SIGTERM" if self.step < train.steps else None)
-
-    def _save_logged(self, log: MetricsLog | None) -> None:
-        if log:
-            log.sync()  # resuming from this checkpoint relies on the lines up to its step
-        self.save()
 
     def _stop_requested(self, stop: StopSignal) -> bool:
         """Return True if any process was asked to stop; all stop after the same step."""
