@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Event
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class Trainer:
         self.optimizer = build_optimizer(groups, train)
         self.ema = WeightEma(self.parameters, train.ema, train.ema_warmup)
         self.background = Background()
-        self.writing: Thread | None = None
+        self.written: Event | None = None  # set at the end of the last write
         self.wrapped: nn.Module = self.method
         if self.ranks.world > 1 and not is_sharded(self.method):
             # Buffers are computed from global statistics and stay equal, so they need no broadcast at each step.
@@ -162,8 +162,8 @@ class Trainer:
 
     def save(self, log: MetricsLog | None = None) -> None:
         """Copy the state of this step to the host; the main process writes it as a checkpoint while training goes on."""
-        if self.writing:  # first, so that there is one copy at most
-            self.background.wait(self.writing)
+        if self.written:  # first, so that there is one copy at most
+            self.background.wait(self.written)
         tensors = {
             "model": method_state(self.method),
             "ema": self.ema.shadow,
@@ -181,7 +181,7 @@ class Trainer:
                 "rows_per_step": self.stream.rows_per_step,
                 "instruction_limit": instruction_limit(),
             }
-            self.writing = self.background.start(partial(self._write, tensors, state, log))
+            self.written = self.background.start(partial(self._write, tensors, state, log))
 
     def _write(self, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any], log: MetricsLog | None) -> None:
         if log:
