@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.registry import build_method, for_method, method_class, names
 from jpeg_dlm.presets import preset
-from jpeg_dlm.results.table import markdown_table
 from jpeg_dlm.rng import RowNoise, generator
 from jpeg_dlm.training.loop import Trainer
 

@@ -198,6 +198,7 @@ def full_disk_case(point: str, data: Path, scratch: Path, straight: dict[str, ob
 
         def step(self: Trainer, *args: bool) -> Launched:
             if self.step == 2:
+                self.background.wait()  # the checkpoint of step 2 is still being written
                 full.enter_context(FULL_POINTS[point]())
             return real(self, *args)
 
@@ -299,6 +300,7 @@ def run_measuring(words: list[str], every: int, out) -> None:
 
     def step(self: Trainer, *args: bool) -> Launched:
         if self.step % every == 0:
+            self.background.wait()  # what is being written and drawn takes memory and open files
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             found.append((self.step, pages * page_mb, len(os.listdir("/proc/self/fd"))))
         return real(self, *args)

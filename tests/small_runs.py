@@ -90,6 +90,7 @@ def train(job: Mapping, ranks: Ranks) -> Trainer:
     while trainer.step < job.get("until", STEPS):
         stats.append(trainer.train_step())
     trainer.save()
+    trainer.finish_saving()
     sizes = {"part": held(trainer), "total": sum(p.numel() for p in trainer.parameters.values())}
     with trainer.averaged():
         sizes["evaluated"] = sum(p.double().sum().item() for p in trainer.method.parameters())

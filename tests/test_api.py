@@ -15,6 +15,7 @@ from jpeg_dlm.cli.main import main
 from jpeg_dlm.cli.watch import Watcher
 from jpeg_dlm.errors import CheckpointError, DataError, UsageError
 from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.registry import names
 from jpeg_dlm.sampling.given import template_ids
@@ -234,7 +235,7 @@ def test_text_ends_at_the_first_end_where_rows_end(method, packing, micro_folder
     assert named.count("</s>") == (0 if packing == "padded" else rows[0].tolist().count(model.tokenizer.eos_id))
     model.sample(1, watch=Watcher(model))
     assert capsys.readouterr().err.strip().endswith(f"t=1.00  {expected}")
-    rows = sample_rows(model.method, model.config, model.tokenizer, torch.device("cpu"), 1)
+    rows = sample_rows(model.method, model.config, model.tokenizer, Ranks(), 1)
     write_samples(rows, model.tokenizer, tmp_path, 3)
     assert (tmp_path / "samples" / "step-00000003.txt").read_text("utf-8") == f"[0] {expected}\n"
 

@@ -36,7 +36,8 @@ def test_whole_tensors_are_their_own_parts():
     x = torch.randn(3, requires_grad=True)
     assert local(x) is x and whole(x) is x and divided_like(x, x) is x and whole_from(x, x) is x
     assert divided({"a": x, "b": x}, {"a": x}) == {"a": x, "b": x}
-    assert torch.equal(gathered({"a": x}, keep=True)["a"], x) and gathered({"a": x}, keep=False) == {}
+    copy = gathered({"a": x}, keep=True)["a"]
+    assert torch.equal(copy, x) and copy.data_ptr() != x.data_ptr() and gathered({"a": x}, keep=False) == {}
     x.grad = torch.tensor([3.0, 4.0, 12.0])
     assert clip_grad_norm([x], 6.5).item() == pytest.approx(13.0)
     assert x.grad.tolist() == pytest.approx([1.5, 2.0, 6.0], rel=1e-5)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from jpeg_dlm.errors import CheckpointError
@@ -69,6 +70,17 @@ class CheckpointReport:
     step: int
     size: int
     error: str | None
+
+
+def host_copies(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Copy groups of tensors to the host, from CUDA into pinned memory with one wait for all; training may go on after it."""
+    copies = {
+        name: {key: t.detach().to("cpu", non_blocking=t.is_cuda, copy=True) for key, t in group.items()}
+        for name, group in tensors.items()
+    }
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return copies
 
 
 def save_checkpoint(

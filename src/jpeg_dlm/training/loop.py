@@ -7,18 +7,20 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.errors import CheckpointError, NonFiniteError
-from jpeg_dlm.folders.checkpoint import Checkpoint, save_checkpoint
+from jpeg_dlm.folders.checkpoint import Checkpoint, host_copies, save_checkpoint
+from jpeg_dlm.machine.background import Background
 from jpeg_dlm.machine.collectives import all_mean, barrier
 from jpeg_dlm.machine.cpu import instruction_limit
 from jpeg_dlm.machine.dist import Ranks, step_timeout
@@ -99,6 +101,8 @@ class Trainer:
         self.parameters: dict[str, nn.Parameter] = {n: p for g in groups for n, p in g.parameters.items()}
         self.optimizer = build_optimizer(groups, train)
         self.ema = WeightEma(self.parameters, train.ema, train.ema_warmup)
+        self.background = Background()
+        self.written: Event | None = None  # set at the end of the last write
         self.wrapped: nn.Module = self.method
         if self.ranks.world > 1 and not is_sharded(self.method):
             # Buffers are computed from global statistics and stay equal, so they need no broadcast at each step.
@@ -199,8 +203,10 @@ class Trainer:
 
     # ------------------------------------------------------------ checkpoints
 
-    def save(self) -> None:
-        """Save a checkpoint of the current step from the main process; the others wait for it."""
+    def save(self, log: MetricsLog | None = None) -> None:
+        """Copy the state of this step to the host; the main process writes it as a checkpoint while training goes on."""
+        if self.written:  # first, so that there is one copy at most
+            self.background.wait(self.written)
         tensors = {
             "model": method_state(self.method),
             "ema": self.ema.shadow,
@@ -208,6 +214,8 @@ class Trainer:
         }
         if is_sharded(self.method):  # checkpoints do not depend on the number of processes
             tensors = {name: gathered(group, keep=self.ranks.is_main) for name, group in tensors.items()}
+        elif self.ranks.is_main:
+            tensors = host_copies(tensors)
         if self.ranks.is_main:
             state = {
                 "step": self.step,
@@ -216,7 +224,16 @@ class Trainer:
                 "rows_per_step": self.stream.rows_per_step,
                 "instruction_limit": instruction_limit(),
             }
-            save_checkpoint(self.run, self.step, tensors, state, self.config.train.keep)
+            self.written = self.background.start(partial(self._write, tensors, state, log))
+
+    def _write(self, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any], log: MetricsLog | None) -> None:
+        if log:
+            log.sync()  # resuming from this checkpoint relies on the lines up to its step
+        save_checkpoint(self.run, state["step"], tensors, state, self.config.train.keep)
+
+    def finish_saving(self) -> None:
+        """Wait on every process until the last checkpoint is on the disk."""
+        self.background.wait()
         barrier()
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -285,7 +302,7 @@ class Trainer:
                 log.log(self.step, values)
             tell(self.step, values)
 
-        with step_timeout(train.timeout_s), Lifeline(self.ranks):
+        with self.background, step_timeout(train.timeout_s), Lifeline(self.ranks):
             since, rows = time.monotonic(), 0
             earlier: Launched | None = None  # read while the device works on the next step
             while self.step < train.steps and not self._stop_requested(stop):
@@ -303,19 +320,16 @@ class Trainer:
                     report(evaluate(self.step))
                     since, rows = time.monotonic(), 0
                 if due(train.save_every):
-                    self._save_logged(log)
+                    self.save(log)
+                    since, rows = time.monotonic(), 0  # rows_per_s is the speed of the steps alone
             if earlier:
                 self.finish_step(earlier)
             if not due(train.save_every):
-                self._save_logged(log)
+                self.save(log)
+            self.finish_saving()
         self.wrapped = self.method  # DistributedDataParallel would keep the process group's threads alive
         # The signal may have reached another process.
         return stop.requested or ("SIGTERM" if self.step < train.steps else None)
-
-    def _save_logged(self, log: MetricsLog | None) -> None:
-        if log:
-            log.sync()  # resuming from this checkpoint relies on the lines up to its step
-        self.save()
 
     def _is_due(self) -> bool:
         """Return True after a step whose numbers are needed before the next one."""

@@ -232,21 +232,25 @@ def provenance(bench: Bench) -> dict[str, str]:
 
 def evaluation(trainer: Trainer, heldout: Blocks, tokenizer: TextTokenizer) -> Callable[[int], dict[str, float]]:
     """Return the evaluation run every `eval_every` steps with averaged weights: held-out losses, samples and plots."""
-    method = trainer.method
-    writer = method if trainer.ranks.is_main and isinstance(method, Method) else None
-    diagnosis = Diagnosis(trainer.stream, heldout, tokenizer) if writer and trainer.config.train.diagnose else None
+    method, config, ranks = trainer.method, trainer.config, trainer.ranks
+    diagnosis = Diagnosis(trainer.stream, heldout, tokenizer) if ranks.is_main and config.train.diagnose else None
 
     def evaluate(step: int) -> dict[str, float]:
+        rows_BL = torch.empty(0)
         with trainer.averaged(), trainer.autocast():
-            found = heldout_losses(method, heldout, trainer.ranks, context_blocks=trainer.stream.context_blocks)
-            if writer:
-                n = TEXTS if diagnosis else SAMPLE_TEXTS
-                rows_BL = sample_rows(writer, trainer.config, tokenizer, trainer.ranks.device, n)
+            values = heldout_losses(method, heldout, ranks, context_blocks=trainer.stream.context_blocks)
+            if isinstance(method, Method):
+                rows_BL = sample_rows(method, config, tokenizer, ranks, TEXTS if config.train.diagnose else SAMPLE_TEXTS)
+                values |= diagnosis(method, rows_BL) if diagnosis else {}
+
+        def show() -> None:
+            if len(rows_BL):
                 write_samples(rows_BL[:SAMPLE_TEXTS], tokenizer, trainer.run, step)
-                found |= diagnosis(writer, rows_BL) if diagnosis else {}
-        if trainer.ranks.is_main:
             plot_if_measured(trainer.run)
-        return found
+
+        if ranks.is_main:
+            trainer.background.start(show)
+        return values
 
     return evaluate
 
@@ -259,11 +263,14 @@ def plot_if_measured(run: Path) -> None:
         plot_diagnosis(run)
 
 
-def sample_rows(method: Method, config: Config, tokenizer: TextTokenizer, device: torch.device, n: int) -> torch.Tensor:
-    """Return token ids of the first n samples of seed 0; if rows end, padded after the end token."""
+def sample_rows(method: Method, config: Config, tokenizer: TextTokenizer, ranks: Ranks, n: int) -> torch.Tensor:
+    """Return token ids of the first n samples of seed 0, each drawn by one process; if rows end, padded after the end token."""
     was_training = method.training
     method.eval()
-    rows_BL = method.sample(config.sampler, RowNoise(0, range(n), 0, device))
+    rows_BL = torch.zeros(n, config.data.token_len, dtype=torch.long, device=ranks.device)
+    if own := range(n)[ranks.rank :: ranks.world]:
+        rows_BL[ranks.rank :: ranks.world] = method.sample(config.sampler, RowNoise(0, own, 0, ranks.device))
+    rows_BL = all_sum(rows_BL)
     method.train(was_training)
     return end_rows(rows_BL, tokenizer.eos_id, tokenizer.pad_id) if config.data.rows_end else rows_BL
 

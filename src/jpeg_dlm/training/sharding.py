@@ -60,12 +60,12 @@ def unsharded(method: nn.Module) -> Iterator[None]:
 
 
 def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Gather full tensors into CPU memory one by one; a collective call whose result only processes with `keep` hold."""
+    """Copy full tensors to CPU memory one by one; a collective call whose result only processes with `keep` hold."""
     kept = {}
     for name in sorted(tensors):  # in the same order on all processes
         full = whole(tensors[name])
         if keep:
-            kept[name] = full.detach().cpu()
+            kept[name] = full.detach().to("cpu", copy=full is tensors[name])  # gathering has already copied the others
     return kept
 
 
