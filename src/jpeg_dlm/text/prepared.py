@@ -36,7 +36,7 @@ def reuse(data: DataConfig, out: Path, tokenizer: TextTokenizer | None) -> Prepa
     if not (out / "index.json").is_file():
         return None
     index = read_index(out)
-    old, new = index["data"], asdict(data)
+    old, new = {"field": ""} | index["data"], asdict(data)  # older folders were made from the field found
     packing = ("packing",) if index.get("given_rows") else ()  # determined from the rows, not an option
     for name in new:
         if name not in (*UNCOMPARED, *packing) and old.get(name, new[name]) != new[name]:  # newer options are not in the index
@@ -51,7 +51,7 @@ def reuse(data: DataConfig, out: Path, tokenizer: TextTokenizer | None) -> Prepa
 
 
 def _changed(data: DataConfig, fingerprint: str) -> bool:
-    if not fingerprint.startswith("files:"):
+    if not fingerprint.startswith(("files:", "hub:")):
         return False  # a named corpus: comparing would need a download
     try:
         return open_corpus(data.source).fingerprint != fingerprint
