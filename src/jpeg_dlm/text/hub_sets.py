@@ -28,13 +28,14 @@ def split_names(name: str) -> tuple[str, str]:
 def hub_set(name: str) -> tuple[str, str | None, str | None]:
     """Return the path, configuration and revision of a data set.
 
-    Names of the hub have one or two parts, so a third is the configuration. In a folder, it is the part after the folder with
-    the README.md, which is where configurations are defined.
+    Names of the hub have one or two parts, so a third is the configuration. In a folder, it is the part after the folder whose
+    README.md defines configurations.
     """
     path, _, revision = name.partition(":")[0].partition("@")
     path = os.path.expanduser(path)
     folder, _, last = path.rpartition("/")
-    defined = bool(folder) and (Path(folder) / "README.md").is_file()
+    card = Path(folder) / "README.md"
+    defined = bool(folder) and card.is_file() and "config_name:" in card.read_text("utf-8", "replace")
     if defined or (path.count("/") >= 2 and not Path(path).is_dir()):
         return folder, last or None, revision or None
     return path, None, revision or None
@@ -63,9 +64,11 @@ class HubSplit:
                 # Keep empty records: the number of documents read is the number to skip when resuming.
                 yield document_of(record, self.reader)
         except (OSError, ValueError, RuntimeError) as error:
-            remedy = "check the name, its split and the network"
+            remedy = "check the name, its split, --data.field and the network"
             if "Config name is missing" in str(error):
                 configs = datasets.get_dataset_config_names(path, revision=revision)
                 remedy = f"name one of {', '.join(configs)}, as in hf:{path}/{configs[0]}"
+            elif "scripts are no longer supported" in str(error):
+                remedy = f"name a revision in Parquet, for many sets hf:{path}@refs/convert/parquet"
             raise DataError(f"Cannot read the data set '{self.name}' ({reason_of(error)}): {remedy}.") from error
         self.reader.check()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class Prepared:
     vocab_size: int
     tokenizer: str  # fingerprint
     reused: bool
-    note: str = ""  # remark on the split for the user
+    note: str = field(default="", compare=False)  # remarks on fields, when they were just read, and on the split
 
 
 def reuse(data: DataConfig, out: Path, tokenizer: TextTokenizer | None) -> Prepared | None:
