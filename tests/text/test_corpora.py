@@ -280,7 +280,7 @@ def test_lm1b_spacing_is_undone_by_the_rules_of_the_field(raw, expected):
         ("Many of the victims ' families came .", "victims'families"),
         ("He won in 12 : 28 .", "12: 28."),
         ('He said : " The fire is out .', '" The fire'),
-        ("The club ( of CVDT ( x ) ) on March 3 .", ") on March"),
+        ("The ( so called ( old ) CVDT ) on March 3 .", "CVDT ) on March"),
         ("They live on ' real assets ' .", "on'real assets'."),
     ],
 )
