@@ -6,7 +6,7 @@ The help text of a field names its source: (paper), (released) for the authors' 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,6 +53,10 @@ class DataConfig:
     def rows_end(self) -> bool:
         """True if the text of a row ends at its first end token; in other packings it only separates documents."""
         return self.packing == "padded"
+
+    def options(self) -> dict[str, Any]:
+        """Return the options by name, `field` only if it is set, so that indexes and folder names from before it stay."""
+        return {name: value for name, value in asdict(self).items() if name != "field" or value}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import json
 import math
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ class _Run:
         self.shard_rows = max(1, shard_bytes // (data.token_len * self.dtype.itemsize))
         self.place, self.done_bytes, self.long = START, 0, 0  # `long`: number of documents that were cut
         self.parts = {name: SplitState() for name in SPLITS}
-        compared = {k: v for k, v in asdict(data).items() if k not in UNCOMPARED}
+        compared = {k: v for k, v in data.options().items() if k not in UNCOMPARED}
         split = [self.split.longest, self.split.stretch, self.split.period]
         self.identity = [FORMAT, compared, corpus.fingerprint, self.tokenizer.fingerprint, self.shard_rows, split]
 
@@ -309,7 +309,7 @@ class _Run:
             data = replace(data, packing="padded" if any(part.padded for part in self.parts.values()) else "continuous")
         return {
             "format": FORMAT,
-            "data": asdict(data),
+            "data": data.options(),
             "source": self.corpus.fingerprint,
             "tokenizer": self.tokenizer.fingerprint,
             "vocab_size": self.tokenizer.vocab_size,

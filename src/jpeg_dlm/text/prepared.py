@@ -36,7 +36,7 @@ def reuse(data: DataConfig, out: Path, tokenizer: TextTokenizer | None) -> Prepa
     if not (out / "index.json").is_file():
         return None
     index = read_index(out)
-    old, new = {"field": ""} | index["data"], asdict(data)  # older folders were made from the field found
+    old, new = {"field": ""} | index["data"], asdict(data)  # `DataConfig.options` leaves out an empty field
     packing = ("packing",) if index.get("given_rows") else ()  # determined from the rows, not an option
     for name in new:
         if name not in (*UNCOMPARED, *packing) and old.get(name, new[name]) != new[name]:  # newer options are not in the index
