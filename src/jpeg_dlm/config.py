@@ -6,7 +6,7 @@ The help text of a field names its source: (paper), (released) for the authors' 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ class DataConfig:
     """Source of the text, tokenizer, and packing of tokens into blocks."""
 
     source: str = opt("", "text file, folder, JSONL, prepared folder, named corpus or hf:DATASET")
+    field: str = opt("", "field of records that holds the text, with dots for nested ones; empty: 'text', else the first text")
     tokenizer: str = opt(
         "bpe",
         "'bpe' or 'words' (trained on the corpus: pieces of words, or its most frequent words), 't5', a hub name or a folder",
@@ -41,8 +42,8 @@ class DataConfig:
     whole: bool = opt(False, "with 'padded': leave out documents longer than one row, so that every row starts a document")
     known: bool = opt(False, "leave out documents with words that the tokenizer lacks")
     frame: bool = opt(False, "frame each block with begin and end tokens and mark line boundaries (released, LM1B)")
-    detokenize: Literal["none", "lm1b"] = opt("none", "undo the corpus's own tokenization first")
-    holdout: float = opt(0.02, "share of the text kept for evaluation")
+    detokenize: Literal["none", "lm1b"] = opt("none", "undo the corpus's own tokenization first, by the rules of MDLM and Duo")
+    holdout: float = opt(0.02, "share of the text kept for evaluation, unless the source names a held-out split")
     holdout_by: Literal["tokens", "documents"] = opt(
         "tokens", "unit of the share: text, which may cut long documents, or whole documents", earlier="documents"
     )
@@ -52,6 +53,10 @@ class DataConfig:
     def rows_end(self) -> bool:
         """True if the text of a row ends at its first end token; in other packings it only separates documents."""
         return self.packing == "padded"
+
+    def options(self) -> dict[str, Any]:
+        """Return the options by name, `field` only if it is set, so that indexes and folder names from before it stay."""
+        return {name: value for name, value in asdict(self).items() if name != "field" or value}
 
 
 @dataclass(frozen=True)

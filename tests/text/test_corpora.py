@@ -8,6 +8,7 @@ import lzma
 import zipfile
 
 import pytest
+from hub_stand_in import HubStandIn
 
 from jpeg_dlm.errors import DataError, MissingPackageError, UsageError
 from jpeg_dlm.fetch.assets import ASSETS
@@ -15,7 +16,9 @@ from jpeg_dlm.text import corpora
 from jpeg_dlm.text.captions import sentence
 from jpeg_dlm.text.corpora import open_corpus
 from jpeg_dlm.text.lm1b import detokenize_lm1b
+from jpeg_dlm.text.records import size_of
 from jpeg_dlm.text.text_files import text_lines
+from jpeg_dlm.text.tokenizer import clean_up
 from jpeg_dlm.text.wikipedia import clean_wikitext, wikipedia_articles
 
 
@@ -110,43 +113,179 @@ def test_missing_sources_are_refused(tmp_path):
         documents(str(tmp_path))
 
 
-def test_hub_sets_stream_or_name_the_extra(monkeypatch):
-    class Stream(list):
-        def skip(self, n):
-            return self[n:]
+@pytest.fixture
+def hub(monkeypatch):
+    def install(sets):
+        stand_in = HubStandIn(sets)
+        monkeypatch.setitem(__import__("sys").modules, "datasets", stand_in)
+        return stand_in
 
-    class Fake:
-        @staticmethod
-        def load_dataset(path, split, streaming):
-            assert streaming and (path, split) == ("some/set", "test")
-            return Stream([{"text": "a  b"}, {"text": ""}, {"text": "c"}])
+    return install
 
-    monkeypatch.setitem(__import__("sys").modules, "datasets", Fake)
+
+def test_hub_sets_stream_or_name_the_extra(hub, monkeypatch):
+    hub({"default": {"test": [{"text": "a  b"}, {"text": ""}, {"text": "c"}], "train": [{"input_ids": [3, 1]}]}})
     assert list(documents("hf:some/set:test")) == ["a b", "", "c"]
     assert list(documents("hf:some/set:test", skip=2)) == ["c"]
-    monkeypatch.setattr(Fake, "load_dataset", lambda path, split, streaming: Stream([{"input_ids": [3, 1]}]))
-    assert list(documents("hf:some/set:test")) == [(3, 1)]
+    assert list(documents("hf:some/set")) == [(3, 1)]
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(MissingPackageError, match=r"jpeg-dlm\[data\]"):
         list(documents("lm1b"))
 
 
 @pytest.mark.parametrize(
+    ("source", "call"),
+    [
+        ("hf:wikitext", ("wikitext", None, "train", None)),
+        ("hf:owner/name", ("owner/name", None, "train", None)),
+        ("hf:allenai/c4/en:validation", ("allenai/c4", "en", "validation", None)),
+        ("hf:wikimedia/wikipedia/20231101.en", ("wikimedia/wikipedia", "20231101.en", "train", None)),
+        ("hf:owner/name@refs/convert/parquet:test", ("owner/name", None, "test", "refs/convert/parquet")),
+        ("hf:owner/name/en@v1.0", ("owner/name", "en", "train", "v1.0")),
+        ("hf:{tmp}/set/en:test", ("{tmp}/set", "en", "test", None)),  # its README.md defines configurations
+        ("hf:{tmp}/set", ("{tmp}/set", None, "train", None)),
+        ("hf:{tmp}/files/of/mine", ("{tmp}/files/of/mine", None, "train", None)),
+    ],
+)
+def test_name_configuration_revision_and_split_of_a_hub_set(tmp_path, hub, source, call):
+    write(tmp_path / "README.md", "of the folder around the sets")
+    (tmp_path / "set" / "en").mkdir(parents=True)
+    write(tmp_path / "set" / "README.md", "---\nconfigs:\n- config_name: en\n---\n")
+    (tmp_path / "files" / "of" / "mine").mkdir(parents=True)
+    stand_in = hub({name: dict.fromkeys(("train", "validation", "test"), [{"text": "a"}]) for name in [call[1]]})
+    assert list(documents(source.format(tmp=tmp_path))) == ["a"]
+    assert stand_in.calls == [tuple(part and part.format(tmp=tmp_path) for part in call)]
+
+
+def test_configurations_and_scripts_are_named_in_the_error(hub):
+    stand_in = hub({"en": {}, "de": {}})
+    with pytest.raises(DataError, match="Config name is missing.*name one of en, de, as in hf:own/set/en"):
+        list(documents("hf:own/set"))
+
+    def refuse(*args, **options):
+        raise RuntimeError("Dataset scripts are no longer supported, but found set.py")
+
+    stand_in.load_dataset = refuse
+    with pytest.raises(DataError, match="hf:own/set@refs/convert/parquet"):
+        list(documents("hf:own/set"))
+    with pytest.raises(UsageError, match=r"'train\[5\]' is not a split"):
+        documents("hf:own/set:train[5]")
+
+
+def test_a_hub_set_can_name_its_held_out_split_and_ranges(hub):
+    texts = [f"text {i}" for i in range(10)]
+    hub({"default": {"train": [{"text": text} for text in texts], "test": [{"text": "held out ."}]}})
+    corpus = open_corpus("hf:own/set:train[2:7],train[7:]")
+    assert [list(corpus.stream(skip)) for skip in (0, 3, 6)] == [texts[2:7], texts[5:7], []]
+    assert corpus.heldout and list(corpus.heldout(0)) == texts[7:]
+    lm1b = open_corpus("lm1b", "lm1b")
+    assert list(lm1b.stream(8)) == texts[8:] and lm1b.heldout and list(lm1b.heldout(0)) == ["held out."]
+    assert open_corpus("hf:own/set").heldout is None
+
+
+def test_openwebtext_is_a_pinned_revision_without_the_last_hundred_thousand_documents(hub):
+    stand_in = hub({"default": {"train": [{"text": "a"}]}})
+    corpus = open_corpus("openwebtext")
+    assert list(corpus.stream(0)) == ["a"] and corpus.heldout and list(corpus.heldout(0)) == []
+    [path, name, split, revision] = stand_in.calls[0]
+    assert (path, name, split, len(revision)) == ("Skylion007/openwebtext", None, "train", 40)
+    assert corpus.fingerprint.endswith(f":train[:{8_013_769 - 100_000}],train[{8_013_769 - 100_000}:]")
+
+
+# ---------------------------------------------------------------- fields of records
+
+
+def jsonl(path, records):
+    return write(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+CONTENT = [{"id": str(i), "content": f"The dog number {i} runs."} for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("records", "first", "other"),
+    [
+        (CONTENT, "id", "content"),
+        ([{"url": f"http://x.org/{i}/a/long/address", "body": f"Dog {i}."} for i in range(20)], "url", "body"),
+        ([{"title": "A dog", "meta": {"text": "It runs and runs and runs. " * 3}}] * 20, "title", "meta.text"),
+        ([{"id": str(i), "content": "word " * 20} for i in range(5000)], "id", "content"),
+    ],
+)
+def test_a_field_that_is_hardly_the_text_is_refused(tmp_path, hub, records, first, other):
+    hub({"default": {"train": records}})
+    for source in (jsonl(tmp_path / "a.jsonl", records), "hf:own/set"):
+        with pytest.raises(DataError, match=f"'{first}', holds .* where '{other}' holds .* --data.field {other}"):
+            list(documents(source))
+        found = list(open_corpus(source, field=other).stream(0))
+        assert len(found) == len(records) and found[0].startswith(("The dog", "Dog", "It runs", "word"))
+
+
+def test_a_named_field_is_read_and_a_wrong_name_is_refused(tmp_path):
+    source = jsonl(tmp_path / "a.jsonl", [{"text": "no", "a": {"b": {"c": "yes"}}, "a.d": "dotted", "rows": [3, 1]}])
+    for field, document in {"": "no", "a.b.c": "yes", "a.d": "dotted", "rows": (3, 1)}.items():
+        assert list(open_corpus(source, field=field).stream(0)) == [document]
+    for wrong in ("a.b", "a.b.c.d", "nothing"):
+        with pytest.raises(DataError, match=f"no text in '{wrong}' among the fields text, a"):
+            list(open_corpus(source, field=wrong).stream(0))
+    with pytest.raises(UsageError, match="data.field names a field of records"):
+        open_corpus(write(tmp_path / "a.txt", "Text."), field="text")
+
+
+def test_texts_of_equal_size_are_read_by_the_first_and_the_others_are_named(tmp_path):
+    source = jsonl(tmp_path / "a.jsonl", [{"src": "A dog runs.", "trg": "Ein Hund rennt."}] * 3)
+    corpus = open_corpus(source)
+    assert list(corpus.stream(0)) == ["A dog runs."] * 3
+    assert corpus.reader.summary(1394, 355_120) == "Field 'src' of 1,394 records, 355 KB; not read: 'trg'."
+
+
+@pytest.mark.parametrize(("size", "shown"), [(7, "7 bytes"), (999, "999 bytes"), (1234, "1.23 KB"), (56_789_000, "56.8 MB"),
+                                             (4_000_000_000, "4 GB"), (10**13, "1e+04 GB")])  # fmt: skip
+def test_sizes_have_three_digits(size, shown):
+    assert size_of(size) == shown
+
+
+def test_white_space_of_records_and_files_is_kept_where_the_tokenizer_keeps_it(tmp_path):
+    text = "  Title\n\n\tOne  two\n three. \n"
+    jsonl(tmp_path / "a.jsonl", [{"text": text}])
+    write(tmp_path / "b.txt", text)
+    assert list(documents(str(tmp_path))) == ["Title\nOne two three."] * 2
+    assert list(open_corpus(str(tmp_path), verbatim=True).stream(0)) == [text] * 2
+
+
+# ---------------------------------------------------------------- LM1B
+
+
+@pytest.mark.parametrize(
     ("raw", "expected"),
     [
+        # Values of Duo's `lm1b_detokenizer`.
+        ('" I was a father figure , " he said .', '"I was a father figure," he said.'),
+        ("It 's a test : yes ; no ? maybe ! ok / fine", "It's a test: yes; no? maybe! ok/fine"),
         ("He didn 't know what 's wrong , but they 'll see .", "He didn't know what's wrong, but they'll see."),
-        ("I do n't , we 've and I 'm .", "I don't, we've and I'm."),
-        ('The " cat " and the " dog " .', 'The "cat" and the "dog".'),
-        ('She said : " Go . " He left .', 'She said: "Go." He left.'),
-        ("`` Yes , '' he said .", '"Yes," he said.'),
-        ("It cost $ 3.5 million ( about £ 2 million ) , up 5 % .", "It cost $3.5 million (about £2 million), up 5%."),
-        ("The players ' union met at 10 : 30 a.m. , not before !", "The players' union met at 10:30 a.m., not before!"),
-        ("A state-run agency - in 2009 , 30 of them .", "A state-run agency - in 2009, 30 of them."),
+        ("It cost $ 3.5 million ( about £ 2 million ) , up 5 % .", "It cost $3.5 million (about £2 million), up 5 % ."),
+        (
+            "See https : / / x.org [ a ] and b . c . d . Is it ? Yes ! Is it ?",
+            "See https://x.org [a] and b. c . d. Is it? Yes! Is it?",
+        ),
         ("Plain text stays.", "Plain text stays."),
     ],
 )
-def test_lm1b_spacing_is_undone(raw, expected):
+def test_lm1b_spacing_is_undone_by_the_rules_of_the_field(raw, expected):
     assert detokenize_lm1b(raw) == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "released"),
+    [
+        ("Many of the victims ' families came .", "victims'families"),
+        ("He won in 12 : 28 .", "12: 28."),
+        ('He said : " The fire is out .', '" The fire'),
+        ("The ( so called ( old ) CVDT ) on March 3 .", "CVDT ) on March"),
+        ("They live on ' real assets ' .", "on'real assets'."),
+    ],
+)
+def test_rules_and_clean_up_give_the_fragments_of_the_released_references(raw, released):
+    assert released in clean_up(detokenize_lm1b(raw))
 
 
 ARTICLE = """{{Infobox Country|name={{nowrap|X}}|note=

@@ -11,6 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from hub_stand_in import HubStandIn
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -18,6 +20,7 @@ from jpeg_dlm.config import DataConfig
 from jpeg_dlm.config_io import from_dict
 from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.methods.registry import default_config
+from jpeg_dlm.text import corpora
 from jpeg_dlm.text import prepare as module
 from jpeg_dlm.text import split as split_module
 from jpeg_dlm.text.blocks import Blocks
@@ -63,7 +66,8 @@ def test_documents_with_unknown_words_are_left_out_of_both_parts(tmp_path):
     left_out = sum(index["splits"][name]["left_out"] for name in ("train", "heldout"))
     assert left_out == len(texts) - len(kept) and f"{left_out} documents with words outside the vocabulary" in done.note
     with_all = prepare(replace(data, known=False), tmp_path / "all")
-    assert with_all.train_rows + with_all.heldout_rows == len(texts) and with_all.note == ""
+    assert with_all.train_rows + with_all.heldout_rows == len(texts)
+    assert with_all.note == f"Field 'text' of 200 records, {sum(map(len, texts)) / 1000:.3g} KB."
 
 
 def test_splits_are_disjoint_whole_documents_and_lose_only_the_tail(tmp_path):
@@ -130,6 +134,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from jpeg_dlm.config import DataConfig
+from jpeg_dlm.text import corpora
 from jpeg_dlm.text import prepare as module
 module.BATCH, module.HEAD = 1500, 4000
 data = DataConfig(source=sys.argv[1], vocab_size=320, token_len=16, holdout=0.1)
@@ -189,6 +194,55 @@ def test_finished_folder_is_reused_or_refused(tmp_path):
     assert prepare(data, out).reused
 
 
+def stand_in(**splits):
+    return HubStandIn({"default": {name: [{"text": text} for text in texts] for name, texts in splits.items()}})
+
+
+@pytest.mark.parametrize("after", [1, 3, 6, 20])
+def test_held_out_text_is_the_split_that_the_source_names(tmp_path, monkeypatch, after):
+    texts = write_corpus(tmp_path / "a.jsonl", documents=200)
+    monkeypatch.setitem(sys.modules, "datasets", stand_in(train=texts[:160], test=texts[160:]))
+    data = config(tmp_path, source="hf:own/set:train,test", packing="padded", token_len=128)
+    done = prepare(data, tmp_path / "whole")
+    for name, documents in {"train": texts[:160], "heldout": texts[160:]}.items():
+        blocks = Blocks(tmp_path / "whole", name)
+        assert [blocks.tokenizer().decode(row) for row in blocks.rows(range(len(blocks))).tolist()] == documents
+    assert done.note.startswith("Field 'text' of 200 records, ")
+    # An interruption at any place, also inside the held-out split, changes no byte.
+    monkeypatch.setattr(module, "BATCH", 2000)
+    calls = 0
+
+    def check():
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            raise InterruptedError
+
+    with pytest.raises(DataError, match="Cannot write"):
+        prepare(data, tmp_path / "out", shard_bytes=4000, tokenizer=Blocks(tmp_path / "whole").tokenizer(), check=check)
+    resumed = prepare(data, tmp_path / "out", shard_bytes=4000, tokenizer=Blocks(tmp_path / "whole").tokenizer())
+    assert resumed.note == done.note
+    for name in ("train", "heldout"):
+        parts = [Blocks(tmp_path / folder, name) for folder in ("whole", "out")]
+        assert torch.equal(*(blocks.rows(range(len(blocks))) for blocks in parts))
+
+
+def test_a_folder_of_another_field_or_another_revision_is_not_reused(tmp_path, monkeypatch):
+    texts = write_corpus(tmp_path / "a.jsonl")
+    prepare(config(tmp_path), tmp_path / "out")
+    assert "field" not in Blocks(tmp_path / "out").index["data"], "as in folders from before fields could be named"
+    assert prepare(config(tmp_path), tmp_path / "out").reused
+    with pytest.raises(DataError, match="prepared with data.field '', not 'title'"):
+        prepare(config(tmp_path, field="title"), tmp_path / "out")
+    monkeypatch.setitem(sys.modules, "datasets", stand_in(train=texts[:100], test=texts[100:]))
+    data = config(tmp_path, source="lm1b")
+    prepare(data, tmp_path / "hub")
+    assert prepare(data, tmp_path / "hub").reused
+    monkeypatch.setitem(corpora.HUB_SETS, "lm1b", "own/other:train,test")
+    with pytest.raises(DataError, match="'lm1b' has changed"):
+        prepare(data, tmp_path / "hub")
+
+
 def test_leftovers_of_other_options_are_cleared(tmp_path):
     data, out = config(tmp_path), tmp_path / "out"
     out.mkdir()
@@ -210,7 +264,7 @@ def test_frames_of_a_tokenizer_with_an_end_token_only(tmp_path):
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.add_special_tokens(["<|endoftext|>"])
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in ("ab\ncd", "efg", "h" * 40, "xy")))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in ("ab\n\n cd", "efg", "h" * 40, "xy")))
     data = config(tmp_path, source=str(tmp_path / "b.jsonl"), frame=True, vocab_size=257, token_len=6, holdout=0.3)
     prepare(data, tmp_path / "out", None, TextTokenizer(backend))
     end = 256
@@ -219,7 +273,7 @@ def test_frames_of_a_tokenizer_with_an_end_token_only(tmp_path):
         rows = blocks.rows(range(len(blocks)))
         assert (rows[:, 0] == end).all() and (rows[:, -1] == end).all()
         stream = "".join("|" if i == end else blocks.tokenizer().decode([i]) for i in rows[:, 1:-1].flatten().tolist())
-        documents = {"heldout": "abcd|efg|xy|", "train": "h" * 40 + "|"}[name]  # decoding a space alone gives nothing
+        documents = {"heldout": "ab\n\n cd|efg|xy|", "train": "h" * 40 + "|"}[name]  # with all white space
         assert documents.startswith(stream) and len(documents) - len(stream) < 4
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
-from jpeg_dlm.text.rows import Layout, end_rows
+from jpeg_dlm.config import DataConfig
+from jpeg_dlm.text.packing import step
+from jpeg_dlm.text.rows import Layout, end_rows, layout_of
+from jpeg_dlm.text.tokenizer import TextTokenizer
 
 EOS, PAD, BOS, LINE = 1, 0, 2, 3
 
@@ -31,3 +35,17 @@ def test_rows_end_behind_what_was_given_to_each():
     assert end_rows(tokens, EOS, PAD, given).tolist() == expected
     for row, ended in zip(given, expected, strict=True):
         assert end_rows(tokens[:1], EOS, PAD, row).tolist() == [ended]
+
+
+def test_framed_rows_of_berts_tokenizer_have_cls_everywhere():
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]
+    backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    backend.add_special_tokens(names[:5])
+    bert = TextTokenizer(backend)
+    cls, sep = 2, 3
+    layout, carry, rows = layout_of(DataConfig(token_len=6, frame=True), bert), [], []
+    for document in ([5, 6, 7], [8, 9], [10, 11, 12, 5]):  # in MDLM and Duo 101 ends documents, and begins and ends rows
+        filled, carry = step(layout, carry, [document])
+        rows += filled
+    assert rows == [[cls, 5, 6, 7, cls, cls], [cls, 8, 9, cls, 10, cls], [cls, 11, 12, 5, cls, cls]]
+    assert layout_of(DataConfig(token_len=6, packing="padded"), bert).text_row([5, 6]) == [5, 6, sep, 0, 0, 0]

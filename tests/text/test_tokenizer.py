@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase
 
 from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.text import tokenizer as module
-from jpeg_dlm.text.tokenizer import SPECIALS, TextTokenizer, collapse, load_tokenizer, train_bpe, train_words
+from jpeg_dlm.text.tokenizer import SPECIALS, TextTokenizer, clean_up, collapse, load_tokenizer, train_bpe, train_words
 
 WORDS = ("great", "old", "new", "whole")
 TEXTS = [f"The people of the {w} union have the {w} power, and they don't doubt it." for w in WORDS] * 5
@@ -126,6 +127,49 @@ def test_names_of_special_tokens_in_a_text_give_no_special_ids(t5_like):
     assert BPE.decode(BPE.encode("a </s> b")) == "a </s> b"
 
 
+def test_t5_decoding_cleans_up_spaces_as_transformers_does(tmp_path):
+    described = json.loads(json.dumps(SENTENCEPIECE_LIKE))
+    described["model"]["vocab"] += [[c, -3.0] for c in "defghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;?!'\"()"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described), "utf-8")
+    t5 = TextTokenizer.from_file(tmp_path / "tokenizer.json")
+    for text, expected in {
+        "the victims ' families": "the victims'families",
+        "on 'real assets' .": "on'real assets'.",
+        "at 12: 28 . We do n't , I 'm , he 's , we 've , they 're ?": "at 12: 28. We don't, I'm, he's, we've, they're?",
+        "( the CVDT (x) ) on March": "( the CVDT (x) ) on March",
+    }.items():
+        assert t5.decode([5, *t5.encode(text), 4, *t5.encode("a ."), 1]) == f"{expected} a."
+        assert clean_up(text) == PreTrainedTokenizerBase.clean_up_tokenization(None, text) == expected  # type: ignore[arg-type]
+    assert BPE.decode(BPE.encode("on 'real assets' .")) == "on 'real assets' .", "other tokenizers keep their spaces"
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.sampled_from([" ", ".", "?", "!", ",", "'", "n't", "m", "s", "ve", "re", "x"]), max_size=20))
+def test_clean_up_is_that_of_transformers(parts):
+    text = "".join(parts)
+    assert clean_up(text) == PreTrainedTokenizerBase.clean_up_tokenization(None, text)  # type: ignore[arg-type]
+
+
+def gpt2_like():
+    return TextTokenizer(
+        Tokenizer.from_str(BPE._backend.to_str().replace('"add_prefix_space":true', '"add_prefix_space":false'))
+    )
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text(alphabet="ab .\n\t\u00a0\r\u2028é", max_size=30))
+def test_gpt2_keeps_white_space_and_no_other_tokenizer_does(text):
+    bare = gpt2_like()
+    assert bare.keeps_white_space and not BPE.keeps_white_space
+    assert bare.decode(bare.encode(text)) == text
+    assert [bare.encode(text)] == bare.encode_batch([text])
+
+
+def test_white_space_alone_is_no_text():
+    with pytest.raises(DataError, match="The prompt is empty"):
+        gpt2_like().known_ids(" \n", "prompt")
+
+
 def test_t5_falls_back_to_the_pinned_file(t5_like, monkeypatch):
     monkeypatch.setattr(module, "_from_hub", lambda name: None)
     monkeypatch.setattr(module, "fetch", lambda name: t5_like)
@@ -133,11 +177,10 @@ def test_t5_falls_back_to_the_pinned_file(t5_like, monkeypatch):
 
 
 def test_gpt2_like_pieces_get_their_space():
-    backend = Tokenizer.from_str(BPE._backend.to_str().replace('"add_prefix_space":true', '"add_prefix_space":false'))
-    bare = TextTokenizer(backend)
+    bare = gpt2_like()
     assert not bare.starts_with_space and BPE.starts_with_space
     ids = [i for piece in bare.encode_batch(["the union", "have it"], following=True) for i in piece]
-    assert bare.decode(ids) == "the union have it"
+    assert bare.decode(ids) == " the union have it"
 
 
 def test_wrong_tokenizers_are_refused_in_one_sentence(tmp_path, monkeypatch):

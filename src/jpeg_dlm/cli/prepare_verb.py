@@ -15,7 +15,8 @@ from jpeg_dlm.wording import counted
 def add_arguments(parser: Parser) -> None:
     add_config_arguments(parser, groups=("data",))
     parser.add_argument(
-        "source", help="text file, folder, .jsonl, a named corpus (captions, tatoeba, stories, sotu, wikipedia, ...) or hf:NAME"
+        "source",
+        help="text file, folder, .jsonl, a named corpus (captions, tatoeba, stories, sotu, wikipedia, ...) or hf:NAME[/CONFIG]",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the blocks")
     parser.add_argument("--quiet", action="store_true", help="no progress")
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     prepared = (args.out / "index.json").is_file()  # then it is only checked, and may be read-only
     bring(config.data.source, args.out, console)
     if not prepared:
-        open_corpus(config.data.source)  # raises an error for missing text before anything is written
+        open_corpus(config.data.source, field=config.data.field)  # raises an error for missing text before anything is written
     lock = nullcontext() if prepared else run_lock(args.out)
     with lock, console.progress("Preparing text", "bytes") as progress:
         done = prepare(config.data, args.out, progress)

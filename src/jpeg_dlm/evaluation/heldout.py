@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from jpeg_dlm.api import Model, load
-from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.errors import DataError
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.machine.cache import cache_dir
@@ -29,7 +28,7 @@ def heldout_blocks(model: Model, source: str | None, console: Console) -> Blocks
     if not is_prepared(folder):
         # With the model's tokenizer and the same split by document, text held out in training is held out here too.
         # Systems with the same tokenizer may pack rows differently, so the name depends on every option.
-        key = key_of(to_dict(data) | {"fingerprint": model.tokenizer.fingerprint})
+        key = key_of(data.options() | {"fingerprint": model.tokenizer.fingerprint})
         folder = cache_dir() / "prepared" / f"{folder.name}-{data.token_len}-{key[:16]}"
         bring(data.source, folder, console)
         with console.progress("Preparing text", "bytes") as progress:

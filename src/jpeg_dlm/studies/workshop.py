@@ -19,7 +19,7 @@ from typing import Any
 
 from jpeg_dlm.api import Model
 from jpeg_dlm.config import Config
-from jpeg_dlm.config_io import changed, read_json_file, to_dict
+from jpeg_dlm.config_io import changed, read_json_file
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.encoders.small import CONFIG_FILE
 from jpeg_dlm.errors import JpegDlmError, UsageError
@@ -119,7 +119,7 @@ class Workshop:
         source = Path(os.path.expanduser(config.data.source))  # Path.expanduser raises an error for unknown users
         if (source / "index.json").is_file():
             return source
-        folder = self.folder / f"data-{key_of(to_dict(config.data))[:8]}"
+        folder = self.folder / f"data-{key_of(config.data.options())[:8]}"
         with self.alone(folder.name):
             bring(config.data.source, folder, self.console)
             with self.console.progress("Preparing text", "bytes") as progress:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jpeg_dlm.errors import DataError, MissingPackageError, UsageError, reason_of
+from jpeg_dlm.errors import DataError, UsageError
 from jpeg_dlm.fetch.assets import ASSETS, fetch
 from jpeg_dlm.text.captions import captions
+from jpeg_dlm.text.hub_sets import HubSplit, split_names
 from jpeg_dlm.text.lm1b import detokenize_lm1b
+from jpeg_dlm.text.records import RecordReader
 from jpeg_dlm.text.stories import PART, VERSION, stories_of, written
 from jpeg_dlm.text.tatoeba import english, pair_lines
 from jpeg_dlm.text.text_files import (
     Document,
-    document_of,
     documents_of,
     file_documents,
     fingerprint,
+    is_records,
     text_files,
     text_lines,
     total_size,
@@ -34,8 +36,12 @@ WIKIPEDIA_BYTES = 51_000_000  # measured: size of enwik8 after cleaning
 CAPTIONS_BYTES, TATOEBA_BYTES = 4_470_000, 6_240_000  # measured: size of the sentences that are kept
 SPEECHES = {"sotu": "", "sotu-modern": "1945"}  # first year of each corpus
 CARRIED = {"wikipedia": "enwik8", "captions": "captions", "tatoeba": "tatoeba"} | dict.fromkeys(SPEECHES, "sotu")  # assets
-HUB_SETS = {"lm1b": "dvruette/lm1b:train", "openwebtext": "Skylion007/openwebtext:train"}
-
+# The test split and the last 100,000 of 8,013,769 documents are held out (MDLM, Duo). The revision of OpenWebText is in
+# Parquet, since datasets 4 refuses the script of earlier ones.
+HUB_SETS = {
+    "lm1b": "dvruette/lm1b:train,test",
+    "openwebtext": "Skylion007/openwebtext@79d93d786212f7344586290adb811d4ae6a1762c:train[:7913769],train[7913769:]",
+}
 
 NAMED = (*CARRIED, "stories", *HUB_SETS)
 
@@ -47,6 +53,8 @@ class Corpus:
     stream: Callable[[int], Iterator[Document]]  # takes the number of documents to skip
     total_bytes: int | None
     fingerprint: str
+    heldout: Callable[[int], Iterator[Document]] | None = None  # documents of a held-out split, which are not in the stream
+    reader: RecordReader = field(default_factory=RecordReader)  # of the records, if there are any
 
 
 def bring(source: str, out: Path, console: Console) -> None:
@@ -60,21 +68,30 @@ def bring(source: str, out: Path, console: Console) -> None:
         fetch(CARRIED[source], console=console)
 
 
-def open_corpus(source: str, detokenize: str = "none") -> Corpus:
-    """Find `source`; read only as much as is needed to know that it exists."""
-    corpus = _find(source)
+def open_corpus(source: str, detokenize: str = "none", field: str = "", verbatim: bool = False) -> Corpus:
+    """Find `source`; read only as much as is needed to know that it exists. `verbatim` keeps all white space of documents."""
+    corpus = _find(source, RecordReader(source, field, verbatim))
     if detokenize == "lm1b":
-        spaced = lambda document: detokenize_lm1b(document) if isinstance(document, str) else document  # noqa: E731
-        return Corpus(lambda skip: map(spaced, corpus.stream(skip)), corpus.total_bytes, corpus.fingerprint)
+        corpus = replace(corpus, stream=_detokenized(corpus.stream), heldout=corpus.heldout and _detokenized(corpus.heldout))
     return corpus
 
 
-def _find(source: str) -> Corpus:
+def _detokenized(stream: Callable[[int], Iterator[Document]]) -> Callable[[int], Iterator[Document]]:
+    spaced = lambda document: detokenize_lm1b(document) if isinstance(document, str) else document  # noqa: E731
+    return lambda skip: map(spaced, stream(skip))
+
+
+def _find(source: str, reader: RecordReader) -> Corpus:
     if not source:
         raise UsageError("data.source is not set: name a file or folder of text, 'sotu', 'wikipedia' or hf:NAME.")
     if source in HUB_SETS or source.startswith("hf:"):
         name = HUB_SETS.get(source, source.removeprefix("hf:"))
-        return Corpus(lambda skip: _hub_documents(name, skip), None, f"hub:{name}")
+        train, heldout = split_names(name)
+        apart = HubSplit(name, heldout, reader).documents if heldout else None
+        return Corpus(HubSplit(name, train, reader).documents, None, f"hub:{name}", apart, reader)
+    path = Path(os.path.expanduser(source))  # Path.expanduser fails for an unknown user
+    if reader.field and not path.is_dir() and not is_records(path):
+        raise UsageError(f"data.field names a field of records, and '{source}' has no records: leave it out.")
     if source == "wikipedia":
         return _corpus(lambda: wikipedia_articles(text_lines(fetch("enwik8"))), WIKIPEDIA_BYTES, _pinned("enwik8"))
     if count := stories_of(source):
@@ -92,14 +109,15 @@ def _find(source: str) -> Corpus:
     if source in SPEECHES:
         files = [p for p in text_files(fetch("sotu")) if p.name >= SPEECHES[source]]  # names begin with the year
         return _corpus(lambda: file_documents(files), total_size(files), _pinned("sotu"))
-    path = Path(os.path.expanduser(source))  # Path.expanduser fails for an unknown user
     if (path / "index.json").is_file():
         raise DataError(f"'{path}' is already prepared: pass it as the prepared folder, or prepare from the original text.")
     if path.is_dir():
         files = text_files(path)
-        return _corpus(lambda: file_documents(files), total_size(files), fingerprint(files, path))
+        corpus = _corpus(lambda: file_documents(files, reader), total_size(files), fingerprint(files, path))
+        return replace(corpus, reader=reader)
     if path.is_file():
-        return _corpus(lambda: documents_of(path), total_size([path]), fingerprint([path], path.parent))
+        corpus = _corpus(lambda: documents_of(path, reader), total_size([path]), fingerprint([path], path.parent))
+        return replace(corpus, reader=reader)
     raise DataError(f"No text at '{source}': no such file or folder; the named corpora are {', '.join(NAMED)} and hf:NAME.")
 
 
@@ -109,20 +127,3 @@ def _corpus(stream: Callable[[], Iterator[Document]], total_bytes: int, mark: st
 
 def _pinned(name: str) -> str:
     return f"asset:{ASSETS[name].archive_sha256}"
-
-
-def _hub_documents(name: str, skip: int) -> Iterator[Document]:
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise MissingPackageError("datasets", "data", f"The data set '{name}'") from error
-    path, _, split = name.partition(":")
-    try:
-        stream = datasets.load_dataset(path, split=split or "train", streaming=True).skip(skip)
-        for record in stream:
-            # Keep empty records: the number of documents read is the number to skip when resuming.
-            yield document_of(record)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"Cannot read the data set '{name}' ({reason_of(error)}): check the name, its split and the network."
-        ) from error

@@ -14,9 +14,10 @@ import errno
 import hashlib
 import itertools
 import json
+import math
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ from jpeg_dlm.text.blocks import FORMAT
 from jpeg_dlm.text.corpora import Corpus, open_corpus
 from jpeg_dlm.text.packing import Carry, sentences, step
 from jpeg_dlm.text.prepared import SPLITS, UNCOMPARED, Prepared, describe, reuse
+from jpeg_dlm.text.records import Ids
 from jpeg_dlm.text.rows import Layout, layout_of
-from jpeg_dlm.text.split import START, DocumentPiece, Place, choose_split
-from jpeg_dlm.text.text_files import Document, Ids, budgeted
+from jpeg_dlm.text.split import START, DocumentPiece, Place, Split, choose_split
+from jpeg_dlm.text.text_files import Document, budgeted
 from jpeg_dlm.text.tokenizer import TRAINED, TextTokenizer, load_tokenizer
 from jpeg_dlm.wording import counted
 
@@ -77,7 +79,9 @@ def prepare(
     finished = reuse(data, out, tokenizer)
     if finished:
         return finished
-    corpus = open_corpus(data.source, data.detokenize)
+    if tokenizer is None and data.tokenizer not in TRAINED:
+        tokenizer = load_tokenizer(data.tokenizer)
+    corpus = open_corpus(data.source, data.detokenize, data.field, bool(tokenizer and tokenizer.keeps_white_space))
     try:
         out.mkdir(parents=True, exist_ok=True)
         return _Run(data, out, corpus, progress or (lambda done, total: None), check, tokenizer, shard_bytes).run()
@@ -107,35 +111,47 @@ class _Run:
         known = sum(map(len, self.head))
         rest = 0 if self.whole else max(1, (corpus.total_bytes or 0) - known)
         self.split = choose_split(self.head, data.holdout, data.token_len, rest, data.holdout_by)
-        self.tokenizer = tokenizer or self._tokenizer()
+        if corpus.heldout:
+            self.split = Split(0.0, frozenset(), 0, math.inf)  # all of the stream is for training
+        self.tokenizer = tokenizer or self._train_tokenizer()
         self._check_vocabulary()
         self.layout = _layout(data, self.tokenizer)
         self.dtype = np.dtype("<u2") if self.tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
         self.shard_rows = max(1, shard_bytes // (data.token_len * self.dtype.itemsize))
         self.place, self.done_bytes, self.long = START, 0, 0  # `long`: number of documents that were cut
         self.parts = {name: SplitState() for name in SPLITS}
-        compared = {k: v for k, v in asdict(data).items() if k not in UNCOMPARED}
+        compared = {k: v for k, v in data.options().items() if k not in UNCOMPARED}
         split = [self.split.longest, self.split.stretch, self.split.period]
         self.identity = [FORMAT, compared, corpus.fingerprint, self.tokenizer.fingerprint, self.shard_rows, split]
 
     def run(self) -> Prepared:
         """Consume every document and write the index."""
         self._resume()
-        for batch in _batches(self._pieces(self.place)):
+        if self.corpus.heldout and self.place == START:  # nothing is saved before the first document of the stream
+            documents = self._checked(self.corpus.heldout(0))
+            self._consume(DocumentPiece(document, "heldout", START, True) for document in documents)
+        self._consume(self._pieces(self.place))
+        self._flush(finish=True)
+        return self._finish()
+
+    def _consume(self, pieces: Iterator[DocumentPiece]) -> None:
+        for batch in _batches(pieces):
             self.check()
             for piece, ids in zip(batch, self._encode([piece.content for piece in batch]), strict=True):
                 self._add(piece.split, ids)
                 self.done_bytes += _bytes(piece.content)
             self.place = batch[-1].end
             self.long += sum(piece.end.piece == 1 and not piece.whole for piece in batch)
-            if self._flush(finish=False):
+            if self._flush(finish=False) and self.place != START:
                 self._save()
             self.progress(self.done_bytes, self.corpus.total_bytes)
-        self._flush(finish=True)
-        return self._finish()
 
     def _stream(self, skip: int) -> Iterator[Document]:
-        for number, document in enumerate(self.corpus.stream(skip), skip + 1):
+        return self._checked(self.corpus.stream(skip), skip)
+
+    def _checked(self, documents: Iterator[Document], skip: int = 0) -> Iterator[Document]:
+        """Yield the documents; raise `DataError` for a row of ids that has the wrong length."""
+        for number, document in enumerate(documents, skip + 1):
             if not isinstance(document, str) and len(document) != self.data.token_len:
                 raise DataError(
                     f"Row {number} of '{self.data.source}' has {counted(len(document), 'id')}, but data.token_len is "
@@ -154,9 +170,7 @@ class _Run:
         rest = iter(()) if self.whole else self._stream(max(start.document, len(self.head)))
         return self.split.pieces(itertools.chain(self.head[start.document :], rest), start)
 
-    def _tokenizer(self) -> TextTokenizer:
-        if self.data.tokenizer not in TRAINED:
-            return load_tokenizer(self.data.tokenizer)
+    def _train_tokenizer(self) -> TextTokenizer:
         # The tokenizer is not trained on held-out text.
         texts = (str(piece.content) for piece in self._pieces(START) if piece.split == "train")
         lines = (line for text in budgeted(texts, BPE_SAMPLE, len) for line in text.split("\n"))
@@ -275,7 +289,10 @@ class _Run:
         write_sealed(self.out, ["tokenizer.json", "heldout.jsonl"], "index.json", text)
         self._tidy()
         self.progress(self.done_bytes, self.done_bytes)
-        return describe(self.out, index, reused=False)
+        done = describe(self.out, index, reused=False)
+        heldout = self.parts["heldout"]
+        records = self.place.document + 1 + (heldout.documents + heldout.left_out if self.corpus.heldout else 0)
+        return replace(done, note=f"{self.corpus.reader.summary(records, self.done_bytes)} {done.note}".strip())
 
     def _heldout_text(self) -> bytes:
         lines: list[str] = []
@@ -292,7 +309,7 @@ class _Run:
             data = replace(data, packing="padded" if any(part.padded for part in self.parts.values()) else "continuous")
         return {
             "format": FORMAT,
-            "data": asdict(data),
+            "data": data.options(),
             "source": self.corpus.fingerprint,
             "tokenizer": self.tokenizer.fingerprint,
             "vocab_size": self.tokenizer.vocab_size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class Prepared:
     vocab_size: int
     tokenizer: str  # fingerprint
     reused: bool
-    note: str = ""  # remark on the split for the user
+    note: str = field(default="", compare=False)  # remarks on fields, when they were just read, and on the split
 
 
 def reuse(data: DataConfig, out: Path, tokenizer: TextTokenizer | None) -> Prepared | None:
@@ -36,7 +36,7 @@ def reuse(data: DataConfig, out: Path, tokenizer: TextTokenizer | None) -> Prepa
     if not (out / "index.json").is_file():
         return None
     index = read_index(out)
-    old, new = index["data"], asdict(data)
+    old, new = {"field": ""} | index["data"], asdict(data)  # `DataConfig.options` leaves out an empty field
     packing = ("packing",) if index.get("given_rows") else ()  # determined from the rows, not an option
     for name in new:
         if name not in (*UNCOMPARED, *packing) and old.get(name, new[name]) != new[name]:  # newer options are not in the index
@@ -51,7 +51,7 @@ def reuse(data: DataConfig, out: Path, tokenizer: TextTokenizer | None) -> Prepa
 
 
 def _changed(data: DataConfig, fingerprint: str) -> bool:
-    if not fingerprint.startswith("files:"):
+    if not fingerprint.startswith(("files:", "hub:")):
         return False  # a named corpus: comparing would need a download
     try:
         return open_corpus(data.source).fingerprint != fingerprint

@@ -68,7 +68,9 @@ def layout_of(data: DataConfig, tokenizer: TextTokenizer) -> Layout:
     bos = -1 if tokenizer.bos_id is None else tokenizer.bos_id
     # Without a line token, documents are whole and their end token separates them (MDLM, Duo: GPT-2).
     boundary = tokenizer.eos_id if tokenizer.boundary_id is None else tokenizer.boundary_id
-    return Layout(data.packing, data.token_len, tokenizer.eos_id, tokenizer.pad_id, data.frame, bos, boundary, data.whole)
+    # BERT's [CLS] begins a framed row and separates its lines; in MDLM and Duo it ends the row as well.
+    eos = bos if data.frame and tokenizer.boundary_id == bos else tokenizer.eos_id
+    return Layout(data.packing, data.token_len, eos, tokenizer.pad_id, data.frame, bos, boundary, data.whole)
 
 
 def first_copy(row: list[int], separator: int) -> list[int]:

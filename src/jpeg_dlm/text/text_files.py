@@ -1,7 +1,7 @@
 """Read documents from text files, plain or gzipped: anything that is not UTF-8 text is refused by name.
 
-A document is a string with one paragraph per line and white space collapsed within lines. A record with "input_ids" but
-no "text" is a row of token ids instead.
+A document is a string with one paragraph per line and white space collapsed within lines, or for tokenizers that keep white
+space the text as it is. A record with "input_ids" but no "text" is a row of token ids instead.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jpeg_dlm.errors import DataError
+from jpeg_dlm.text.records import Ids, RecordReader
 from jpeg_dlm.text.tokenizer import collapse
 
 MARKER = "<|endoftext|>"
@@ -34,7 +35,6 @@ ARCHIVES = {
     b"\x28\xb5\x2f\xfd": "packed with zstd", b"%PDF-": "a PDF document",
 }  # fmt: skip
 
-Ids = tuple[int, ...]
 Document = str | Ids
 Item = TypeVar("Item")
 
@@ -72,18 +72,25 @@ def fingerprint(files: list[Path], base: Path) -> str:
     return f"files:{digest.hexdigest()}"
 
 
-def file_documents(files: Iterable[Path]) -> Iterator[Document]:
+def file_documents(files: Iterable[Path], reader: RecordReader | None = None) -> Iterator[Document]:
     """Yield the documents of several files: each is one, unless it holds records or is too large."""
+    reader = reader or RecordReader()
     for path in files:
-        if _kind(path) == ".jsonl" or path.stat().st_size > BIG_FILE:
-            yield from documents_of(path)
+        if is_records(path) or path.stat().st_size > BIG_FILE:
+            yield from documents_of(path, reader)
         else:
-            yield "\n".join(_paragraphs(_limited(text_lines(path), path)))
+            lines = _limited(text_lines(path), path)
+            yield "".join(lines) if reader.verbatim else "\n".join(_paragraphs(lines))
 
 
-def documents_of(path: Path) -> Iterator[Document]:
+def documents_of(path: Path, reader: RecordReader) -> Iterator[Document]:
     """Return the documents of one file; raise `DataError` when it holds no text."""
-    return _nonempty(_records(path) if _kind(path) == ".jsonl" else _parts(path), path)
+    return _nonempty(_records(path, reader) if is_records(path) else _parts(path), path)
+
+
+def is_records(path: Path) -> bool:
+    """Return True if a file holds one record per line."""
+    return _kind(path) == ".jsonl"
 
 
 def _nonempty(stream: Iterator[Document], path: Path) -> Iterator[Document]:
@@ -179,30 +186,20 @@ def budgeted(items: Iterable[Item], characters: int, length: Callable[[Item], in
             return
 
 
-def _records(path: Path) -> Iterator[Document]:
+def _records(path: Path, reader: RecordReader) -> Iterator[Document]:
     for number, line in enumerate(text_lines(path), 1):
         if line.isspace():
             continue
         try:
-            document = document_of(json.loads(line))  # not strict: other fields of the record do not matter
+            document = document_of(json.loads(line), reader)  # not strict: other fields of the record do not matter
         except (ValueError, RecursionError) as error:
             raise DataError(f"Line {number} of '{path}' is not a JSON object with a text field ({error}).") from error
         if document:
             yield document
+    reader.check()
 
 
-def document_of(record: Any) -> Document:
-    """Return the text or token ids of a record: its field "text", else "input_ids", else its first string field."""
-    if not isinstance(record, dict):
-        raise ValueError("not an object")
-    text = record.get("text")
-    ids = record.get("input_ids")
-    if not isinstance(text, str) and isinstance(ids, list):
-        if not all(type(i) is int and i >= 0 for i in ids):
-            raise ValueError("input_ids are not whole numbers from 0")
-        return tuple(ids)
-    if not isinstance(text, str):
-        text = next((v for v in record.values() if isinstance(v, str)), None)
-    if text is None:
-        raise ValueError(f"no text among the fields {', '.join(map(str, record)) or '(none)'}")
-    return "\n".join(_paragraphs(text.splitlines()))
+def document_of(record: Any, reader: RecordReader) -> Document:
+    """Return the token ids of a record, or its text: as it is, or one paragraph per line."""
+    value = reader.value(record)
+    return value if reader.verbatim or not isinstance(value, str) else "\n".join(_paragraphs(value.splitlines()))

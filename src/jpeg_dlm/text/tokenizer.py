@@ -44,12 +44,24 @@ _UNK = ("<unk>", "[UNK]")
 _BOS = ("<s>", "<bos>", "<|begin_of_text|>", "[CLS]", "<extra_id_0>", "<|endoftext|>")
 _BOUNDARY = ("<line>", "<extra_id_1>", "[CLS]")
 _MASK = ("<mask>", "[MASK]", "<extra_id_2>")
+# Spaces that transformers removes after T5's decoding, in its order (its `clean_up_tokenization_spaces`; released).
+_CLEANED_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
 def collapse(text: str) -> str:
     """Collapse runs of white space to one space, strip the ends, and replace lone surrogates."""
-    text = " ".join(text.split())
+    return _valid(" ".join(text.split()))
+
+
+def _valid(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def clean_up(text: str) -> str:
+    """Remove spaces before marks and English contractions, also where they belong: " ' " and " 're" of " 'real"."""
+    for spaced in _CLEANED_UP:
+        text = text.replace(spaced, spaced.strip())
+    return text
 
 
 class TextTokenizer:
@@ -73,6 +85,11 @@ class TextTokenizer:
         self.boundary_id: int | None = self._find(_BOUNDARY)
         self.mask_id: int | None = self._find(_MASK)
         self._literals = self._leaking()
+        # GPT-2's gives back every text exactly and keeps its white space. T5's and BERT's lose white space, and those trained
+        # here, which begin every text with a space, are trained on text with white space collapsed.
+        probe = "a\n\n b  "
+        self.keeps_white_space = backend.decode(backend.encode(probe, add_special_tokens=False).ids) == probe
+        self._is_t5 = backend.token_to_id("<extra_id_0>") is not None
 
     def _find(self, names: Sequence[str]) -> int | None:
         ids = (self._backend.token_to_id(name) for name in names)
@@ -86,7 +103,8 @@ class TextTokenizer:
         return re.compile("|".join(map(re.escape, leaking))) if leaking else None
 
     def _plain(self, text: str) -> str:
-        return collapse(self._literals.sub(" ", text) if self._literals else text)
+        text = self._literals.sub(" ", text) if self._literals else text
+        return _valid(text) if self.keeps_white_space else collapse(text)
 
     @classmethod
     def from_file(cls, path: Path) -> TextTokenizer:
@@ -126,7 +144,7 @@ class TextTokenizer:
         return self.decode(self.encode("a") + self.encode("b")) == "a b"
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text` with white space collapsed and no special tokens added."""
+        """Return the token ids of `text` with no special tokens added; white space counts only where it is kept."""
         return self._backend.encode(self._plain(text), add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str], following: bool = False) -> list[list[int]]:
@@ -144,7 +162,7 @@ class TextTokenizer:
     def known_ids(self, text: str, name: str = "text") -> list[int]:
         """Return the ids of a text that a model is given; raise `DataError` if it is empty or has unknown words."""
         ids = self.encode(text)
-        if not ids:
+        if not ids or text.isspace():
             raise DataError(f"The {name} is empty: give at least one word.")
         self.refuse_unknown(text)
         return ids
@@ -157,15 +175,20 @@ class TextTokenizer:
             raise DataError(f"The model's tokenizer does not know {listed}: leave it out or use other words.")
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`; drop special tokens, turn line boundaries into spaces, and collapse white space."""
+        """Return the text of `ids`; drop special tokens, and turn line boundaries into spaces."""
         segments: list[list[int]] = [[]]
         for i in map(int, ids):
             if i == self.boundary_id:
                 segments.append([])
             else:
                 segments[-1].append(i)
-        texts = (collapse(self._backend.decode(s, skip_special_tokens=True)) for s in segments)
+        texts = (self._tidy(self._backend.decode(s, skip_special_tokens=True)) for s in segments)
         return " ".join(t for t in texts if t)
+
+    def _tidy(self, text: str) -> str:
+        if self.keeps_white_space:
+            return text
+        return collapse(clean_up(text) if self._is_t5 else text)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, check: Callable[[], None] = lambda: None) -> TextTokenizer:
