@@ -172,8 +172,12 @@ def test_the_hub_card_names_data_and_license_where_they_are_known(model, tmp_pat
 
 @pytest.mark.parametrize(
     ("source", "shown"),
-    [("/home/alice/private/diary.txt", "`diary.txt`"), ("hf:/home/alice/set", "`set`"), ("hf:owner/set:train", "`hf:owner/set:train`")],
-)  # fmt: skip
+    [
+        ("/home/alice/private/diary.txt", "`diary.txt`"),
+        ("hf:/home/alice/set", "`set`"),
+        ("hf:owner/set:train", "`hf:owner/set:train`"),
+    ],
+)
 def test_no_pushed_file_names_a_folder_of_the_machine_that_trained_it(model, source, shown, monkeypatch):
     pushed = {}
 

@@ -14,7 +14,15 @@ from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, snapshot_do
 
 from jpeg_dlm.errors import AssetError, UsageError, reason_of
 from jpeg_dlm.fetch.assets import ASSETS
-from jpeg_dlm.folders.model_folder import ENCODER_FILES, MODEL_FILES, ModelParts, is_bundled, read_model, without_paths, write_model
+from jpeg_dlm.folders.model_folder import (
+    ENCODER_FILES,
+    MODEL_FILES,
+    ModelParts,
+    is_bundled,
+    read_model,
+    without_paths,
+    write_model,
+)
 from jpeg_dlm.text.corpora import CARRIED, HUB_SETS
 
 CARD = """---
