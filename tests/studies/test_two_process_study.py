@@ -67,14 +67,18 @@ def test_two_processes_do_what_one_does(verb, corpus_file, byte_gpt2, tmp_path):
     for run in runs:
         ours, theirs = (latest_checkpoint(folder / run.relative_to(one), print).state for folder in (one, two))
         assert ours["rows_per_step"] == theirs["rows_per_step"] == 64 and ours["step"] == theirs["step"]
-        batches = [[state["config"]["train"][name] for name in ("batch", "accumulation", "devices")] for state in (ours, theirs)]
+        batches = [
+            [state["config"]["train"][name] for name in ("batch", "accumulation", "devices")] for state in (ours, theirs)
+        ]
         assert batches == [[64, 1, 1], [32, 1, 2]]
         step = ours["step"]
         assert largest_difference(weights(run, step), weights(two / run.relative_to(one), step)) < 1e-4
     name = "study-regularizers.json" if verb is STUDY else "compare.json"
     a, b = (json.loads((folder / name).read_text())["rows"] for folder in (one, two))
     if verb is COMPARE:
-        assert [[p["tokens_seen"] for p in row["points"]] for row in a] == [[p["tokens_seen"] for p in row["points"]] for row in b]
+        assert [[p["tokens_seen"] for p in row["points"]] for row in a] == [
+            [p["tokens_seen"] for p in row["points"]] for row in b
+        ]
 
 
 @pytest.mark.slow
