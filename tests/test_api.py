@@ -5,6 +5,8 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,6 +169,36 @@ def test_the_hub_card_names_data_and_license_where_they_are_known(model, tmp_pat
     assert (own.data.license, own.data.language, own.data.datasets) == ("cc-by-4.0", "de", None)
     model.save_pretrained(tmp_path / "plain")
     assert ModelCard.load(tmp_path / "plain" / "README.md").data.license is None  # nobody has chosen one
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("/home/alice/private/diary.txt", "`diary.txt`"),
+        ("hf:/home/alice/set", "`set`"),
+        ("hf:owner/set:train", "`hf:owner/set:train`"),
+    ],
+)
+def test_no_pushed_file_names_a_folder_of_the_machine_that_trained_it(model, source, shown, monkeypatch):
+    pushed = {}
+
+    class Hub:
+        def __init__(self, **_):
+            pass
+
+        def create_repo(self, repo_id, **_):
+            return SimpleNamespace(repo_id=repo_id)
+
+        def upload_folder(self, *, folder_path, **_):
+            pushed.update({path.name: path.read_bytes() for path in Path(folder_path).iterdir()})
+
+    monkeypatch.setattr("huggingface_hub.hub_mixin.HfApi", Hub)
+    config = replace(model.config, data=replace(model.config.data, source=source))
+    Model(replace(model.parts, config=config)).push_to_hub("alice/model")
+    assert {"README.md", "config.json", "model.safetensors"} <= pushed.keys()
+    assert not [name for name, content in pushed.items() if b"alice" in content]
+    assert shown in pushed["README.md"].decode()
+    assert json.loads(pushed["config.json"])["data"]["source"] == shown.strip("`")
 
 
 def test_the_hub_cache_of_links_can_be_loaded(folder, model, tmp_path):

@@ -1,10 +1,17 @@
 """Errors for users: one sentence that names the cause and the remedy; the command line prints it and exits with `exit_code`."""
 
+import copyreg
+from typing import Any
+
 
 class JpegDlmError(Exception):
     """An expected failure; `str(error)` is the sentence to show."""
 
     exit_code = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the sentence and the attributes: the arguments of a subclass may be others than the sentence."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def reason_of(error: BaseException) -> str:

@@ -14,7 +14,15 @@ from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, snapshot_do
 
 from jpeg_dlm.errors import AssetError, UsageError, reason_of
 from jpeg_dlm.fetch.assets import ASSETS
-from jpeg_dlm.folders.model_folder import ENCODER_FILES, MODEL_FILES, ModelParts, is_bundled, read_model, write_model
+from jpeg_dlm.folders.model_folder import (
+    ENCODER_FILES,
+    MODEL_FILES,
+    ModelParts,
+    is_bundled,
+    read_model,
+    without_paths,
+    write_model,
+)
 from jpeg_dlm.text.corpora import CARRIED, HUB_SETS
 
 CARD = """---
@@ -57,7 +65,7 @@ class HubModel(ModelHubMixin):
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
         """Return a card with the hub's metadata, extended or replaced by `kwargs` (`model_card_kwargs`)."""
-        config = self.parts.config
+        config = without_paths(self.parts)
         metadata: dict[str, Any] = {"library_name": "jpeg-dlm", "pipeline_tag": "text-generation"}
         metadata["tags"] = [config.method, "diffusion", "language-model"]
         source = config.data.source

@@ -272,6 +272,28 @@ def test_a_wrong_config_file_is_refused(content, word, tmp_path, capsys):
     assert word in refusal(capsys, ["info", "--config", tmp_path / "options.json"], 2)
 
 
+def test_a_preset_in_the_file_brings_its_values(tmp_path, capsys):
+    file = tmp_path / "options.json"
+    file.write_text('{"preset": "smoke", "train": {"lr": 0.25}}')
+    assert main(["info", "--options", "--config", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert main(["info", "--options", "--preset", "smoke", "--train.lr", "0.25"]) == 0
+    assert capsys.readouterr().out == shown
+    assert main(["info", "--options", "--preset", "smoke", "--config", str(file)]) == 0  # said twice
+    assert capsys.readouterr().out == shown
+
+
+def test_two_presets_are_refused(finished, tmp_path, capsys):
+    file = tmp_path / "options.json"
+    file.write_text('{"preset": "lm1b"}')
+    for words in (["info", "--preset", "tiny"], ["prepare", "x", "--preset", "tiny", "--out", tmp_path / "x"]):
+        assert "begins with the preset lm1b, not tiny: leave one" in refusal(capsys, [*words, "--config", file], 2)
+    resumed = ["train", "--data", "x", "--out", finished, "--resume", "--config", file]
+    assert "begins with the preset lm1b, not smoke" in refusal(capsys, resumed, 2)
+    file.write_text('{"preset": ["lm1b"]}')
+    assert "Unknown preset" in refusal(capsys, ["info", "--config", file], 2)
+
+
 def test_a_missing_config_file_is_refused(tmp_path, capsys):
     assert "Cannot read" in refusal(capsys, ["info", "--config", tmp_path / "none.json"], 2)
 

@@ -1,11 +1,16 @@
 """Ranks and collectives: one process here, two real gloo processes in the slow tests."""
 
+import pickle
+from pathlib import Path
+
 import pytest
 import torch
 from small_runs import launch
 
-from jpeg_dlm.errors import UsageError
+from jpeg_dlm.errors import MissingPackageError, UsageError
 from jpeg_dlm.machine import collectives, dist
+from jpeg_dlm.studies.workshop import StudyStopped
+from jpeg_dlm.training.lock import Locked
 
 
 def test_one_process_needs_nothing(monkeypatch):
@@ -96,6 +101,57 @@ def test_two_processes_apply_the_gradient_of_one(tmp_path):
     done = launch(str(script))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")) == ["", "agreed 0", "agreed 1"]
+
+
+TOGETHER = """
+import sys
+from pathlib import Path
+from jpeg_dlm.machine import collectives, dist
+from jpeg_dlm.machine.collectives import failed_together, main_first, on_main, shared
+from jpeg_dlm.training.lock import Locked, lock_together
+ranks, out = dist.setup("cpu", timeout_s=60.0), Path(sys.argv[1])
+done = []
+assert shared(range(7), lambda i: done.append(i) or i * i) == [i * i for i in range(7)]
+assert done == list(range(ranks.rank, 7, 2)) and shared([], done.append) == [] and shared([5], str) == ["5"]
+assert on_main(lambda: f"rank {ranks.rank}") == "rank 0"
+for kind in (KeyError, RuntimeError):  # of the main process alone
+    try:
+        on_main(lambda: (_ for _ in ()).throw(kind("no luck")))
+    except (KeyError if ranks.is_main and kind is KeyError else RuntimeError) as error:
+        assert "no luck" in str(error)
+    else:
+        raise AssertionError("no error")
+with lock_together(out / "lock"):
+    try:
+        with lock_together(out / "lock"):
+            raise AssertionError("held twice")
+    except Locked as locked:
+        assert locked.run == out / "lock" and "process" in locked.holder
+main_first(lambda: (out / "fetched").exists() or (out / "fetched").write_text(str(ranks.rank)))
+assert (out / "fetched").read_text() == "0"
+assert failed_together("both")
+collectives.FAIL_TOGETHER_S = 1.0
+assert not (ranks.is_main and failed_together("main"))
+dist.teardown()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_share_work_and_what_the_main_one_says(tmp_path):
+    script = tmp_path / "together.py"
+    script.write_text(TOGETHER)
+    done = launch(str(script), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [UsageError("a"), MissingPackageError("p", "x", "MAUVE"), Locked(Path("run"), "process 1"), StudyStopped("SIGTERM")],
+)
+def test_errors_reach_other_processes_as_they_are(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
+    assert again.exit_code == error.exit_code
 
 
 WAITING = """

@@ -81,7 +81,5 @@ def test_what_is_not_recorded_is_said(tmp_path):
     append_row(folder / INVOCATIONS, row("encoder", 3, 2.0))
     said, lines = told()
     assert "step 3 of its stage 'encoder'" in said and len(lines) == 2
-    assert (
-        lines[0].startswith("torchrun --nproc-per-node 2 -m jpeg_dlm.cli.main train --config ") and "--train.lr 1.0" in lines[0]
-    )
+    assert lines[0].startswith("torchrun --nproc-per-node 2 -m jpeg_dlm train --config ") and "--train.lr 1.0" in lines[0]
     assert lines[1] == "jpeg-dlm train --resume --threads 2 --out AGAIN --train.lr 2.0"

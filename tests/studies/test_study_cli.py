@@ -95,7 +95,7 @@ def test_other_processes_get_the_training_options_and_a_share_of_the_machine(mon
     assert shares == [2, 8] and signal.getsignal(signal.SIGTERM) is before
     assert len(started) == 2 and len(told) == 2 and "exited with code 3" in told[0]  # a warning, not an error
     again = parser.parse_args(started[0][4:-2])
-    assert started[0][:4] == [sys.executable, "-m", "jpeg_dlm.cli.main", "study"] and started[0][-2:] == ["--train.lr", "1"]
+    assert started[0][:4] == [sys.executable, "-m", "jpeg_dlm", "study"] and started[0][-2:] == ["--train.lr", "1"]
     kept = ("study", "preset", "data", "budget", "train_seeds", "out", "device")
     assert all(getattr(again, name) == getattr(args, name) for name in kept)
     assert again.train_only and again.quiet and (again.jobs, again.threads) == (1, 2)

@@ -10,13 +10,16 @@ from dataclasses import fields, replace
 import pytest
 from conftest import MICRO
 
+from jpeg_dlm.config_io import override
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.entry import EvaluationEntry, ModelFacts
 from jpeg_dlm.evaluation.evaluate import EvaluationRequest
 from jpeg_dlm.evaluation.protocols import protocol
+from jpeg_dlm.folders.checkpoint import latest_checkpoint
 from jpeg_dlm.machine.console import Console
 from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.presets import preset
 from jpeg_dlm.results.table import markdown
 from jpeg_dlm.scorers.language_models import build_scorer
 from jpeg_dlm.studies import compare, trained
@@ -28,7 +31,9 @@ from jpeg_dlm.studies.study import TrainingStudy, Variant, Variants
 from jpeg_dlm.studies.trained import ask
 from jpeg_dlm.studies.variant_pictures import draw_rows
 from jpeg_dlm.studies.variants import TRAINING
-from jpeg_dlm.studies.workshop import StudyStopped, Workshop
+from jpeg_dlm.studies.workshop import StudyStopped, Workshop, training_seconds
+from jpeg_dlm.training.metrics import MetricsLog
+from jpeg_dlm.training.record import Invocation
 from jpeg_dlm.training.run import Outcome, train_run
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
@@ -265,6 +270,33 @@ def test_conditions(corpus_file, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     other = shop(tmp_path / "link")
     assert workshop.run_of(workshop.conditions(base)).name == other.run_of(other.conditions(base)).name
+
+
+def test_one_process_makes_the_steps_of_a_preset_for_several(corpus_file, tmp_path, trainings):
+    """A preset of 4 devices with 8 rows each: 32 rows a step, and the steps of two epochs in such steps."""
+    asked = question("widths", corpus_file, only="d = 16", **{"train.devices": 4, "train.steps": 0, "train.epochs": 2.0})
+    workshop = shop(tmp_path)
+    planned = trained.plan(replace(asked, budget=None), workshop)
+    trained.train(planned, workshop)
+    [config], [run] = planned.rows[0].configs, planned.rows[0].runs.values()
+    rows = len(workshop.blocks(workshop.prepared(config), "train"))
+    assert [(c.train.batch, c.train.accumulation, c.train.devices) for c in trainings] == [(8, 4, 1)]
+    checkpoint = latest_checkpoint(run, print)
+    assert checkpoint.state["rows_per_step"] == 32 and checkpoint.step == config.train.steps == -(-2 * rows // 32)
+    assert workshop.finished(run, config)
+    fewer = replace(config, train=replace(config.train, devices=1))
+    assert not workshop.finished(run, fewer)  # a step of other rows is another training
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_training_time_counts_the_rows_of_all_processes(processes, tmp_path):
+    config = override(preset("smoke"), {"train.batch": 8, "train.accumulation": 3})
+    Invocation(tmp_path, config, processes).begin("jpeg-dlm", 0)
+    with MetricsLog(tmp_path / "metrics.jsonl", None) as log:
+        for step, rows_per_s in ((10, 100.0), (20, 50.0)):
+            log.log(step, {"loss": 1.0, "rows_per_s": rows_per_s})
+    assert training_seconds(tmp_path) == pytest.approx(10 * 8 * 3 * processes * (1 / 100 + 1 / 50))
+    assert training_seconds(tmp_path, 10) == pytest.approx(10 * 8 * 3 * processes / 100)
 
 
 def test_what_a_study_sets_itself_cannot_be_given():

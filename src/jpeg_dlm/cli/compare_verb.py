@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jpeg_dlm.cli.options import GROUPS, document_options, parse_overrides
 from jpeg_dlm.cli.parser import Parser
@@ -13,6 +14,9 @@ from jpeg_dlm.cli.values import whole
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
 from jpeg_dlm.presets import PRESETS
+
+if TYPE_CHECKING:
+    from jpeg_dlm.scorers.scoring import Scorer
 
 
 def add_arguments(parser: Parser) -> None:
@@ -52,8 +56,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
     from jpeg_dlm.cli.show import show
     from jpeg_dlm.evaluation.evaluate import EvaluationRequest
+    from jpeg_dlm.machine.collectives import main_first
     from jpeg_dlm.machine.console import Console
-    from jpeg_dlm.machine.dist import read_ranks
+    from jpeg_dlm.machine.dist import setup, teardown
     from jpeg_dlm.results.table import write_result
     from jpeg_dlm.studies import compare
     from jpeg_dlm.studies.budget import parse_budget, parse_tokens
@@ -67,28 +72,35 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         torch.set_num_threads(args.threads)
     if args.tokens and args.budget:
         raise UsageError("Give --tokens or --budget, not both.")
-    base, shared = read_base(args.preset, args.data, parse_overrides(rest))
+    ranks = setup(args.device)
+    base, shared = read_base(args.preset, args.data, parse_overrides(rest), ranks.world)
     budgets = parse_tokens(args.tokens) if args.tokens else (parse_budget(args.budget),) if args.budget else ()
     asked = compare.Comparison(
         base, compare.method_names(args.methods), budgets, shared, args.batch, args.repeats, args.train_seeds,
         task_names(args.tasks or ""),
     )  # fmt: skip
     request = EvaluationRequest(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
-    workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet), trains=not args.so_far)
+    workshop = Workshop(args.out, ranks, Console(args.quiet or not ranks.is_main), trains=not args.so_far)
     rows = compare.plan(asked, workshop)
     if args.so_far:
         rows = compare.so_far(rows, workshop)
     else:
         compare.train(rows, workshop, wait=not args.train_only)
     if args.train_only:
+        teardown()
         return 0
-    device = str(workshop.ranks.device)
-    result = compare.evaluate(asked, rows, workshop, lambda: scorer_of(args, device, workshop.console), request)
-    result["command"] = args.command
-    tables = compare_tables(result, base.preset if base.preset == "owt1024" else "lm1b")
-    show(tables)
-    write_result(args.out / "compare", result, tables)
-    draw_comparison(result, args.out / "compare.png")
-    draw_curves(result, args.out / "compare-curves.png")
-    workshop.console.say(f"Wrote {args.out / 'compare.json'}, compare.md and the pictures compare*.png.")
+
+    def scorer() -> Scorer:
+        return main_first(lambda: scorer_of(args, str(ranks.device), workshop.console))
+
+    result = compare.evaluate(asked, rows, workshop, scorer, request)
+    if ranks.is_main:
+        result["command"] = args.command
+        tables = compare_tables(result, base.preset if base.preset == "owt1024" else "lm1b")
+        show(tables)
+        write_result(args.out / "compare", result, tables)
+        draw_comparison(result, args.out / "compare.png")
+        draw_curves(result, args.out / "compare-curves.png")
+        workshop.console.say(f"Wrote {args.out / 'compare.json'}, compare.md and the pictures compare*.png.")
+    teardown()
     return 1 if any("error" in row for row in result["rows"]) else 0

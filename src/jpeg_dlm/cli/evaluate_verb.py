@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from jpeg_dlm.evaluation.samples import SampleFile
     from jpeg_dlm.evaluation.sources import Source
     from jpeg_dlm.machine.console import Console
+    from jpeg_dlm.machine.dist import Ranks
     from jpeg_dlm.results.resumable import Parts
     from jpeg_dlm.text.blocks import Blocks
 
@@ -71,17 +74,22 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    from jpeg_dlm.machine.collectives import on_main
+    from jpeg_dlm.machine.dist import setup, teardown
+    from jpeg_dlm.training.lock import lock_together
+
     asked = _asked(args, parse_overrides(rest))
-    if args.out is None:
-        return _evaluate(args, asked)
-    from jpeg_dlm.training.lock import run_lock
+    ranks = setup(args.device)
+    # A second evaluation at the same time would mix up the partial results.
+    with lock_together(args.out) if args.out else contextlib.nullcontext():
+        if args.out:
+            on_main(partial(_claim, args.out, asked))
+        _evaluate(args, asked, ranks)
+    teardown()
+    return 0
 
-    with run_lock(args.out):  # a second evaluation at the same time would mix up the partial results
-        _claim(args.out, asked)
-        return _evaluate(args, asked)
 
-
-def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
+def _evaluate(args: argparse.Namespace, asked: dict[str, Any], ranks: Ranks) -> None:
     from jpeg_dlm import __version__
     from jpeg_dlm.cli.show import show
     from jpeg_dlm.evaluation.entry import EvaluationResult
@@ -89,25 +97,26 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
     from jpeg_dlm.evaluation.sources import ModelSource
     from jpeg_dlm.evaluation.tasks import task_results
+    from jpeg_dlm.machine.collectives import main_first
     from jpeg_dlm.machine.console import Console
-    from jpeg_dlm.machine.dist import read_ranks
     from jpeg_dlm.results.plain import plain
     from jpeg_dlm.results.resumable import Parts
     from jpeg_dlm.results.table import write_result
 
-    console, parts = Console(args.quiet), Parts(args.out / "parts" if args.out else None)
+    console, parts = Console(args.quiet or not ranks.is_main), Parts(args.out / "parts" if args.out else None)
+    device = str(ranks.device)
     request = EvaluationRequest(
         protocol(args.protocol), tuple(asked["seeds"]), args.n, tuple(asked["steps"]), tuple(asked["solvers"]),
         asked["sampler"], args.mauve,
     )  # fmt: skip
     evaluation: Evaluation | None = None
     entries, tasks = [], {name: [] for name in ("likelihood", "continue", "infill")}
-    for source in _sources(args, request, console):
+    for source in _sources(args, request, device, console):
         if args.likelihood and source.model:
             tasks["likelihood"].append(_likelihood(source, args, parts, console))
         if asked["scorer"]:
             if evaluation is None:  # only now, so that errors of a source come before the download of a scorer
-                scorer = scorer_of(args, str(read_ranks(args.device, {}).device), console, asked["scorer"])
+                scorer = main_first(lambda: scorer_of(args, device, console, asked["scorer"]))
                 evaluation = Evaluation(scorer, request, parts, console)
             if args.task == "write":
                 entries += evaluation.entries(source)
@@ -115,12 +124,13 @@ def _evaluate(args: argparse.Namespace, asked: dict[str, Any]) -> int:
                 tasks[args.task] += task_results(args.task, source, evaluation, args.context_scale)
     tasks = {name: rows for name, rows in tasks.items() if rows or (name == "likelihood" and args.likelihood)}
     result = evaluation.result(entries, tasks) if evaluation else EvaluationResult({"version": __version__}, [], tasks)
+    if not ranks.is_main:
+        return
     tables = evaluation_tables(result)
     show(tables)
     if args.out:
         write_result(args.out / "results", plain(result) | {"request": asked}, tables)
         _draw(args.out, result, console)
-    return 0
 
 
 def _likelihood(source: Any, args: argparse.Namespace, parts: Parts, console: Console) -> dict[str, Any]:
@@ -181,7 +191,7 @@ def _claim(out: Path, asked: dict[str, Any]) -> None:
     write_atomic(path, json.dumps(asked, indent=1) + "\n")
 
 
-def _sources(args: argparse.Namespace, request: EvaluationRequest, console: Console) -> Iterator[Source]:
+def _sources(args: argparse.Namespace, request: EvaluationRequest, device: str, console: Console) -> Iterator[Source]:
     """Return all sample files, read first, so that errors come early, and models, loaded one by one."""
     from jpeg_dlm.evaluation.samples import REAL, is_samples, read_samples
     from jpeg_dlm.evaluation.sources import file_sources
@@ -198,12 +208,12 @@ def _sources(args: argparse.Namespace, request: EvaluationRequest, console: Cons
     for source in found:
         source.real(1)  # raises an error if there are no real texts to compare with
     reference = read_samples(args.reference, REAL) if args.reference else None
-    return itertools.chain(found, _models(models, reference, args, request, console))
+    return itertools.chain(found, _models(models, reference, args, request, device, console))
 
 
 def _models(
     paths: Sequence[Path | None], reference: SampleFile | None, args: argparse.Namespace, request: EvaluationRequest,
-    console: Console,
+    device: str, console: Console,
 ) -> Iterator[Source]:  # fmt: skip
     from jpeg_dlm.api import load
     from jpeg_dlm.evaluation.heldout import names_of
@@ -211,7 +221,7 @@ def _models(
     from jpeg_dlm.evaluation.whole_texts import WholeTexts
 
     for path, label in zip(paths, names_of(paths), strict=True):
-        model = load(path, args.device)
+        model = load(path, device)
         _check_sampler(model, label, request, console)
         source = ModelSource(model, label, args.batch, _heldout(model, args, reference, console), reference)
         yield WholeTexts(source, args.length, args.context_scale) if args.length else source

@@ -13,7 +13,7 @@ from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.cli.values import positive, share
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.registry import names
-from jpeg_dlm.presets import PRESETS, preset
+from jpeg_dlm.presets import PRESETS
 from jpeg_dlm.wording import command
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     stray = next((name for name in PLAN_ONLY if getattr(args, name) and not args.plan), None)
     if stray:
         raise UsageError(f"--{stray} belongs to a plan: add --plan.")
-    config = read_config(args, rest, preset(args.preset or DEFAULT), method=args.method)
+    config = read_config(args, rest, default=DEFAULT, method=args.method)
     if args.options:
         print(list_options(config))
         return 0

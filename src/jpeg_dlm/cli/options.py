@@ -134,10 +134,18 @@ def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def read_config(args: argparse.Namespace, rest: Sequence[str], base: Config | None = None, **fixed: str | None) -> Config:
-    """Merge `base` or the preset, the JSON file, the command line and `fixed`, in this order, and validate the result."""
-    config = base or preset(args.preset)
+def read_config(
+    args: argparse.Namespace, rest: Sequence[str], base: Config | None = None, default: str = "tiny", **fixed: str | None
+) -> Config:  # fmt: skip
+    """Merge `base` or a preset, the JSON file, the command line and `fixed`, in this order, and validate the result.
+
+    The preset is the one of `--preset` or of the JSON file, which must not name two, or `default`.
+    """
     values = read_json_file(args.config) if args.config else {}
+    named, asked = values.pop("preset", None), base.preset if base else args.preset
+    if named and asked and named != asked:
+        raise UsageError(f"'{args.config}' begins with the preset {named}, not {asked}: leave one of the two out.")
+    config = base or preset(str(named or asked or default))
     method = fixed.pop("method", None) or values.get("method")
     if method and method != config.method:
         from jpeg_dlm.methods.registry import for_method

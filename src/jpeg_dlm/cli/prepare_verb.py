@@ -13,7 +13,7 @@ from jpeg_dlm.wording import counted
 
 
 def add_arguments(parser: Parser) -> None:
-    add_config_arguments(parser, groups=("data",))
+    add_config_arguments(parser, groups=("data",), required=False)
     parser.add_argument(
         "source",
         help="text file, folder, .jsonl, a named corpus (captions, tatoeba, stories, sotu, wikipedia, ...) or hf:NAME[/CONFIG]",

@@ -16,12 +16,15 @@ from jpeg_dlm.cli.options import GROUPS, document_options, parse_overrides
 from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.cli.scorer_options import add_scorer_arguments, scorer_of
 from jpeg_dlm.cli.values import positive, whole
+from jpeg_dlm.errors import UsageError
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
 from jpeg_dlm.presets import PRESETS
 from jpeg_dlm.studies.catalog import STUDIES
 
 if TYPE_CHECKING:
     from jpeg_dlm.machine.console import Console
+    from jpeg_dlm.machine.dist import Ranks
+    from jpeg_dlm.scorers.scoring import Scorer
     from jpeg_dlm.studies.study import StudyOutcome
 
 
@@ -95,33 +98,42 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     import torch
 
     from jpeg_dlm.cli.show import show
+    from jpeg_dlm.machine.dist import setup, teardown
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    outcome = RUN[STUDIES[args.study].takes](args, rest)
+    ranks = setup(args.device)
+    outcome = RUN[STUDIES[args.study].takes](args, rest, ranks)
     if outcome is None:
+        teardown()
         return 0
-    outcome.result["command"] = args.command
-    show(outcome.tables)
-    written = outcome.write(args.out, args.study)
-    if not args.quiet:
-        print(f"Wrote {', '.join(str(path) for path in written)}.")
+    if ranks.is_main:
+        outcome.result["command"] = args.command
+        show(outcome.tables)
+        written = outcome.write(args.out, args.study)
+        if not args.quiet:
+            print(f"Wrote {', '.join(str(path) for path in written)}.")
+    teardown()
     return 1 if any("error" in row for row in outcome.result.get("rows", [])) else 0
 
 
-def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome | None:
+def _run_training(args: argparse.Namespace, rest: Sequence[str], ranks: Ranks) -> StudyOutcome | None:
     from jpeg_dlm.evaluation.evaluate import EvaluationRequest
     from jpeg_dlm.evaluation.protocols import protocol
+    from jpeg_dlm.machine.collectives import main_first
     from jpeg_dlm.machine.console import Console
-    from jpeg_dlm.machine.dist import read_ranks
     from jpeg_dlm.studies import trained
     from jpeg_dlm.studies.budget import parse_budget
     from jpeg_dlm.studies.workshop import Workshop
 
+    if args.jobs > 1 and ranks.world > 1:
+        raise UsageError("The processes of torchrun train together already: leave --jobs out.")
     budget = parse_budget(args.budget) if args.budget else None
-    question = trained.ask(args.study, args.preset, args.data, parse_overrides(rest), budget, args.train_seeds, args.only or "")
+    question = trained.ask(
+        args.study, args.preset, args.data, parse_overrides(rest), budget, args.train_seeds, args.only or "", ranks.world
+    )
     request = EvaluationRequest(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
-    workshop = Workshop(args.out, read_ranks(args.device, {}), Console(args.quiet), trains=not args.so_far)
+    workshop = Workshop(args.out, ranks, Console(args.quiet or not ranks.is_main), trains=not args.so_far)
     planned = trained.plan(question, workshop)  # before the workers start: speeds are measured on an idle machine
     if args.so_far:
         planned = trained.so_far(planned, workshop)
@@ -130,8 +142,11 @@ def _run_training(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome
             trained.train(planned, workshop, wait=not args.train_only)
     if args.train_only:
         return None
-    device = str(workshop.ranks.device)
-    return trained.evaluate(planned, workshop, lambda: scorer_of(args, device, workshop.console), request, args.batch)
+
+    def scorer() -> Scorer:
+        return main_first(lambda: scorer_of(args, str(ranks.device), workshop.console))
+
+    return trained.evaluate(planned, workshop, scorer, request, args.batch)
 
 
 @contextlib.contextmanager
@@ -167,7 +182,7 @@ def _worker_words(args: argparse.Namespace, rest: Sequence[str], threads: int, d
     words = ["--preset", args.preset, "--train-seeds", args.train_seeds, "--threads", threads, "--device", device]
     words += [word for name in ("data", "budget", "only") if getattr(args, name) for word in (f"--{name}", getattr(args, name))]
     words += ["--out", args.out, "--train-only", "--quiet", *rest]
-    return [sys.executable, "-m", "jpeg_dlm.cli.main", "study", args.study, *map(str, words)]
+    return [sys.executable, "-m", "jpeg_dlm", "study", args.study, *map(str, words)]
 
 
 def _dismiss(worker: subprocess.Popen[bytes], log: Path, console: Console) -> None:
@@ -178,27 +193,28 @@ def _dismiss(worker: subprocess.Popen[bytes], log: Path, console: Console) -> No
     worker.wait()
 
 
-def _run_models(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome:
+def _run_models(args: argparse.Namespace, rest: Sequence[str], ranks: Ranks) -> StudyOutcome:
     from jpeg_dlm.evaluation.heldout import model_sources
+    from jpeg_dlm.machine.collectives import main_first
     from jpeg_dlm.machine.console import Console
-    from jpeg_dlm.machine.dist import read_ranks
     from jpeg_dlm.results.resumable import Parts
     from jpeg_dlm.studies.study import Asked
 
-    console = Console(args.quiet)
-    device = str(read_ranks(args.device, {}).device)
+    console, device = Console(args.quiet or not ranks.is_main), str(ranks.device)
     asked = Asked(
-        args.n, tuple(range(args.seeds)), args.batch, lambda: scorer_of(args, device, console),
+        args.n, tuple(range(args.seeds)), args.batch, lambda: main_first(lambda: scorer_of(args, device, console)),
         Parts(args.out / "parts"), console, args.mauve,
     )  # fmt: skip
     sources = model_sources(args.checkpoints or [None], device, args.batch, args.data, console)
     return import_module(f"jpeg_dlm.studies.{args.study}").analyze(sources, asked)
 
 
-def _run_sizes(args: argparse.Namespace, rest: Sequence[str]) -> StudyOutcome:
+def _run_sizes(args: argparse.Namespace, rest: Sequence[str], ranks: Ranks) -> StudyOutcome:
+    if ranks.world > 1:
+        raise UsageError(f"The study '{args.study}' counts and times on one device: start it without torchrun.")
     return import_module(f"jpeg_dlm.studies.{args.study}").study(args, parse_overrides(rest))
 
 
-RUN: dict[str, Callable[[argparse.Namespace, Sequence[str]], StudyOutcome | None]] = {
+RUN: dict[str, Callable[[argparse.Namespace, Sequence[str], Ranks], StudyOutcome | None]] = {
     "training": _run_training, "models": _run_models, "sizes": _run_sizes,
 }  # fmt: skip

@@ -16,7 +16,6 @@ from jpeg_dlm.config import Config, with_files
 from jpeg_dlm.config_io import from_dict, read_json_file
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.methods.registry import method_class, names, writes
-from jpeg_dlm.presets import preset
 from jpeg_dlm.training.record import check_recorded
 from jpeg_dlm.wording import command
 
@@ -54,13 +53,13 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
-def base_config(args: argparse.Namespace) -> Config:
-    """Return the stored config of a run that is resumed; otherwise that of the teacher, of the first model or of the preset."""
+def base_config(args: argparse.Namespace) -> Config | None:
+    """Return the stored config of a run that is resumed; otherwise that of the teacher or of the first model, if any."""
     stored = args.out / "config.json"
     if not (args.resume and stored.is_file()):
         if args.teacher:
             return student_of(args.teacher, args.method)
-        return start_of(args.init) if args.init else preset(args.preset or "tiny")
+        return start_of(args.init) if args.init else None
     check_recorded(args.out, stored.name, "restore it, or delete it and give the options of the run again")
     config = from_dict(read_json_file(stored))
     if args.preset and args.preset != config.preset:

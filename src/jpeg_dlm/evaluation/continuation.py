@@ -19,7 +19,8 @@ from jpeg_dlm.continuing import LongTexts, context_blocks
 from jpeg_dlm.errors import DataError
 from jpeg_dlm.evaluation.figures import mauve_or_reason
 from jpeg_dlm.evaluation.infill import is_text
-from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.evaluation.sources import ModelSource, batches
+from jpeg_dlm.machine.collectives import shared
 from jpeg_dlm.machine.console import Console
 from jpeg_dlm.methods.base import FREE, require
 from jpeg_dlm.results.resumable import Parts
@@ -104,11 +105,16 @@ def continuation(
 
     def write() -> dict[str, Any]:
         console.say(f"{source.name}: continuing {counted(len(cases), 'prompt')} with seed {seed} ...")
-        options = {"seed": seed, "batch": source.batch, **sampler}
-        if not count:
-            return {"written": completed(model, prompts, **options)}
-        rows = LongTexts(model, prompts, model.config.data.token_len, scale).tokens(len(cases), **options)
-        return {"written": [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]}
+
+        def proceed(rows: range) -> list[list[int]]:
+            own = prompts[rows.start : rows.stop]
+            options = {"seed": seed, "first": rows.start, "batch": source.batch, **sampler}
+            if not count:
+                return completed(model, own, **options)
+            found = LongTexts(model, own, model.config.data.token_len, scale).tokens(len(own), **options)
+            return [row[len(prompt) :] for row, prompt in zip(found, own, strict=True)]
+
+        return {"written": [ids for part in shared(batches(len(cases), source.batch), proceed) for ids in part]}
 
     depends = about | {"kind": "continuation", "version": __version__} | source.identity(seed, dict(sampler))
     written = parts.get_or_make(f"continuation-{source.name}-seed{seed}", depends, write)["written"]

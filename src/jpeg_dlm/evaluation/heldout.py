@@ -10,6 +10,7 @@ from jpeg_dlm.api import Model, load
 from jpeg_dlm.errors import DataError
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.machine.cache import cache_dir
+from jpeg_dlm.machine.collectives import on_main
 from jpeg_dlm.machine.console import Console
 from jpeg_dlm.results.resumable import key_of
 from jpeg_dlm.text.blocks import Blocks
@@ -30,9 +31,13 @@ def heldout_blocks(model: Model, source: str | None, console: Console) -> Blocks
         # Systems with the same tokenizer may pack rows differently, so the name depends on every option.
         key = key_of(data.options() | {"fingerprint": model.tokenizer.fingerprint})
         folder = cache_dir() / "prepared" / f"{folder.name}-{data.token_len}-{key[:16]}"
-        bring(data.source, folder, console)
-        with console.progress("Preparing text", "bytes") as progress:
-            prepare(data, folder, progress, model.tokenizer)
+
+        def make() -> None:
+            bring(data.source, folder, console)
+            with console.progress("Preparing text", "bytes") as progress:
+                prepare(data, folder, progress, model.tokenizer)
+
+        on_main(make)
     blocks = Blocks(folder, "heldout")
     if (blocks.index["tokenizer"], blocks.token_len) != (model.tokenizer.fingerprint, data.token_len):
         raise DataError(f"'{folder}' was prepared for another model: name the text itself with --data.")

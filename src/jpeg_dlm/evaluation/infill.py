@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from jpeg_dlm import __version__
-from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.evaluation.sources import ModelSource, batches
 from jpeg_dlm.flow.control import keep_given
+from jpeg_dlm.machine.collectives import shared
 from jpeg_dlm.machine.console import Console
 from jpeg_dlm.methods.base import FREE, require
 from jpeg_dlm.results.resumable import Parts
@@ -66,9 +67,14 @@ def infill(
 
     def write() -> dict[str, Any]:
         console.say(f"{source.name}: filling in {len(rows_NL):,} templates of seed {seed} ...")
-        decoded = Decoded(given_NL)
-        tokens = model.sample(len(rows_NL), seed=seed, batch=source.batch, given=given_NL, watch=decoded, **sampler)
-        return {"tokens": tokens.tolist(), "decoded": decoded.kept / max(1, decoded.tokens)}
+
+        def fill(rows: range) -> tuple[list[list[int]], int, int]:
+            options = {"seed": seed, "first": rows.start, "batch": source.batch, **sampler}
+            decoded = Decoded(given := given_NL[rows.start : rows.stop])
+            return model.sample(len(rows), given=given, watch=decoded, **options).tolist(), decoded.kept, decoded.tokens
+
+        parts, kept, tokens = zip(*shared(batches(len(rows_NL), source.batch), fill), strict=True)
+        return {"tokens": [row for part in parts for row in part], "decoded": sum(kept) / max(1, sum(tokens))}
 
     depends = about | {"kind": "infill", "version": __version__} | source.identity(seed, dict(sampler))
     written = parts.get_or_make(f"infill-{source.name}-seed{seed}", depends, write)

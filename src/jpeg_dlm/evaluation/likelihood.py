@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from jpeg_dlm.errors import DataError
-from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.evaluation.sources import ModelSource, batches
+from jpeg_dlm.machine.collectives import shared
 from jpeg_dlm.methods.base import Batch, Method
 from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text.blocks import Blocks
@@ -69,10 +70,10 @@ def row_nats(
     Draw d of row i is example `draws * i + d` of batches of `draws`, so that a method that stratifies its times draws one time
     in each of `draws` equal intervals for every row.
     """
-    nats, tokens = np.zeros(n), np.zeros(n)
     device = method.device
-    for start in range(0, n, batch):
-        rows = range(start, min(start + batch, n))
+
+    def score(rows: range) -> tuple[np.ndarray, np.ndarray]:
+        nats, tokens = np.zeros(len(rows)), np.zeros(len(rows))
         tokens_BL = blocks.rows(rows).to(device)
         examples = Batch(tokens_BL, blocks.mask(tokens_BL))
         for draw in range(draws):
@@ -80,11 +81,14 @@ def row_nats(
             found = method.likelihood(examples, noise)
             if found is None:
                 raise DataError(f"{method.title} gives no likelihood: score its text instead.")
-            nats[rows.start : rows.stop] += found.nats_B.double().cpu().numpy() / draws
-            tokens[rows.start : rows.stop] = found.tokens_B.cpu().numpy()
+            nats += found.nats_B.double().cpu().numpy() / draws
+            tokens = found.tokens_B.cpu().numpy()
         if progress is not None:
             progress(rows.stop, n)
-    return nats, tokens
+        return nats, tokens
+
+    nats, tokens = zip(*shared(batches(n, batch), score), strict=True)
+    return np.concatenate(nats), np.concatenate(tokens).astype(float)
 
 
 def unigram_perplexity(heldout: Blocks, n: int) -> float:

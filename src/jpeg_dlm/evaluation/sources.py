@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from jpeg_dlm.api import Model
@@ -17,13 +18,14 @@ from jpeg_dlm.config_io import to_dict
 from jpeg_dlm.encoders.frozen import tensors_sha256
 from jpeg_dlm.errors import DataError, JpegDlmError
 from jpeg_dlm.evaluation.samples import REAL, SampleFile, read_samples
+from jpeg_dlm.machine.collectives import shared
 from jpeg_dlm.methods.base import Batch, Trainable
 from jpeg_dlm.text.blocks import Blocks
 
 
 @dataclass(frozen=True)
 class SourceTexts:
-    """Texts, the token ids of their own model (if known), and the seconds that sampling took."""
+    """Texts, the token ids of their own model (if known), and the seconds that sampling took, summed over processes."""
 
     texts: list[str]
     ids: list[list[int]] | None = None
@@ -42,6 +44,11 @@ class Real:
     texts: SourceTexts
     origin: str
     same_length: bool
+
+
+def batches(n: int, size: int) -> list[range]:
+    """Return the rows 0 to n - 1 in batches, which processes share whole: other sizes would change the last bits."""
+    return [range(start, min(start + size, n)) for start in range(0, n, size)]
 
 
 class Source(Protocol):
@@ -115,10 +122,14 @@ class ModelSource:
         }
 
     def write(self, run: int, n: int | None, sampler: dict[str, Any], specials: bool) -> SourceTexts:
-        began = time.perf_counter()
-        tokens = self.model.sample(n or 1, seed=run, batch=self.batch, **sampler)
-        seconds = time.perf_counter() - began
-        return self.texts(tokens, specials, seconds)
+        def sample(rows: range) -> tuple[Tensor, float]:
+            began = time.perf_counter()
+            tokens = self.model.sample(len(rows), seed=run, first=rows.start, batch=self.batch, **sampler)
+            return tokens, time.perf_counter() - began
+
+        released = self.identity(run, sampler)["batch"] is not None  # draws its texts in order, so that one process writes all
+        parts, seconds = zip(*shared(batches(n or 1, n or 1 if released else self.batch), sample), strict=True)
+        return self.texts(torch.cat(parts), specials, sum(seconds))
 
     def texts(self, tokens: Tensor, specials: bool, seconds: float | None = None) -> SourceTexts:
         """Decode rows; with `specials`, keep special tokens by name, as the code of MDLM and Duo does."""
@@ -146,14 +157,15 @@ class ModelSource:
             codec = self.model.complete_method()
         except JpegDlmError:
             return None
-        n, kept = min(n, len(self.heldout)), 0.0
-        for start in range(0, n, batch):
-            tokens = self.heldout.rows(list(range(start, min(start + batch, n)))).to(codec.device)
-            found = codec.reconstruction(Batch(tokens, self.heldout.mask(tokens)), self.model.config.sampler)
-            if found is None:
-                return None
-            kept += float(found) * len(tokens)
-        return kept / n
+        heldout, n = self.heldout, min(n, len(self.heldout))
+
+        def kept(rows: range) -> float | None:
+            tokens = heldout.rows(rows).to(codec.device)
+            found = codec.reconstruction(Batch(tokens, heldout.mask(tokens)), self.model.config.sampler)
+            return None if found is None else float(found) * len(tokens)
+
+        parts = [part for part in shared(batches(n, batch), kept) if part is not None]
+        return sum(parts) / n if parts else None
 
 
 class FileSource:

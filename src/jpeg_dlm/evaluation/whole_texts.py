@@ -9,7 +9,8 @@ from typing import Any
 
 from jpeg_dlm.continuing import LongTexts
 from jpeg_dlm.errors import UsageError
-from jpeg_dlm.evaluation.sources import ModelSource, Real, SourceTexts
+from jpeg_dlm.evaluation.sources import ModelSource, Real, SourceTexts, batches
+from jpeg_dlm.machine.collectives import shared
 from jpeg_dlm.text.blocks import Blocks
 
 READ_AT_ONCE = 1024  # rows
@@ -43,10 +44,13 @@ class WholeTexts(ModelSource):
         return super().identity(run, sampler) | {"length": self.long.length, "context_scale": self.long.scale}
 
     def write(self, run: int, n: int | None, sampler: dict[str, Any], specials: bool) -> SourceTexts:
-        began = time.perf_counter()
-        rows = self.long.tokens(n or 1, seed=run, batch=self.batch, **sampler)
-        seconds = time.perf_counter() - began
-        return self.decoded(rows, specials, seconds)
+        def write(rows: range) -> tuple[list[list[int]], float]:
+            began = time.perf_counter()
+            ids = self.long.tokens(len(rows), seed=run, first=rows.start, batch=self.batch, **sampler)
+            return ids, time.perf_counter() - began
+
+        parts, seconds = zip(*shared(batches(n or 1, self.batch), write), strict=True)
+        return self.decoded([ids for part in parts for ids in part], specials, sum(seconds))
 
     def decoded(self, rows: Sequence[list[int]], specials: bool, seconds: float | None = None) -> SourceTexts:
         if specials:

@@ -236,8 +236,9 @@ def _if_there(path: Path) -> Path | None:
 
 def without_paths(parts: ModelParts) -> Config:
     """Return the config without local paths; tokenizer and small encoder are saved as files next to it."""
-    config = parts.config
-    data = replace(config.data, source=Path(config.data.source).name)
+    config, source = parts.config, parts.config.data.source
+    on_hub = source.startswith("hf:") and source[3:4] not in ("/", "~", ".")
+    data = replace(config.data, source=source if on_hub else Path(source).name)
     if parts.tokenizer and Path(data.tokenizer).is_file():
         data = replace(data, tokenizer=TOKENIZER_FILE)
     if config.encoder.kind == "small":

@@ -74,4 +74,4 @@ def _typed(value: Any) -> str:
 def _program(processes: int) -> list[str]:
     if processes == 1:
         return ["jpeg-dlm"]
-    return ["torchrun", "--nproc-per-node", str(processes), "-m", "jpeg_dlm.cli.main"]
+    return ["torchrun", "--nproc-per-node", str(processes), "-m", "jpeg_dlm"]

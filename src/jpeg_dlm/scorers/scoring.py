@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from jpeg_dlm.errors import UsageError
+from jpeg_dlm.machine.collectives import shared, world_size
 from jpeg_dlm.machine.cpu import make_safe, with_limit
 from jpeg_dlm.text.text_metrics import TextScore
 
@@ -102,16 +103,21 @@ class Scorer:
         windows = [(i, w) for i, row in enumerate(rows) for w in _windows(len(row), self.context, stride or self.context)]
         pieces = [rows[i][w.start : w.stop] for i, w in windows]
         totals, done = [0.0] * len(rows), sum(len(row) < 2 for row in rows)
-        for batch in _batches_by_length(pieces):
+
+        def sums(batch: list[int]) -> list[float]:
+            nonlocal done
             chosen = [windows[k] for k in batch]
-            sums = self._sums(
-                [pieces[k] for k in batch], [[j >= w.new and c for j, c in w.places(counted[i])] for i, w in chosen]
-            )
-            for (i, _), total in zip(chosen, sums, strict=True):
-                totals[i] += total
-            done += len(batch)
+            kept = [[j >= w.new and c for j, c in w.places(counted[i])] for i, w in chosen]
+            found = self._sums([pieces[k] for k in batch], kept)
+            done += len(batch) * world_size()  # the other processes score as many
             if progress is not None:
                 progress(min(done, len(rows)), len(rows))
+            return found
+
+        batches = list(_batches_by_length(pieces))
+        for batch, found in zip(batches, shared(batches, sums), strict=True):
+            for k, total in zip(batch, found, strict=True):
+                totals[windows[k][0]] += total
         return [
             TextScore(total, sum(kept) if len(row) > 1 else 0, tuple(own))
             for total, kept, row, own in zip(totals, counted, rows, ids, strict=True)
@@ -122,16 +128,21 @@ class Scorer:
         """Return the last hidden state (n, H) at the final retained token of each text that is not empty (for MAUVE)."""
         limit = min(max_tokens, self.context)
         rows = [row for row in (self.encode(text, limit) for text in texts if text.strip()) if row]
-        found: dict[int, Tensor] = {}
-        for batch in _batches_by_length(rows, shortest=1):
+        done = 0
+
+        def last(batch: list[int]) -> Tensor:
+            nonlocal done
             tokens_BL, mask_BL = self._padded([rows[i] for i in batch])
             with self._autocast():
                 h_BLH = self.hidden_states(tokens_BL, mask_BL)
-            last = h_BLH[torch.arange(len(batch)), mask_BL.sum(1) - 1].float().cpu()
-            found |= dict(zip(batch, last, strict=True))
+            done += len(batch) * world_size()
             if progress is not None:
-                progress(len(found), len(rows))
-        return torch.stack([found[i] for i in range(len(rows))]) if rows else torch.empty(0, 0)
+                progress(min(done, len(rows)), len(rows))
+            return h_BLH[torch.arange(len(batch)), mask_BL.sum(1) - 1].float().cpu()
+
+        batches = list(_batches_by_length(rows, shortest=1))
+        order = torch.tensor([i for batch in batches for i in batch])
+        return torch.cat(shared(batches, last))[order.argsort()] if rows else torch.empty(0, 0)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else contextlib.nullcontext()

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+from jpeg_dlm.accounting.plan import splits
 from jpeg_dlm.config import Config
 from jpeg_dlm.encoders import FrozenEncoder
 from jpeg_dlm.errors import UsageError
@@ -65,15 +66,15 @@ def parse_tokens(text: str) -> tuple[Budget, ...]:
 
 
 def spend(config: Config, budget: Budget | None, seconds_per_step: Callable[[Config], float]) -> Config:
-    """Set the steps that the budget allows; a method with two stages spends half of it on each."""
+    """Set the steps that the budget allows; a method with two stages spends half of it on each. None changes nothing."""
+    if budget is None:
+        return config
     stage = method_class(config.method).first_stage(config)
     share = 1.0 if stage is None else 0.5
 
     def steps(of: Config) -> int:
-        if budget is None:
-            return max(1, round(share * config.train.steps))
-        rows = of.train.batch * of.train.accumulation
-        cost = {"steps": lambda: 1.0, "tokens": lambda: rows * of.data.token_len, "seconds": lambda: seconds_per_step(of)}
+        tokens = step_rows(of) * of.data.token_len
+        cost = {"steps": lambda: 1.0, "tokens": lambda: tokens, "seconds": lambda: seconds_per_step(of)}
         return max(1, round(share * budget.amount / cost[budget.kind]()))
 
     if stage is not None:
@@ -81,6 +82,23 @@ def spend(config: Config, budget: Budget | None, seconds_per_step: Callable[[Con
     total = steps(config)
     half, quarter = -(-total // 2), -(-total // 4)  # rounded up: the last evaluation and save are at the end
     return replace(config, train=replace(config.train, steps=total, eval_every=half, save_every=quarter))
+
+
+def step_rows(config: Config) -> int:
+    """Rows of an optimizer step on the devices that a config is meant for."""
+    return config.train.batch * config.train.accumulation * config.train.devices
+
+
+def split_rows(config: Config, world: int) -> Config:
+    """Return the config with as many rows of a step, split over `world` processes in micro-batches that are not larger."""
+    each, left = divmod(step_rows(config), world)
+    if left:
+        raise UsageError(
+            f"A step of {config.method} has {step_rows(config)} rows, which {world} processes cannot split evenly: "
+            "start another number of them, or set --train.batch."
+        )
+    batch = splits(each, config.train.batch)[0]
+    return replace(config, train=replace(config.train, batch=batch, accumulation=each // batch, devices=world))
 
 
 def all_steps(config: Config) -> int:

@@ -23,10 +23,11 @@ from jpeg_dlm.evaluation.entry import EvaluationEntry
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.sources import ModelSource
 from jpeg_dlm.evaluation.throughput import Subject, measure
+from jpeg_dlm.machine.collectives import on_main
 from jpeg_dlm.methods.registry import for_method, method_class, names
 from jpeg_dlm.results.plain import INLINED
 from jpeg_dlm.scorers.scoring import Scorer
-from jpeg_dlm.studies.budget import Budget, all_steps
+from jpeg_dlm.studies.budget import Budget, all_steps, step_rows
 from jpeg_dlm.studies.compare_tasks import perform, summarized
 from jpeg_dlm.studies.scored import Scores, TrainedScores, over_trainings
 from jpeg_dlm.studies.workshop import Workshop, parameter_count, training_seconds
@@ -59,9 +60,8 @@ class CurvePoint:
     @property
     def tokens(self) -> int:
         """Tokens that the model has seen, in all stages."""
-        train = self.config.train
-        steps = all_steps(self.config) - train.steps + self.step
-        return steps * train.batch * train.accumulation * self.config.data.token_len
+        steps = all_steps(self.config) - self.config.train.steps + self.step
+        return steps * step_rows(self.config) * self.config.data.token_len
 
 
 def method_names(text: str) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ def so_far(rows: Mapping[str, CompareRow], workshop: Workshop) -> dict[str, Comp
     for row in rows.values():
         points = {(seed, i): point for seed, points in row.points.items() for i, point in enumerate(points)}
         paths = {key: workshop.model_of(point.config, point.step) for key, point in points.items()}
-        row.models |= {key: path for key, path in paths.items() if path.is_dir()}
+        row.models |= on_main(lambda paths=paths: {key: path for key, path in paths.items() if path.is_dir()})
     found = {name: row for name, row in rows.items() if row.models or "error" in row.record}
     if not any(row.models for row in found.values()):
         raise UsageError("No system has been trained yet: leave --so-far out to train.")
@@ -218,12 +218,12 @@ def _score(
             evaluations = model.config.sampler.evaluations(model.config.data.token_len)
             row.record |= {"entry": entry, "parameters": parameter_count(model), "evaluations": evaluations}
     row.record |= {"tasks": summarized(done)} if tasks else {}
-    first, world = next(iter(row.points.values())), workshop.ranks.world
+    first = next(iter(row.points.values()))
     row.record["points"] = []
     for i, scored in sorted(found.items()):
         entries, runs = zip(*scored, strict=True)
         over = over_trainings(entries, [run.training_seconds for run in runs])
-        row.record["points"].append(ScoredPoint(first[i].budget, first[i].tokens * world, over, runs))
+        row.record["points"].append(ScoredPoint(first[i].budget, first[i].tokens, over, runs))
 
 
 def _timed(asked: Comparison, workshop: Workshop, models: Mapping[str, Model]) -> dict[str, Any]:
@@ -242,4 +242,4 @@ def _timed(asked: Comparison, workshop: Workshop, models: Mapping[str, Model]) -
         "kind": "speed", "batch": asked.batch, "repeats": asked.repeats, "device": str(workshop.ranks.device),
         "samplers": identities,
     }  # fmt: skip
-    return workshop.parts.get_or_make("speed", depends, lambda: measure(subjects, asked.batch, asked.repeats))
+    return workshop.parts.get_or_make("speed", depends, lambda: on_main(lambda: measure(subjects, asked.batch, asked.repeats)))

@@ -78,7 +78,14 @@ class StudyOutcome:
 EVERY_METHOD = ("data.", "encoder.", "train.")  # groups of options that all methods have
 
 
-def read_base(name: str, source: str | None, options: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
-    """Return a preset of JPEG-DLM with options, and those options to apply again to every config derived from it."""
+def read_base(
+    name: str, source: str | None, options: Mapping[str, Any], world: int = 1
+) -> tuple[Config, dict[str, Any]]:  # fmt: skip
+    """Return a preset of JPEG-DLM with options, and those options to apply again to every config derived from it.
+
+    A step has the rows that the preset is meant for on any number of processes; a batch that was set is that of each process.
+    """
     options = dict(options) | ({"data.source": source} if source else {})
+    if options.keys() & {"train.batch", "train.accumulation"}:
+        options = {"train.devices": world} | options
     return override(preset(name), options), {key: value for key, value in options.items() if key.startswith(EVERY_METHOD)}

@@ -45,13 +45,13 @@ class Question:
 
 def ask(
     study: str, preset: str, source: str | None, options: Mapping[str, Any], budget: Budget | None = None,
-    train_seeds: int = 1, only: str = "",
+    train_seeds: int = 1, only: str = "", world: int = 1,
 ) -> Question:  # fmt: skip
     """Build a question from command line values; reject options that the study sets itself."""
     for option in options:
         if option.replace("-", "_") in TRAINING[study].sets:
             raise UsageError(f"The study '{study}' sets {option} itself: leave --{option} out.")
-    return Question(study, *read_base(preset, source, options), budget, train_seeds, only)
+    return Question(study, *read_base(preset, source, options, world), budget, train_seeds, only)
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """A folder in which each configuration is trained once: finished runs are reused, stopped ones continue.
 
 It has data-*/ and encoder-*/ (prepared once), runs/METHOD-HASH/ with models/ along the way, parts/ (finished measurements)
-and locks/. Any number of processes, on one machine or several, may share a folder: each takes work that no other holds.
+and locks/. Any number of commands, on one machine or several, may share a folder: each takes work that no other holds. The
+processes of one torchrun do everything together; the main one holds the locks and writes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,20 @@ from jpeg_dlm.errors import JpegDlmError, UsageError
 from jpeg_dlm.files import write_atomic
 from jpeg_dlm.folders.checkpoint import latest_checkpoint, newest_step
 from jpeg_dlm.folders.model_folder import read_model, write_model
+from jpeg_dlm.machine.collectives import failed_together, on_main
 from jpeg_dlm.machine.console import Console
 from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.registry import method_class
 from jpeg_dlm.results.resumable import Parts, key_of
-from jpeg_dlm.studies.budget import Budget, measure_step, spend
+from jpeg_dlm.studies.budget import Budget, measure_step, spend, split_rows, step_rows
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.corpora import bring
 from jpeg_dlm.text.prepare import prepare
 from jpeg_dlm.training.diagnosis_plot import diagnoses
 from jpeg_dlm.training.encoder_stage import encoder_config
-from jpeg_dlm.training.lock import Locked, run_lock
+from jpeg_dlm.training.lock import Locked, lock_together
 from jpeg_dlm.training.metrics import read_metrics
+from jpeg_dlm.training.record import INVOCATIONS, read_rows
 from jpeg_dlm.training.run import fit_to_data, train_run
 
 SIGNALS = ("SIGTERM", "SIGINT")
@@ -61,7 +64,7 @@ class Workshop:
         self.folder, self.ranks, self.console, self.trains = folder, ranks, console, trains
         self.parts = Parts(folder / "parts")
         self.blocks = cache(Blocks)
-        self._told = ""
+        self._told, self._tried = "", 0
 
     # ------------------------------------------------------------ among other processes
 
@@ -92,12 +95,16 @@ class Workshop:
     def alone(self, name: str) -> Iterator[None]:
         """Run the block in one process at a time; the others wait."""
         with contextlib.ExitStack() as stack:
-            self.take_turns([lambda: stack.enter_context(run_lock(self.folder / "locks" / name))])
+            self.take_turns([lambda: stack.enter_context(lock_together(self.folder / "locks" / name))])
             yield
 
     @contextlib.contextmanager
     def recorded(self, row: dict[str, Any], title: str) -> Iterator[None]:
-        """Record an error within the block as the row's `error`, with its traceback in a file; let `Stopped` pass."""
+        """Record an error within the block as the row's `error`, with its traceback in a file; let `Stopped` pass.
+
+        An error of some processes only is raised: the others may wait for them, and end when they do.
+        """
+        self._tried += 1
         try:
             yield
         except NotTrained:
@@ -105,8 +112,12 @@ class Workshop:
         except (StudyStopped, Locked):
             raise
         except Exception as error:  # no error of one row may end the others
+            if not failed_together(f"failed-{self._tried}"):
+                raise
             sentence = str(error) if isinstance(error, JpegDlmError) else f"{type(error).__name__}: {error}"
             row["error"] = sentence
+            if not self.ranks.is_main:
+                return
             self.folder.mkdir(parents=True, exist_ok=True)
             name = re.sub(r"[^a-z0-9.]+", "-", title.lower()).strip("-")
             write_atomic(self.folder / f"error-{name}.txt", traceback.format_exc())
@@ -120,10 +131,14 @@ class Workshop:
         if (source / "index.json").is_file():
             return source
         folder = self.folder / f"data-{key_of(config.data.options())[:8]}"
-        with self.alone(folder.name):
+
+        def make() -> None:
             bring(config.data.source, folder, self.console)
             with self.console.progress("Preparing text", "bytes") as progress:
                 prepare(config.data, folder, progress)
+
+        with self.alone(folder.name):
+            on_main(make)
         return folder
 
     def conditions(self, config: Config) -> Config:
@@ -131,7 +146,7 @@ class Workshop:
         folder = self.prepared(config)
         blocks = self.blocks(folder, "train")
         config = replace(config, data=replace(config.data, source=str(folder), vocab_size=blocks.vocab_size))
-        steps = fit_to_data(config, blocks, self.ranks.world).train.steps  # a preset may give epochs
+        steps = fit_to_data(config, blocks, config.train.devices).train.steps  # a preset may give epochs
         config = replace(config, train=replace(config.train, steps=steps))
         e = config.encoder
         if not method_class(config.method).needs_encoder(config) or e.kind != "small" or e.name:
@@ -166,10 +181,12 @@ class Workshop:
         def seconds(of: Config) -> float:
             # The type of device, not its index: processes on several GPUs must get the same steps.
             depends = {"kind": "step", "config": self.options(of), "device": self.ranks.device.type}
+            depends |= {"processes": self.ranks.world} if self.ranks.world > 1 else {}
 
             def make() -> dict[str, float]:
                 self.console.say(f"Timing a step of {of.method} ...")
-                return {"seconds": measure_step(of, self.blocks(Path(of.data.source), "train"), self.encoder(of), self.ranks)}
+                split, blocks = split_rows(of, self.ranks.world), self.blocks(Path(of.data.source), "train")
+                return {"seconds": measure_step(split, blocks, self.encoder(of), self.ranks)}
 
             with self.alone("timing"):  # a second measurement would give other steps, and so another configuration
                 return self.parts.get_or_make(f"step-{of.method}", depends, make)["seconds"]
@@ -194,40 +211,49 @@ class Workshop:
         """Train a config and return the model at each of these increasing steps, at which training stops to write it."""
         run = self.run_of(config)
         found = [self.model_of(config, step) for step in steps]
-        with run_lock(self.folder / "locks" / run.name):
+
+        def write(step: int, path: Path) -> None:
+            if newest_step(run) != step:
+                raise UsageError(f"'{run}' lacks the model of step {step} and is past it: delete the folder to train again.")
+            write_model(read_model(run, self.console.warn), path)
+
+        with lock_together(self.folder / "locks" / run.name):
             for step, path in zip(steps, found, strict=True):
-                if path.is_dir():
+                if on_main(path.is_dir):
                     continue
                 last = step == config.train.steps
                 if not (last and self.finished(run, config)):
-                    outcome = train_run(config, run, self.ranks, self.console, resume=True, stop_at=None if last else step)
+                    split, stop_at = split_rows(config, self.ranks.world), None if last else step
+                    outcome = train_run(split, run, self.ranks, self.console, resume=True, stop_at=stop_at)
                     if outcome.stopped_by in SIGNALS:
                         raise StudyStopped(outcome.stopped_by)
-                if newest_step(run) != step:
-                    raise UsageError(
-                        f"'{run}' lacks the model of step {step} and is past it: delete the folder to train again."
-                    )
-                write_model(read_model(run, self.console.warn), path)
+                on_main(partial(write, step, path))
         return found
 
     def train_in(self, run: Path, config: Config) -> None:
         """Train a config in a folder, unless that is done; raise `Locked` if another process is training it."""
-        with run_lock(self.folder / "locks" / run.name):  # `train_run` takes its own lock only after the check below
+        with lock_together(self.folder / "locks" / run.name):  # `train_run` takes its own lock only after the check below
             if self.finished(run, config):
                 self.console.say(f"{run.name}: already trained.")
                 return
             if not self.trains:
                 raise NotTrained(f"'{run.name}' is not trained yet.")
-            outcome = train_run(config, run, self.ranks, self.console, resume=True)
+            outcome = train_run(split_rows(config, self.ranks.world), run, self.ranks, self.console, resume=True)
         if outcome.stopped_by:
             raise StudyStopped(outcome.stopped_by)
 
     def finished(self, run: Path, config: Config) -> bool:
         """Return True if a run directory holds the end of a config's training."""
-        if config.method == "encoder" and not (run / "encoder" / CONFIG_FILE).is_file():
-            return False  # the encoder folder is written after the last checkpoint
-        checkpoint = latest_checkpoint(run, self.console.warn) if (run / "checkpoints").is_dir() else None
-        return checkpoint is not None and checkpoint.step >= config.train.steps
+
+        def look() -> bool:
+            if config.method == "encoder" and not (run / "encoder" / CONFIG_FILE).is_file():
+                return False  # the encoder folder is written after the last checkpoint
+            checkpoint = latest_checkpoint(run, self.console.warn) if (run / "checkpoints").is_dir() else None
+            if checkpoint is None or checkpoint.step < config.train.steps:
+                return False
+            return checkpoint.state.get("rows_per_step") in (None, step_rows(config))  # `train_run` refuses other rows
+
+        return on_main(look)
 
 
 # ---------------------------------------------------------------- facts about a trained run
@@ -239,13 +265,19 @@ def training_seconds(run: Path, step: int | None = None) -> float:
     for log in [run / "metrics.jsonl", *run.glob("*-training/metrics.jsonl")]:
         if not log.is_file() or log.parent.name == "encoder-training":
             continue
-        train = read_json_file(run / "config.json")["train"]
-        before = 0
+        each, before = logged_rows(run), 0
         for values in read_metrics(log):
             if "rows_per_s" in values and (step is None or log.parent != run or values["step"] <= step):
-                rows = (values["step"] - before) * train["batch"] * train["accumulation"]
+                rows = (values["step"] - before) * each
                 total, before = total + rows / values["rows_per_s"], values["step"]
     return total
+
+
+def logged_rows(run: Path) -> int:
+    """Return the rows of a step of a run on all its processes, which `rows_per_s` counts too."""
+    begun = read_rows(run / INVOCATIONS)
+    last = begun[-1] if begun else {"config": read_json_file(run / "config.json"), "processes": 1}
+    return last["config"]["train"]["batch"] * last["config"]["train"]["accumulation"] * last["processes"]
 
 
 def last_latents(run: Path) -> dict[str, float]:

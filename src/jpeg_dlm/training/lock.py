@@ -16,6 +16,7 @@ from pathlib import Path
 
 from jpeg_dlm.errors import UsageError
 from jpeg_dlm.files import make_directory, sweep_temps
+from jpeg_dlm.machine.collectives import on_main
 
 LOCK = "lock"
 
@@ -47,6 +48,14 @@ def run_lock(run: Path) -> Iterator[None]:
     finally:
         # Closing releases the lock. The file stays: deleting it would let two processes lock two files of one name.
         os.close(fd)
+
+
+@contextlib.contextmanager
+def lock_together(run: Path) -> Iterator[None]:
+    """Lock the folder for all processes of a command; the main one holds the lock, and an error is raised on every one."""
+    with contextlib.ExitStack() as stack:
+        on_main(lambda: stack.enter_context(run_lock(run)))
+        yield
 
 
 def _take(fd: int, run: Path) -> None:

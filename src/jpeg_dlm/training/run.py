@@ -11,7 +11,6 @@ RUN/STAGE-training/  the run of an earlier stage: 'encoder', or the first stage 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -46,7 +45,7 @@ from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.training.diagnosis import TEXTS, Diagnosis
 from jpeg_dlm.training.diagnosis_plot import plot_diagnosis
 from jpeg_dlm.training.encoder_stage import finish_encoder, with_encoder
-from jpeg_dlm.training.lock import run_lock
+from jpeg_dlm.training.lock import lock_together
 from jpeg_dlm.training.loop import Trainer
 from jpeg_dlm.training.metrics import MetricsLog
 from jpeg_dlm.training.plots import plot_metrics
@@ -64,7 +63,7 @@ def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume:
     config = validate(config)
     check_tracker(config.train.log)
     echo_s, farewell = 2.0 if ranks.world > 1 else 0.0, partial(last_words, run) if ranks.is_main else None
-    with run_lock(run) if ranks.is_main else contextlib.nullcontext(), StopSignal(echo_s, farewell) as stop:
+    with lock_together(run), StopSignal(echo_s, farewell) as stop:
         _check_fresh(run, resume)
         config = with_settled_precision(config, run, ranks, console)
         invocation = Invocation(run, config, ranks.world) if ranks.is_main else None
