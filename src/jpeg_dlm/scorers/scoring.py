@@ -119,14 +119,16 @@ class Scorer:
 
     @torch.no_grad()
     def features(self, texts: Sequence[str], max_tokens: int, progress: Progress | None = None) -> Tensor:
-        """Return the last hidden state (n, H) at the final retained token of each text that is not empty (for MAUVE)."""
+        """Return the last hidden state (n, H) at the final retained token of each text that is not empty, for MAUVE.
+
+        It is computed in fp32 on every device, as in mauve-text, whatever the precision of the likelihoods.
+        """
         limit = min(max_tokens, self.context)
         rows = [row for row in (self.encode(text, limit) for text in texts if text.strip()) if row]
         found: dict[int, Tensor] = {}
         for batch in _batches_by_length(rows, shortest=1):
             tokens_BL, mask_BL = self._padded([rows[i] for i in batch])
-            with self._autocast():
-                h_BLH = self.hidden_states(tokens_BL, mask_BL)
+            h_BLH = self.hidden_states(tokens_BL, mask_BL)
             last = h_BLH[torch.arange(len(batch)), mask_BL.sum(1) - 1].float().cpu()
             found |= dict(zip(batch, last, strict=True))
             if progress is not None:
