@@ -19,6 +19,7 @@ from jpeg_dlm.evaluation.protocols import PROTOCOLS
 from jpeg_dlm.evaluation.samples import REAL, read_samples
 from jpeg_dlm.evaluation.sources import ModelSource, file_sources
 from jpeg_dlm.evaluation.summary import warnings, way
+from jpeg_dlm.flow import latent_sampler
 from jpeg_dlm.machine.console import Console
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
@@ -152,6 +153,14 @@ def test_way_and_spread():
     assert way(100, 1000, 10) == pytest.approx(0.5) and way(5, 7, 7) is None
     assert spread([1.0, 3.0]) == {"mean": 2.0, "sd": pytest.approx(math.sqrt(2)), "values": [1.0, 3.0]}
     assert spread([1.0])["sd"] is None
+
+
+def test_the_released_protocol_draws_a_random_grid_for_every_32_texts(micro, scorer, reference, monkeypatch):
+    drawn, inner = [], latent_sampler.grid_of
+    monkeypatch.setattr(latent_sampler, "grid_of", lambda *a: (drawn.append(inner(*a)), drawn[-1])[1])
+    options = {"n": 66, "seeds": (0,), "sampler": {"protocol": "released", "grid": "random", "steps": 3}}
+    run(micro, scorer, reference, **options)
+    assert len(drawn) == 3 and len({tuple(grid.tolist()) for grid in drawn}) == 3
 
 
 # ---------------------------------------------------------------- the paper

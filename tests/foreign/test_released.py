@@ -14,6 +14,7 @@ from jpeg_dlm.config_io import override
 from jpeg_dlm.files import save_tensors, sha256_file
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.presets import preset
+from jpeg_dlm.sampling.sampler import RELEASED_BATCH
 
 L, N, D, F, V, HIDDEN, HEADS, CODEC_HEADS = 9, 4, 12, 10, 23, 24, 3, 2
 SIZES = {
@@ -112,8 +113,9 @@ def released_sampler(p, n, steps, w, seed, batch, grid_kind):
 @torch.no_grad()
 @pytest.mark.parametrize("grid", ["random", "quantile"])
 @pytest.mark.parametrize("seed", [0, 3])
-def test_tokens_equal_those_of_an_independent_sampler(folder, released, capsys, grid, seed):
-    command = ["generate", str(folder), "--protocol", "released", "--tokens", "--grid", grid, "-n", "5", "--batch", "2"]
+def test_tokens_equal_those_of_an_independent_sampler(folder, released, capsys, monkeypatch, grid, seed):
+    monkeypatch.setitem(RELEASED_BATCH, grid, 2)
+    command = ["generate", str(folder), "--protocol", "released", "--tokens", "--grid", grid, "-n", "5"]
     assert main([*command, "--steps", "6", "--w", "2.5", "--seed", str(seed), "--device", "cpu"]) == 0
     found = [list(map(int, line.split())) for line in capsys.readouterr().out.splitlines()]
     expected = released_sampler(released, 5, 6, 2.5, seed, 2, grid)
@@ -121,13 +123,19 @@ def test_tokens_equal_those_of_an_independent_sampler(folder, released, capsys, 
     assert found == expected
 
 
-def test_under_the_released_protocol_a_sample_depends_on_its_batch(folder, capsys):
-    def lines(*options):
-        assert main(["generate", str(folder), "--tokens", "-n", "4", "--steps", "4", "--grid", "random", *options]) == 0
-        return capsys.readouterr().out
+@torch.no_grad()
+@pytest.mark.parametrize(("grid", "batch"), [("random", 32), ("quantile", 16)])
+def test_the_released_protocol_has_the_released_batch(folder, released, capsys, grid, batch):
+    """A new random grid for every 32 texts on LM1B, a new seed for every 16 on OWT, whatever --batch is."""
 
-    assert lines("--protocol", "released", "--batch", "2") != lines("--protocol", "released", "--batch", "4")
-    assert lines("--batch", "2") == lines("--batch", "4")
+    def rows(*options):
+        command = ["generate", str(folder), "--tokens", "-n", str(batch + 2), "--steps", "2", "--w", "2.5", "--grid", grid]
+        assert main([*command, *options]) == 0
+        return [list(map(int, line.split())) for line in capsys.readouterr().out.splitlines()]
+
+    found = rows("--protocol", "released", "--batch", "5")
+    assert found == rows("--protocol", "released") == released_sampler(released, batch + 2, 2, 2.5, 0, batch, grid)
+    assert rows("--batch", "5") == rows()
 
 
 def test_the_released_protocol_refuses_the_uniform_grid(folder, capsys):
