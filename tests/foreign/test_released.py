@@ -56,7 +56,7 @@ def file(released, tmp_path_factory):
 @pytest.fixture(scope="session")
 def folder(file, tmp_path_factory):
     out = tmp_path_factory.mktemp("imported") / "model"
-    assert main(["import", str(file), "--out", str(out)]) == 0
+    assert main(["import", str(file), "--preset", "lm1b", "--out", str(out)]) == 0
     return out
 
 
@@ -80,6 +80,38 @@ def test_import_reads_every_size_from_the_tensors(folder):
     assert config.model == wanted.model
     assert (config.data.token_len, config.data.vocab_size, config.encoder.feature_dim) == (L, V, F)
     assert not config.model.decode_residual and config.model.position_scale == 0
+
+
+def of_lengths(path, tokens, latents):
+    """A file of the released layout with these lengths; its networks are small."""
+    lengths = SIZES | {"data.token_len": tokens, "model.latent_len": latents}
+    save_tensors(path, build_method(override(preset("lm1b"), lengths)).export_state(), {"format": "pt"})
+
+
+@pytest.mark.parametrize(("name", "tokens", "latents", "w", "grid"), [
+    ("lm1b", 128, 32, 3.0, "random"), ("owt1024", 1024, 512, 2.0, "quantile"),
+])  # fmt: skip
+def test_the_lengths_of_a_released_file_tell_its_preset(name, tokens, latents, w, grid, tmp_path, capsys):
+    from jpeg_dlm.folders.model_folder import read_model
+
+    of_lengths(tmp_path / "a.safetensors", tokens, latents)
+    assert main(["import", str(tmp_path / "a.safetensors"), "--out", str(tmp_path / "model")]) == 0
+    config = read_model(tmp_path / "model").config
+    assert (config.preset, config.sampler.w, config.sampler.grid) == (name, w, grid)
+    assert (config.data.source, config.data.frame) == (preset(name).data.source, preset(name).data.frame)
+    wanted = f"--data.tokenizer t5, --sampler.steps 32, --sampler.w {w}, --sampler.grid {grid}."
+    assert f"Of preset {name}, as no weights tell them: --data.source {config.data.source}, {wanted}" in capsys.readouterr().out
+
+
+def test_other_lengths_need_a_preset(tmp_path, capsys):
+    of_lengths(tmp_path / "a.safetensors", 128, 64)
+    command = ["import", str(tmp_path / "a.safetensors"), "--out", str(tmp_path / "model")]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "64 latents for 128 tokens" in error and "--preset lm1b, owt1024 or owt128" in error and error.count("\n") == 1
+    assert not (tmp_path / "model").exists()
+    assert main([*command, "--preset", "owt128", "--sampler.w", "2"]) == 0
+    assert "--sampler.steps 64, --sampler.grid quantile." in capsys.readouterr().out  # what was given is not repeated
 
 
 # ---------------------------------------------------------------- sampling as the authors' code does it
@@ -159,7 +191,7 @@ def test_export_writes_the_same_file_back(file, folder, released, tmp_path):
 
 def test_a_file_written_by_the_safetensors_package_is_read_too(released, folder, tmp_path):
     save_file({k: t.contiguous() for k, t in released.items()}, tmp_path / "other.safetensors", metadata={"made": "elsewhere"})
-    assert main(["import", str(tmp_path / "other.safetensors"), "--out", str(tmp_path / "model")]) == 0
+    assert main(["import", str(tmp_path / "other.safetensors"), "--preset", "lm1b", "--out", str(tmp_path / "model")]) == 0
     assert sha256_file(tmp_path / "model" / "model.safetensors") == sha256_file(folder / "model.safetensors")
 
 
@@ -213,7 +245,7 @@ def test_import_refuses_a_file_that(case, released, tmp_path, capsys, monkeypatc
     monkeypatch.chdir(tmp_path)
     make, word = BROKEN[case]
     make(tmp_path / "file.safetensors", released)
-    assert main(["import", "file.safetensors", "--out", "model"]) == 1
+    assert main(["import", "file.safetensors", "--preset", "lm1b", "--out", "model"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and word in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file.safetensors"]
@@ -224,7 +256,7 @@ def test_import_refuses_a_missing_file_and_an_existing_folder(file, tmp_path, ca
     assert "does not exist" in capsys.readouterr().err
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.txt").write_text("keep me")
-    assert main(["import", str(file), "--out", str(tmp_path / "model")]) == 1
+    assert main(["import", str(file), "--preset", "lm1b", "--out", str(tmp_path / "model")]) == 1
     assert "nothing was overwritten" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["mine.txt"]
 
