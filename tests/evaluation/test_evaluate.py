@@ -7,10 +7,11 @@ from dataclasses import fields, replace
 import pytest
 from conftest import made_up_text
 
+from jpeg_dlm.accounting.info import describe, format_description
 from jpeg_dlm.api import load
 from jpeg_dlm.evaluation.entry import EvaluationResult
 from jpeg_dlm.evaluation.entry_pictures import draw_lengths, draw_sweep
-from jpeg_dlm.evaluation.entry_tables import evaluation_tables
+from jpeg_dlm.evaluation.entry_tables import evaluation_tables, texts_table
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.figures import TextFigures
 from jpeg_dlm.evaluation.paper import comparable_rows, paper_figures, paper_tables
@@ -18,7 +19,10 @@ from jpeg_dlm.evaluation.protocols import PROTOCOLS
 from jpeg_dlm.evaluation.samples import REAL, read_samples
 from jpeg_dlm.evaluation.sources import ModelSource, file_sources
 from jpeg_dlm.evaluation.summary import warnings, way
+from jpeg_dlm.flow import latent_sampler
 from jpeg_dlm.machine.console import Console
+from jpeg_dlm.methods.registry import for_method
+from jpeg_dlm.presets import preset
 from jpeg_dlm.results.plain import plain
 from jpeg_dlm.results.resumable import Parts
 from jpeg_dlm.results.spread import spread
@@ -151,6 +155,14 @@ def test_way_and_spread():
     assert spread([1.0])["sd"] is None
 
 
+def test_the_released_protocol_draws_a_random_grid_for_every_32_texts(micro, scorer, reference, monkeypatch):
+    drawn, inner = [], latent_sampler.grid_of
+    monkeypatch.setattr(latent_sampler, "grid_of", lambda *a: (drawn.append(inner(*a)), drawn[-1])[1])
+    options = {"n": 66, "seeds": (0,), "sampler": {"protocol": "released", "grid": "random", "steps": 3}}
+    run(micro, scorer, reference, **options)
+    assert len(drawn) == 3 and len({tuple(grid.tolist()) for grid in drawn}) == 3
+
+
 # ---------------------------------------------------------------- the paper
 
 
@@ -170,19 +182,34 @@ def test_the_papers_tables_are_complete():
     )
 
 
+def test_the_rows_that_float32_random_numbers_explain_say_so(fake, tmp_path):
+    rows = comparable_rows("owt1024", "gpt2-large", "owt1024")
+    noted = {row["name"]: row["note"] for row in rows if "note" in row}
+    assert noted == dict.fromkeys(("MDLM", "SEDD-Absorb"), "float32 sampling (--sampler.race-dtype float32)")
+    assert not any("note" in row for row in comparable_rows("lm1b", "gpt2-large", "lm1b"))
+    (tmp_path / "s.txt").write_text("w1 w2 w3\n")
+    fake.name = "gpt2-large"
+    evaluation = Evaluation(fake, EvaluationRequest(PROTOCOLS["owt1024"]), Parts(), Console(quiet=True))
+    result = evaluation.result([evaluation.entry(file_sources([tmp_path / "s.txt"], tmp_path / "s.txt")[0], {})])
+    cells = {row[0]: row[-1] for row in texts_table(result).rows}
+    assert cells["MDLM"] == "paper; float32 sampling (--sampler.race-dtype float32)" and cells["Duo"] == "paper"
+    described = format_description(describe(for_method(preset("owt1024"), "mdlm")))
+    assert "Gen-PPL, float32 sampling (--sampler.race-dtype float32)" in described
+
+
 def test_the_paper_stands_beside_ours_only_where_they_compare():
     assert {row["name"] for row in comparable_rows("lm1b", "openai-community/gpt2-large", "lm1b")} >= {"AR", "JPEG-DLM"}
     assert len(comparable_rows("owt128", "gpt2-large", "owt128")) == 8
     assert comparable_rows("lm1b", "gpt2-large")  # texts of another program
     assert [row["name"] for row in comparable_rows("lm1b-lower", "gpt2-large", "lm1b", "ELF")] == ["ELF"]
     assert comparable_rows("lm1b-lower", "gpt2-large", "lm1b", "JPEG-DLM") == []
-    for protocol, scorer, preset in (
+    for protocol, scorer, trained in (
         ("lm1b", "SmolLM2-135M-Instruct-Q4_1", "lm1b"),
         ("lm1b", "gpt2-large", "tiny"),
         ("owt1024", "gpt2-large", "lm1b"),
         ("mdlm", "gpt2-large", "lm1b"),
     ):
-        assert comparable_rows(protocol, scorer, preset) == []
+        assert comparable_rows(protocol, scorer, trained) == []
 
 
 def test_a_systems_own_row_of_the_paper_comes_first():

@@ -17,6 +17,8 @@ from jpeg_dlm.nn.ddit import CausalTransformer, DDiT
 from jpeg_dlm.presets import preset
 from jpeg_dlm.text.tokenizer import train_bpe
 
+pytest_plugins = ["tiny_evaluation"]  # fixtures
+
 V, H, DEPTH, HEADS, C, L = 41, 32, 2, 4, 16, 10  # 8 channels a head: only a config can tell
 
 
@@ -197,9 +199,46 @@ def test_a_flow_map_comes_without_the_weights_of_its_loss(algo, tmp_path, capsys
     assert run(tmp_path / "owt_fmlm.ckpt", tmp_path / "model") == 0, capsys.readouterr().err
     parts = read_model(tmp_path / "model")
     assert parts.config.method == "flm" and parts.config.objective.flow_map
-    z, tau, end = torch.randn(2, L, V), torch.tensor([0.1, 0.4]), torch.tensor([0.5, 1.0])
+    z, tau, end = torch.randn(2, L, map_.ids), torch.tensor([0.1, 0.4]), torch.tensor([0.5, 1.0])
     with torch.no_grad():
         assert torch.equal(parts.method.denoise(z, tau, end), map_.denoise(z, tau, end))
+
+
+def gpt2_stand_in(path):
+    """A tokenizer with GPT-2's number of ids and its one special token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {name: i for i, name in enumerate([*letters, *(f"Ġ{i}" for i in range(50_256 - len(letters)))])}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.add_special_tokens(["<|endoftext|>"])
+    core.save(str(path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flow_map", [False, True])
+def test_the_padding_id_of_flm_on_openwebtext_is_never_written(flow_map, byte_gpt2, tmp_path, capsys):
+    """Its 50,258 ids are GPT-2's and [PAD], here by far the most probable everywhere."""
+    sizes = {"model.hidden": 8, "model.heads": 2, "data.vocab_size": 50_257, "model.extra_ids": 1}
+    net = small("flm", **sizes | {"objective.flow_map": flow_map})
+    state = {key: t.detach().clone() for key, t in net.export_state().items()}
+    state["backbone.output_layer.linear.bias"][-1] = 1e4
+    assert len(state["backbone.vocab_embed.embedding"]) == 50_258
+    (fmlm_file("flm_distill") if flow_map else flm_file)(tmp_path / "owt.ckpt", state)
+    gpt2_stand_in(tmp_path / "tokenizer.json")
+    options = ["--tokenizer", tmp_path / "tokenizer.json", "--model.heads", 2, "--sampler.steps", 2]
+    assert run(tmp_path / "owt.ckpt", tmp_path / "model", *options) == 0, capsys.readouterr().err
+    config = read_model(tmp_path / "model").config
+    assert (config.data.vocab_size, config.model.extra_ids, config.data.tokenizer) == (50_257, 1, "gpt2")
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "model"), "-n", "2", "--tokens"]) == 0
+    ids = [int(i) for i in capsys.readouterr().out.split()]
+    assert len(ids) == 2 * L and max(ids) < 50_257
+    (tmp_path / "real.txt").write_text("real text\n" * 4)
+    evaluate = ["evaluate", str(tmp_path / "model"), "-n", "4", "--scorer", f"hf:{byte_gpt2}", "--mauve", "off"]
+    for protocol in ("default", "duo", "sedd"):  # text, text with special tokens, ids
+        assert main([*evaluate, "--protocol", protocol, "--seeds", "1", "--reference", str(tmp_path / "real.txt")]) == 0
 
 
 def elf_file(path, state):

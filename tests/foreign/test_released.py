@@ -14,6 +14,7 @@ from jpeg_dlm.config_io import override
 from jpeg_dlm.files import save_tensors, sha256_file
 from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.presets import preset
+from jpeg_dlm.sampling.sampler import RELEASED_BATCH
 
 L, N, D, F, V, HIDDEN, HEADS, CODEC_HEADS = 9, 4, 12, 10, 23, 24, 3, 2
 SIZES = {
@@ -55,7 +56,7 @@ def file(released, tmp_path_factory):
 @pytest.fixture(scope="session")
 def folder(file, tmp_path_factory):
     out = tmp_path_factory.mktemp("imported") / "model"
-    assert main(["import", str(file), "--out", str(out)]) == 0
+    assert main(["import", str(file), "--preset", "lm1b", "--out", str(out)]) == 0
     return out
 
 
@@ -79,6 +80,38 @@ def test_import_reads_every_size_from_the_tensors(folder):
     assert config.model == wanted.model
     assert (config.data.token_len, config.data.vocab_size, config.encoder.feature_dim) == (L, V, F)
     assert not config.model.decode_residual and config.model.position_scale == 0
+
+
+def of_lengths(path, tokens, latents):
+    """A file of the released layout with these lengths; its networks are small."""
+    lengths = SIZES | {"data.token_len": tokens, "model.latent_len": latents}
+    save_tensors(path, build_method(override(preset("lm1b"), lengths)).export_state(), {"format": "pt"})
+
+
+@pytest.mark.parametrize(("name", "tokens", "latents", "w", "grid"), [
+    ("lm1b", 128, 32, 3.0, "random"), ("owt1024", 1024, 512, 2.0, "quantile"),
+])  # fmt: skip
+def test_the_lengths_of_a_released_file_tell_its_preset(name, tokens, latents, w, grid, tmp_path, capsys):
+    from jpeg_dlm.folders.model_folder import read_model
+
+    of_lengths(tmp_path / "a.safetensors", tokens, latents)
+    assert main(["import", str(tmp_path / "a.safetensors"), "--out", str(tmp_path / "model")]) == 0
+    config = read_model(tmp_path / "model").config
+    assert (config.preset, config.sampler.w, config.sampler.grid) == (name, w, grid)
+    assert (config.data.source, config.data.frame) == (preset(name).data.source, preset(name).data.frame)
+    wanted = f"--data.tokenizer t5, --sampler.steps 32, --sampler.w {w}, --sampler.grid {grid}."
+    assert f"Of preset {name}, as no weights tell them: --data.source {config.data.source}, {wanted}" in capsys.readouterr().out
+
+
+def test_other_lengths_need_a_preset(tmp_path, capsys):
+    of_lengths(tmp_path / "a.safetensors", 128, 64)
+    command = ["import", str(tmp_path / "a.safetensors"), "--out", str(tmp_path / "model")]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "64 latents for 128 tokens" in error and "--preset lm1b, owt1024 or owt128" in error and error.count("\n") == 1
+    assert not (tmp_path / "model").exists()
+    assert main([*command, "--preset", "owt128", "--sampler.w", "2"]) == 0
+    assert "--sampler.steps 64, --sampler.grid quantile." in capsys.readouterr().out  # what was given is not repeated
 
 
 # ---------------------------------------------------------------- sampling as the authors' code does it
@@ -112,8 +145,9 @@ def released_sampler(p, n, steps, w, seed, batch, grid_kind):
 @torch.no_grad()
 @pytest.mark.parametrize("grid", ["random", "quantile"])
 @pytest.mark.parametrize("seed", [0, 3])
-def test_tokens_equal_those_of_an_independent_sampler(folder, released, capsys, grid, seed):
-    command = ["generate", str(folder), "--protocol", "released", "--tokens", "--grid", grid, "-n", "5", "--batch", "2"]
+def test_tokens_equal_those_of_an_independent_sampler(folder, released, capsys, monkeypatch, grid, seed):
+    monkeypatch.setitem(RELEASED_BATCH, grid, 2)
+    command = ["generate", str(folder), "--protocol", "released", "--tokens", "--grid", grid, "-n", "5"]
     assert main([*command, "--steps", "6", "--w", "2.5", "--seed", str(seed), "--device", "cpu"]) == 0
     found = [list(map(int, line.split())) for line in capsys.readouterr().out.splitlines()]
     expected = released_sampler(released, 5, 6, 2.5, seed, 2, grid)
@@ -121,13 +155,19 @@ def test_tokens_equal_those_of_an_independent_sampler(folder, released, capsys, 
     assert found == expected
 
 
-def test_under_the_released_protocol_a_sample_depends_on_its_batch(folder, capsys):
-    def lines(*options):
-        assert main(["generate", str(folder), "--tokens", "-n", "4", "--steps", "4", "--grid", "random", *options]) == 0
-        return capsys.readouterr().out
+@torch.no_grad()
+@pytest.mark.parametrize(("grid", "batch"), [("random", 32), ("quantile", 16)])
+def test_the_released_protocol_has_the_released_batch(folder, released, capsys, grid, batch):
+    """A new random grid for every 32 texts on LM1B, a new seed for every 16 on OWT, whatever --batch is."""
 
-    assert lines("--protocol", "released", "--batch", "2") != lines("--protocol", "released", "--batch", "4")
-    assert lines("--batch", "2") == lines("--batch", "4")
+    def rows(*options):
+        command = ["generate", str(folder), "--tokens", "-n", str(batch + 2), "--steps", "2", "--w", "2.5", "--grid", grid]
+        assert main([*command, *options]) == 0
+        return [list(map(int, line.split())) for line in capsys.readouterr().out.splitlines()]
+
+    found = rows("--protocol", "released", "--batch", "5")
+    assert found == rows("--protocol", "released") == released_sampler(released, batch + 2, 2, 2.5, 0, batch, grid)
+    assert rows("--batch", "5") == rows()
 
 
 def test_the_released_protocol_refuses_the_uniform_grid(folder, capsys):
@@ -151,7 +191,7 @@ def test_export_writes_the_same_file_back(file, folder, released, tmp_path):
 
 def test_a_file_written_by_the_safetensors_package_is_read_too(released, folder, tmp_path):
     save_file({k: t.contiguous() for k, t in released.items()}, tmp_path / "other.safetensors", metadata={"made": "elsewhere"})
-    assert main(["import", str(tmp_path / "other.safetensors"), "--out", str(tmp_path / "model")]) == 0
+    assert main(["import", str(tmp_path / "other.safetensors"), "--preset", "lm1b", "--out", str(tmp_path / "model")]) == 0
     assert sha256_file(tmp_path / "model" / "model.safetensors") == sha256_file(folder / "model.safetensors")
 
 
@@ -205,7 +245,7 @@ def test_import_refuses_a_file_that(case, released, tmp_path, capsys, monkeypatc
     monkeypatch.chdir(tmp_path)
     make, word = BROKEN[case]
     make(tmp_path / "file.safetensors", released)
-    assert main(["import", "file.safetensors", "--out", "model"]) == 1
+    assert main(["import", "file.safetensors", "--preset", "lm1b", "--out", "model"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and word in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file.safetensors"]
@@ -216,7 +256,7 @@ def test_import_refuses_a_missing_file_and_an_existing_folder(file, tmp_path, ca
     assert "does not exist" in capsys.readouterr().err
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.txt").write_text("keep me")
-    assert main(["import", str(file), "--out", str(tmp_path / "model")]) == 1
+    assert main(["import", str(file), "--preset", "lm1b", "--out", str(tmp_path / "model")]) == 1
     assert "nothing was overwritten" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["mine.txt"]
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from conftest import perturb
 
+from jpeg_dlm.accounting.costs import build_weightless
 from jpeg_dlm.config import validate
 from jpeg_dlm.config_io import from_dict, override, to_dict
 from jpeg_dlm.errors import UsageError
@@ -46,6 +47,25 @@ def noise(rows=B, step=50):
 
 def sampler(method, **options):
     return override(method.config, {f"sampler.{k}": v for k, v in options.items()}).sampler
+
+
+# ---------------------------------------------------------------- ids
+
+
+def test_extra_ids_are_part_of_the_process_but_never_written():
+    method = build(model__extra_ids=2).eval()
+    assert method.backbone.vocab_embed.embedding.shape == (V + 2, H)
+    with torch.no_grad():
+        method.backbone.output_layer.linear.bias[V:] = 1e3
+    seen = []
+    written = method.sample(method.config.sampler, noise(), lambda k, n, t, decode: seen.append(decode()))
+    assert max(x.max() for x in [written, *seen]) < V
+
+
+@pytest.mark.parametrize(("name", "ids", "millions"), [("lm1b", 30_522, 139.29), ("owt1024", 50_258, 169.63)])
+def test_sizes_of_the_published_models(name, ids, millions):
+    method = build_weightless(for_method(preset(name), "flm"))
+    assert method.ids == ids and sum(p.numel() for p in method.parameters()) / 1e6 == pytest.approx(millions, abs=0.01)
 
 
 # ---------------------------------------------------------------- states and the loss

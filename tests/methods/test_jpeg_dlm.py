@@ -530,6 +530,14 @@ def test_a_subset_of_rows_for_the_regularizers():
     assert not differing(base, changed)
 
 
+@pytest.mark.parametrize("name", ["lm1b", "owt1024", "owt128"])
+def test_the_papers_regularizers_count_every_latent(name):
+    """SIGReg of vectors that are all zero is 0.402047577 for each (LeJEPA's code)."""
+    o, z = preset(name).objective, torch.zeros(4, 32, 12)
+    rows = RowNoise(0, range(4), 0, torch.device("cpu"), 6144)  # four of the rows of a step
+    assert latent_regularizers(z, o, 100, rows)["sigreg"].item() == pytest.approx(4 * 32 * 0.402047577, rel=1e-5)
+
+
 def test_the_subset_of_a_row_does_not_depend_on_its_batch():
     o = tiny(objective__reg_max_rows=2 * B, objective__sigreg_weight=0.0).objective
     z = torch.randn(B, 3, 12)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jpeg_dlm.errors import MissingPackageError
+from jpeg_dlm.evaluation import evaluate as evaluate_module
 from jpeg_dlm.evaluation import figures as figures_module
 from jpeg_dlm.evaluation.entry_tables import texts_table
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
@@ -42,6 +43,25 @@ def test_the_package_is_asked_once_per_kmeans_seed(monkeypatch):
     assert all(o["p_features"] is real and o["q_features"] is generated for o in asked)
     assert found["mauve"] == pytest.approx(0.92) and found["kmeans_sd"] == pytest.approx(0.0158114, abs=1e-6)
     assert found["values"][0] == pytest.approx(0.9) and found["buckets"] == 12 and found["texts"] == [3, 4]
+    released = mauve_score(generated, real, kmeans="first")
+    assert released["mauve"] == pytest.approx(0.9) and released["kmeans_sd"] == found["kmeans_sd"]
+
+
+def test_the_papers_protocols_report_the_released_seed_with_the_deviation_over_seeds(fake, tmp_path, monkeypatch):
+    def compute_mauve(seed, **_):
+        return SimpleNamespace(mauve=0.9 + 0.01 * (seed - 42), num_buckets=12)
+
+    monkeypatch.setitem(sys.modules, "mauve", SimpleNamespace(compute_mauve=compute_mauve))
+    monkeypatch.setattr(evaluate_module, "mauve_installed", lambda: True)
+    monkeypatch.setattr(figures_module, "mauve_installed", lambda: True)
+    (tmp_path / "s.txt").write_text("w1 w2 w3\n" * 100)
+    [source] = file_sources([tmp_path / "s.txt"], tmp_path / "s.txt")
+    for name, value in {"lm1b": 0.9, "lm1b-lower": 0.9, "owt1024": 0.9, "owt128": 0.9, "default": 0.92}.items():
+        evaluation = Evaluation(fake, EvaluationRequest(PROTOCOLS[name]), Parts(), Console(quiet=True))
+        entry = evaluation.entry(source, {})
+        assert entry.measures["mauve"]["mean"] == pytest.approx(value), name
+        [row, *_] = texts_table(evaluation.result([entry])).rows
+        assert f"{value:.3f} (k-means ± 0.016)" in row
 
 
 def test_equal_to_the_package_called_directly():

@@ -86,6 +86,13 @@ def test_scorer_says_what_it_is(gpt2_folder):
     assert TransformersScorer(str(gpt2_folder), precision="bf16").nll(["abc abc"])[0].nll_sum > 0
 
 
+def test_features_are_those_of_fp32_in_any_precision(gpt2_folder):
+    """As mauve-text computes them, whose value moves with the precision."""
+    fp32, bf16 = (TransformersScorer(str(gpt2_folder), precision=p) for p in ("fp32", "bf16"))
+    assert torch.equal(bf16.features(TEXTS, 16), fp32.features(TEXTS, 16))
+    assert bf16.nll(TEXTS)[0].nll_sum != fp32.nll(TEXTS)[0].nll_sum  # the likelihoods do follow it
+
+
 def test_requests_that_cannot_work_are_refused(gpt2_folder, tmp_path):
     for spec in ("gpt2-large", "hf:", "gguf:", ""):
         with pytest.raises(UsageError, match="smollm2"):

@@ -207,8 +207,9 @@ def _memory(memory: Mapping[str, int]) -> list[Row]:
 
 def quality_rows(paper: Mapping[str, Any]) -> list[Row]:
     """Return what the paper reports; ours is for `evaluate` and `benchmark` to measure."""
+    note = f", {paper['note']}" if "note" in paper else ""
     labels = {
-        "gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "mauve": "MAUVE", "speed": "speed (AR = 1)",
+        "gen_ppl": f"Gen-PPL{note}", "entropy": "entropy (nats)", "mauve": "MAUVE", "speed": "speed (AR = 1)",
         "speed_kv_cache": "speed with KV cache",
     }  # fmt: skip
     return [(label, "", f"{paper[key]:g}") for key, label in labels.items() if key in paper]

@@ -192,10 +192,13 @@ def slower(dtype: str) -> str | None:
 
 def price(model: Model, tokens: Tensor, args: argparse.Namespace, options: dict[str, Any], asked: dict[str, Any]) -> str:
     """Compare the first texts of a reduced precision with those of fp32."""
+    from jpeg_dlm.sampling.sampler import RELEASED_BATCH
+
     assert model.form is not None
     name = model.form.name.removeprefix("torch ")
-    released = model.sampler_options(**options).protocol == "released"  # there, a text depends on its whole batch
-    n = min(args.n, args.batch if released else PRICED)
+    sampler = model.sampler_options(**options)
+    # In the released protocol a text depends on its whole batch.
+    n = min(args.n, RELEASED_BATCH[sampler.grid] if sampler.protocol == "released" else PRICED)
     exact = model.accelerate("fp32").sample(n, seed=args.seed, batch=args.batch, **asked, **options)
     share = (exact == tokens[:n]).float().mean().item()
     return (

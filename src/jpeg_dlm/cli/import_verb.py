@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jpeg_dlm.cli.options import add_config_arguments, parse_overrides
 from jpeg_dlm.cli.parser import Parser
+from jpeg_dlm.config import Config
 from jpeg_dlm.config_io import flatten, read_json_file
 from jpeg_dlm.methods.registry import names
 
@@ -48,6 +49,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     sizes = f"{parameters:,} parameters, {data.token_len} tokens, vocabulary {data.vocab_size:,}"
     print(f"Imported {parts.method.title}{which}: {sizes}, into '{args.out}'.")
     if imported.assumed:
-        assumed = [f"--{name.replace('_', '-')} {attrgetter(name)(parts.config)}" for name in imported.assumed]
-        print(f"Not stated in the file, so assumed: {', '.join(assumed)}.")
+        print(f"Not stated in the file, so assumed: {_values(imported.assumed, parts.config)}.")
+    print(f"Of preset {parts.config.preset}, as no weights tell them: {_values(imported.of_preset, parts.config)}.")
     return 0
+
+
+def _values(names: Sequence[str], config: Config) -> str:
+    return ", ".join(f"--{name.replace('_', '-')} {attrgetter(name)(config)}" for name in names)

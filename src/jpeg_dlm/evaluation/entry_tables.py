@@ -50,7 +50,7 @@ def _own_row(entry: EvaluationEntry) -> list[str]:
         plus_minus(m["gen_ppl"], 1),
         f"{fmean(f.gen_ppl_low for f in found):.1f} to {fmean(f.gen_ppl_high for f in found):.1f}",
         plus_minus(m["entropy"], 3),
-        plus_minus(m.get("mauve"), 3),
+        _mauve(m.get("mauve")),
         plus_minus(m["distinct_2"], 3),
         plus_minus(m["repetition_4"], 3),
         plus_minus(m.get("texts_per_second"), 2),
@@ -61,6 +61,11 @@ def _own_row(entry: EvaluationEntry) -> list[str]:
 def _named(name: str, title: str | None, size: str) -> str:
     """A system with its method, where that is known."""
     return f"{name} ({', '.join([*filter(None, [title]), size])})"
+
+
+def _mauve(measure: Mapping[str, Any] | None) -> str:
+    """Return MAUVE with its deviation over sampling seeds and, in brackets, over k-means seeds."""
+    return "" if measure is None else f"{plus_minus(measure, 3)} (k-means ± {measure['kmeans_sd']:.3f})"
 
 
 def _plain_row(name: str, f: TextFigures) -> list[str]:
@@ -81,8 +86,8 @@ def _paper_rows(result: EvaluationResult) -> list[dict[str, Any]]:
 
 
 def _paper_row(row: Mapping[str, Any]) -> list[str]:
-    steps = str(row.get("steps", ""))
-    return [row["name"], steps, f"{row['gen_ppl']:g}", "", f"{row['entropy']:g}", f"{row['mauve']:g}", "", "", "", "paper"]
+    steps, origin = str(row.get("steps", "")), f"paper; {row['note']}" if "note" in row else "paper"
+    return [row["name"], steps, f"{row['gen_ppl']:g}", "", f"{row['entropy']:g}", f"{row['mauve']:g}", "", "", "", origin]
 
 
 def _sentence(entry: EvaluationEntry) -> str:

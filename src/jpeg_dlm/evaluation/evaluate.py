@@ -190,6 +190,7 @@ class Evaluation:
                 mauve=mauve_or_reason(
                     self.request.mauve, len(generated_lengths), len(real_lengths),
                     lambda: (self.features(texts, frame.budget), self.features(real.texts, frame.budget)),
+                    self.protocol.kmeans,
                 ) | {"tokens": frame.budget},
                 throughput=throughput(texts),
                 cut_lines=texts.cut_lines,

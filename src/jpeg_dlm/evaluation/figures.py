@@ -10,7 +10,7 @@ import numpy as np
 
 from jpeg_dlm.errors import reason_of
 from jpeg_dlm.evaluation.sources import SourceTexts
-from jpeg_dlm.scorers.mauve_score import mauve_installed, mauve_score, too_few
+from jpeg_dlm.scorers.mauve_score import KMeans, mauve_installed, mauve_score, too_few
 from jpeg_dlm.scorers.scoring import Scorer
 from jpeg_dlm.text.text_metrics import (
     Aggregate,
@@ -75,7 +75,7 @@ def ids_are_the_scorers(scorer: Scorer, texts: SourceTexts) -> bool:
 
 
 def mauve_or_reason(
-    asked: str, generated: int, real: int, features: Callable[[], tuple[np.ndarray, np.ndarray]]
+    asked: str, generated: int, real: int, features: Callable[[], tuple[np.ndarray, np.ndarray]], kmeans: KMeans = "mean"
 ) -> dict[str, Any]:
     """MAUVE, or in `skipped` why there is none: it is one figure of several, so its absence stops nothing."""
     if asked == "off":
@@ -86,6 +86,6 @@ def mauve_or_reason(
     if reason:
         return {"skipped": reason}
     try:
-        return mauve_score(*features())
+        return mauve_score(*features(), kmeans=kmeans)
     except (ValueError, RuntimeError, AssertionError, np.linalg.LinAlgError) as error:
         return {"skipped": f"MAUVE could not be computed ({reason_of(error)})"}

@@ -12,7 +12,8 @@ LOWER = "-lower"  # suffix of protocols that convert texts to lower case
 
 OWN = "JPEG-DLM"  # the title of the paper's own system
 SYSTEM = ("dit_and_projection", "total", "macs_compressed_T", "macs_full_T", "global_batch")  # of its sizes and cost
-QUALITY = ("gen_ppl", "entropy", "mauve", "speed", "speed_kv_cache")  # speed: throughput relative to AR without KV cache
+# speed: throughput relative to AR without KV cache; note: a condition that explains the row
+QUALITY = ("gen_ppl", "entropy", "mauve", "speed", "speed_kv_cache", "note")
 
 
 @cache

@@ -107,14 +107,11 @@ class ModelSource:
         return self.options(sampler).evaluations(self.model.config.data.token_len)
 
     def identity(self, run: int, sampler: dict[str, Any]) -> dict[str, Any]:
-        options = self.options(sampler)
-        released = getattr(options, "protocol", "default") == "released"
         return {
             "checkpoint_sha256": self.sha256,
             "tokenizer": self.model.tokenizer.fingerprint,
             "seed": run,
-            "sampler": to_dict(options),
-            "batch": self.batch if released else None,  # otherwise it has no effect
+            "sampler": to_dict(self.options(sampler)),
             "dtype": self.model.dtype,
             "device": self.model.method.device.type,
             # Do not reuse texts that earlier versions stored without cutting rows at their end.

@@ -28,7 +28,7 @@ class SamplerConfig:
     grid_mean: float = opt(-1.5, "mean of logit(t) of the grid (released)")
     grid_std: float = opt(0.8, "deviation of logit(t) of the grid (released)")
     protocol: Literal["default", "released"] = opt(
-        "default", "'released' draws random numbers in the order of the authors' code"
+        "default", "'released' draws random numbers in the order and the batches of the authors' code"
     )
     times: tuple[float, ...] = opt((), "K+1 times from 0 to 1, found by `jpeg-dlm tune` and stored with a model")
     fast_solver: Literal["euler", "heun", "multistep", "sde"] = opt("multistep", "solver of the fast sampler (measured)")

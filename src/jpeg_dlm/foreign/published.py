@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from jpeg_dlm.config import Config, validate
-from jpeg_dlm.config_io import override
+from jpeg_dlm.config_io import option_names, override
 from jpeg_dlm.errors import CheckpointError, UsageError, reason_of
 from jpeg_dlm.files import MANIFEST, load_json, load_tensors
 from jpeg_dlm.folders.model_folder import MODEL_FILE, TOKENIZER_FILE, ModelParts, build_stored
@@ -43,6 +43,9 @@ BUFFER = "rotary_emb.inv_freq"  # a constant that the published networks store
 LOSS_WEIGHTS = "learnable_loss_weighting."  # a part of FMLM's network that only weighted its loss (FLM)
 NETWORK, EMBEDDING = "backbone.", "backbone.vocab_embed.embedding"  # the shared transformer
 BERT_VOCABULARY = 30_522  # bert-base-uncased, of every LM1B checkpoint of the field; OpenWebText has GPT-2 or T5
+RELEASED = ("lm1b", "owt1024")  # the presets of the authors' JPEG-DLM files, which differ in tokens and latents
+# What training and sampling chose and no tensor shows.
+OF_PRESET = ("data.source", "data.tokenizer", "sampler.steps", "sampler.w", "sampler.grid")
 
 # Where the length and the heads stand: MDLM's and Duo's hub config, SEDD's hub config, and Lightning's hyperparameters.
 FACTS = {
@@ -74,10 +77,11 @@ class Published:
 
 @dataclass(frozen=True)
 class Imported:
-    """The model, and the options that nothing in the file told."""
+    """The model, the sizes that nothing in the file told, and the other options that only the preset tells."""
 
     parts: ModelParts
     assumed: tuple[str, ...]
+    of_preset: tuple[str, ...]
 
 
 def import_published(
@@ -87,7 +91,7 @@ def import_published(
     method = method or published.method
     known = system_class(method).publication or Publication()
     _refuse_variants(published, method, known)
-    start = override(for_method(preset(base or _preset_of(published, known)), method), options)
+    start = override(for_method(preset(base or _preset_of(published, method, known)), method), options)
     sized = _sized(published, method, start)
     facts = {name: value for name, value in published.facts().items() if name in known.untold}
     config = override(sized, facts | dict(options))
@@ -97,7 +101,8 @@ def import_published(
         raise CheckpointError(f"The sizes in '{published.path}' do not fit together: {error}") from error
     given = {*facts, *(name.replace("-", "_") for name in options)}
     assumed = tuple(name for name in known.untold if name not in given)
-    return Imported(_model(published, config, tokenizer), assumed)
+    of_preset = tuple(name for name in OF_PRESET if name in option_names(config) and name not in given)
+    return Imported(_model(published, config, tokenizer), assumed, of_preset)
 
 
 def _sized(published: Published, method: str, start: Config) -> Config:
@@ -118,8 +123,18 @@ def _refuse_variants(published: Published, method: str, known: Publication) -> N
             raise CheckpointError(f"'{published.path}' was trained with {'.'.join(path)} {found}: {method} here has {wanted}.")
 
 
-def _preset_of(published: Published, known: Publication) -> str:
-    """The paper's preset with the checkpoint's vocabulary."""
+def _preset_of(published: Published, method: str, known: Publication) -> str:
+    """The paper's preset with the checkpoint's vocabulary, for JPEG-DLM with its tokens and latents."""
+    if method == "jpeg-dlm":
+        sized = _sized(published, method, preset(known.preset))
+        sizes = sized.data.token_len, sized.model.latent_len
+        for name in RELEASED:
+            if sizes == (preset(name).data.token_len, preset(name).model.latent_len):
+                return name
+        raise UsageError(
+            f"'{published.path}' has {sizes[1]} latents for {sizes[0]} tokens, unlike the released files: name the preset of "
+            f"its data and sampler with --preset {either([*RELEASED, 'owt128'])}."
+        )
     embedding = published.tensors.get(EMBEDDING)
     bert = embedding is not None and len(embedding) == BERT_VOCABULARY
     return "lm1b" if bert else known.preset

@@ -29,8 +29,8 @@ from jpeg_dlm.methods.common.discrete import (
     POSITIONS_AT_ONCE,
     T_MIN_SAMPLING,
     DiscreteObjective,
+    ExtendedNetwork,
     LogLinear,
-    NetworkConfig,
     adapted,
     ddit_model,
     ddit_sizes,
@@ -54,16 +54,6 @@ MOST_EXTRA = 128  # assumed: a checkpoint with more extra ids belongs to another
 # Duo: Gaussian levels of the curriculum; alpha falls from 0.942 to 0.049 and from 0.945 to 0.049.
 PAPER_GAMMAS = {"lm1b": (-3.5, -1.75), "owt1024": (-3.55, -1.85)}
 CURRICULUM_ALPHAS = (0.945, 0.05)  # range of alpha for other vocabularies
-
-
-@dataclass(frozen=True)
-class DuoModel(NetworkConfig):
-    """Sizes of the shared transformer, whose ids may exceed the tokenizer's."""
-
-    extra_ids: int = opt(0, "extra ids of the process after the tokenizer's, never sampled (Duo: 1 for GPT-2, an unused pad)")
-
-    def checks(self, config: Config) -> Checks:
-        return [*super().checks(config), (self.extra_ids >= 0, "model.extra_ids must not be negative")]
 
 
 @dataclass(frozen=True)
@@ -127,12 +117,12 @@ class Duo(Method):
     title = "Duo"
     supports = FILLS_IN
     publication = Publication(("duo", "duo_base"), hub="duo", tensors=DIFFUSION_TENSORS)
-    groups = {"model": DuoModel, "objective": DuoObjective, "sampler": DuoSampler}
+    groups = {"model": ExtendedNetwork, "objective": DuoObjective, "sampler": DuoSampler}
     has_phases = True  # the curriculum
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        m: DuoModel = config.model
+        m: ExtendedNetwork = config.model
         o: DuoObjective = config.objective
         self.config = config
         self.ids = config.data.vocab_size + m.extra_ids
@@ -145,7 +135,7 @@ class Duo(Method):
     def adapt(cls, base: Config, name: str) -> Config:
         gamma_min, gamma_max = PAPER_GAMMAS.get(base.preset, (0.0, 0.0))
         objective = DuoObjective(ce_chunk=base.objective.ce_chunk, gamma_min=gamma_min, gamma_max=gamma_max)
-        model = DuoModel(**ddit_model(base), extra_ids=int(base.preset == "owt1024"))
+        model = ExtendedNetwork(**ddit_model(base), extra_ids=int(base.preset == "owt1024"))
         return adapted(base, name, objective, DuoSampler(sampler_steps(base)), model)
 
     @classmethod

@@ -8,7 +8,9 @@ from typing import Literal
 from jpeg_dlm.config import Checks, Config, TrainConfig, head_checks, opt
 from jpeg_dlm.methods.common.shared_options import StepSampler, embedder_checks, self_condition_checks
 
-PAPER_PRESETS = ("lm1b", "owt1024", "owt128")
+# Half an epoch of 512 rows per step: on OpenWebText 95,000 / 5 / 2 (ELF), on OWT-128 eight times as many shorter rows, and on
+# LM1B about 8.3 M rows of 128 (assumed).
+WARMUP = {"lm1b": 8_100, "owt1024": 9_500, "owt128": 76_000}
 PUBLISHED_FEATURES = 512  # channels of T5-small
 SMALL_STEPS = 32  # least solver steps of small presets: bigram perplexity in nats 8.6, with 8 steps 9.0 (measured)
 
@@ -41,12 +43,12 @@ class ElfModel:
 class ElfObjective:
     """Options of the two modes, their noise, and self-conditioning."""
 
-    noise_scale: float = opt(2.0, "deviation of the noise at t = 0 (ELF: 2 on OpenWebText, else 1)")
+    noise_scale: float = opt(2.0, "deviation of the noise at t = 0 (ELF)")
     time_mean: float = opt(-1.5, "mean of logit(t) (ELF)")
     time_std: float = opt(0.8, "deviation of logit(t) (ELF)")
     v_floor: float = opt(0.05, "smallest 1 - t in a velocity (ELF)")
     decode_prob: float = opt(0.2, "share of rows in decode mode (ELF)")
-    decode_noise_scale: float = opt(5.0, "deviation of the decode mode's noise (ELF: 5 on OpenWebText, else 1)")
+    decode_noise_scale: float = opt(5.0, "deviation of the decode mode's noise (ELF: 5, conditional tasks 1)")
     decode_mean: float = opt(0.8, "mean of logit(lambda), the share of clean features in a token to decode (ELF)")
     decode_std: float = opt(0.8, "deviation of logit(lambda), drawn for each token (ELF)")
     sc_prob: float = opt(0.5, "probability of self-conditioning, per row in denoise mode (ELF)")
@@ -104,7 +106,7 @@ def elf_preset(base: Config) -> Config:
     )  # fmt: skip
     sampler = ElfSampler(base.sampler.steps, gamma=gamma_for(base.sampler.steps))
     objective = ElfObjective(ce_chunk=base.objective.ce_chunk)
-    if base.preset in PAPER_PRESETS:
+    if base.preset in WARMUP:
         train = paper_training(base)
     else:  # better texts than AdamW at the preset's rate and noise of scale 2 (measured on smoke)
         train = replace(base.train, optimizer="muon", lr=1e-2, weight_decay=0.0)
@@ -126,11 +128,10 @@ def gamma_for(steps: int) -> float:
 def paper_training(base: Config) -> TrainConfig:
     """Return ELF's recipe: 512 rows per step, 5 epochs, Muon at 1e-3 * 512/256, constant after warm-up, no decay.
 
-    The warm-up is half an epoch on OpenWebText, which is 95,000 / 5 / 2 steps, and 5000 steps elsewhere (ELF). The epochs
-    are assumed for LM1B and OWT-128, for which ELF has published no settings.
+    ELF has published no settings for LM1B and OWT-128: those of OpenWebText are assumed for them.
     """
     batch, accumulation = (16, 4) if base.preset == "owt1024" else (64, 1)  # on 8 devices
     return replace(
         base.train, epochs=5, batch=batch, accumulation=accumulation, devices=8, optimizer="muon", lr=2e-3, weight_decay=0.0,
-        warmup=9500 if base.preset == "owt1024" else 5000, schedule="constant", ema=0.9999, ema_warmup=False,
+        warmup=WARMUP[base.preset], schedule="constant", ema=0.9999, ema_warmup=False,
     )  # fmt: skip

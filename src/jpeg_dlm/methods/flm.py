@@ -27,7 +27,16 @@ from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.flow.path import per_row
 from jpeg_dlm.methods.base import FILLS_IN, Batch, Method, Publication, Watch, masked_mean
 from jpeg_dlm.methods.common.decoding_error import TimeMap
-from jpeg_dlm.methods.common.discrete import DIFFUSION_TENSORS, NetworkConfig, adapted, published_config, sampler_steps
+from jpeg_dlm.methods.common.discrete import (
+    DIFFUSION_TENSORS,
+    PAPER_TOKENIZERS,
+    ExtendedNetwork,
+    adapted,
+    ddit_model,
+    ddit_sizes,
+    published_config,
+    sampler_steps,
+)
 from jpeg_dlm.methods.common.shared_options import StepSampler
 from jpeg_dlm.nn.ddit import DDiT, NoiseLevel, zero_linear
 from jpeg_dlm.nn.precision import fp32_island
@@ -90,7 +99,7 @@ class TwoTimeDDiT(DDiT):
     def __init__(self, vocab: int, **sizes: Any) -> None:
         super().__init__(vocab, **sizes)
         self.sigma_map_prime = NoiseLevel(sizes["freq_dim"], sizes["cond_dim"])
-        # assumed: zero, so that an FLM loaded as a flow map stays the same
+        # zero, so that an FLM loaded as a flow map stays the same (FLM)
         self.sigma_map_prime.mlp[2] = zero_linear(sizes["cond_dim"], sizes["cond_dim"])
 
     def condition(self, sigma_B: Tensor, prime_B: Tensor | None = None) -> Tensor:
@@ -109,19 +118,21 @@ class Flm(Method):
     # Flow maps are "flm_distill" and "flm_distill_double" in released files and "fmlm_..." in later code (FLM).
     publication = Publication(("flm", "flm_*distill*", "fmlm*"), tensors=DIFFUSION_TENSORS)
     supports = FILLS_IN
-    groups = {"model": NetworkConfig, "objective": FlmObjective, "sampler": FlmSampler}
+    groups = {"model": ExtendedNetwork, "objective": FlmObjective, "sampler": FlmSampler}
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
+        self.ids = config.data.vocab_size + config.model.extra_ids
         kind = TwoTimeDDiT if config.objective.flow_map else DDiT
-        self.backbone = kind(config.data.vocab_size, softcap=SOFTCAP, **config.model.arguments())
-        self.times = TimeMap(config.data.vocab_size)
+        self.backbone = kind(self.ids, softcap=SOFTCAP, **config.model.arguments())
+        self.times = TimeMap(self.ids)
         self.loss_weights = {"ce": 1.0, "ce_map": 1.0} if config.objective.flow_map else {"ce": 1.0}
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
-        config = adapted(base, name, FlmObjective(ce_chunk=base.objective.ce_chunk), FlmSampler(sampler_steps(base)))
+        model = ExtendedNetwork(**ddit_model(base), extra_ids=int(base.preset == "owt1024"))  # (FLM)
+        config = adapted(base, name, FlmObjective(ce_chunk=base.objective.ce_chunk), FlmSampler(sampler_steps(base)), model)
         if base.preset != "smoke":
             return config
         # Twice the preset's rate learns more in a short run (measured), perhaps as it suppresses noise of other tokens sooner.
@@ -130,7 +141,10 @@ class Flm(Method):
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
         flow_map = any(".sigma_map_prime." in name for name in tensors)
-        return published_config(tensors, replace(base, objective=replace(base.objective, flow_map=flow_map)))
+        ids, _ = ddit_sizes(tensors)
+        extra = int(ids - 1 in [known for _, known, _ in PAPER_TOKENIZERS.values()])
+        config = published_config(tensors, replace(base, objective=replace(base.objective, flow_map=flow_map)), extra)
+        return replace(config, model=replace(config.model, extra_ids=extra))
 
     # ------------------------------------------------------------ training
 
@@ -144,7 +158,7 @@ class Flm(Method):
 
     def noisy(self, tokens_BL: Tensor, t_B: Tensor, noise: RowNoise) -> Tensor:
         """Return z_t (B, L, V), computed in place in the noise tensor, the largest tensor of a step."""
-        z = noise.normal("state", tokens_BL.shape[1], self.config.data.vocab_size)
+        z = noise.normal("state", tokens_BL.shape[1], self.ids)
         t = per_row(t_B.to(z.dtype), z)
         return z.mul_(1 - t).scatter_add_(-1, tokens_BL[..., None], t.expand(*tokens_BL.shape, 1))
 
@@ -200,7 +214,7 @@ class Flm(Method):
     def sample(
         self, sampler: FlmSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
     ) -> Tensor:
-        z = noise.normal("sample", self.config.data.token_len, self.config.data.vocab_size)
+        z = noise.normal("sample", self.config.data.token_len, self.ids)
         return self.integrate(z, sampler, watch, given_BL)
 
     @torch.no_grad()
@@ -219,10 +233,14 @@ class Flm(Method):
                 certain = F.one_hot(given_BL.clamp_min(0), p.shape[-1]).to(p)
                 p = torch.where((given_BL >= 0)[..., None], certain, p)
             if watch:
-                watch(k, steps, taus[k].item(), lambda p=p: p.argmax(-1))
+                watch(k, steps, taus[k].item(), lambda p=p: self.written(p))
             if k + 1 < steps:  # the last step would return p
                 z = leap(z, p, t[k].expand(len(z)), t[k + 1].expand(len(z)))
-        tokens = p.argmax(-1)
+        tokens = self.written(p)
         if watch:
             watch(steps, steps, 1.0, lambda: tokens)
         return tokens
+
+    def written(self, p_BLV: Tensor) -> Tensor:
+        """Return the most probable of the tokenizer's ids."""
+        return p_BLV[..., : self.config.data.vocab_size].argmax(-1)

@@ -107,10 +107,9 @@ class JpegDlmObjective:
     sigreg_knots: int = opt(17, "quadrature knots of SIGReg (LeJEPA)")
     sigreg_t_max: float = opt(3.0, "largest frequency of SIGReg (LeJEPA)")
     reg_space: Literal["raw", "standardized"] = opt("raw", "which z_c the regularizers use (assumed)")
-    # At the LM1B preset this is 1 of the 32 latents of a row. With as many vectors per dimension and positions that differ in
-    # mean, the gradients of SIGReg, variance and covariance have a cosine of 0.87, 0.90 and 0.91 with those of all vectors, and
-    # SIGReg per vector and the hinge are within 1% (measured): a step sees most of it, the average over steps all of it.
-    reg_max_rows: int = opt(4096, "latent vectors per step for the regularizers, with at least one per row; 0 is all (assumed)")
+    # U holds "the vectors produced by the context compressor" (paper), and SIGReg is B times a distance, where B counts the
+    # vectors of all devices (LeJEPA). docs/method.md has the numbers of other readings.
+    reg_max_rows: int = opt(0, "latent vectors per step for the regularizers, with at least one per row; 0 is all (paper)")
     time_mean: float = opt(-1.5, "mean of logit(t) (paper)")
     time_std: float = opt(0.8, "deviation of logit(t) (paper)")
     time_uniform: float = opt(0.0, "share of times drawn uniformly instead, to cover late times (not in the paper)")

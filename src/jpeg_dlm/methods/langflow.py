@@ -35,7 +35,6 @@ from jpeg_dlm.methods.common.discrete import (
     PAPER_TOKENIZERS,
     NetworkConfig,
     adapted,
-    paper_data,
     published_config,
     sampler_steps,
 )
@@ -182,16 +181,16 @@ class LangFlow(Method):
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
-        vocab = math.log(paper_data(base)[0].vocab_size) / math.log(RELEASED_VOCAB)
-        # Tokens become decodable where alpha / sigma * sqrt(H), the lead of the correct one over noise, exceeds the largest of
-        # V normal numbers, about sqrt(2 log V). The loss of pure noise scales with log V. (assumed; smoke learns 3.3 from 3.2)
-        objective = LangFlowObjective(
-            gumbel_loc=GUMBEL_LOC + math.log(base.model.hidden / RELEASED_WIDTH) - math.log(vocab),
-            gumbel_entropy=GUMBEL_ENTROPY * vocab,
-            ce_chunk=base.objective.ce_chunk,
-        )
+        objective = LangFlowObjective(ce_chunk=base.objective.ce_chunk)
         if base.preset not in PAPER_TOKENIZERS:
-            objective = replace(objective, proposal_weight=SMALL_WEIGHT, proposal_rate=SMALL_RATE)
+            vocab = math.log(base.data.vocab_size) / math.log(RELEASED_VOCAB)
+            # Tokens become decodable where alpha / sigma * sqrt(H), the lead of the correct one over noise, exceeds the largest
+            # of V normal numbers, about sqrt(2 log V). The loss of pure noise scales with log V. (assumed; smoke learns 3.3
+            # from 3.2)
+            objective = replace(
+                objective, gumbel_loc=GUMBEL_LOC + math.log(base.model.hidden / RELEASED_WIDTH) - math.log(vocab),
+                gumbel_entropy=GUMBEL_ENTROPY * vocab, proposal_weight=SMALL_WEIGHT, proposal_rate=SMALL_RATE,
+            )  # fmt: skip
         return adapted(base, name, objective, LangFlowSampler(sampler_steps(base)))
 
     @classmethod

@@ -15,6 +15,8 @@ from jpeg_dlm.flow.latent_sampler import Watch, Writer
 from jpeg_dlm.methods.base import require
 from jpeg_dlm.rng import RowNoise
 
+RELEASED_BATCH = {"random": 32, "quantile": 16}  # texts that share noise and times, by the grid of LM1B and of OWT (released)
+
 
 @torch.no_grad()
 def sample_batches(
@@ -23,7 +25,8 @@ def sample_batches(
 ) -> Iterator[Tensor]:  # fmt: skip
     """Yield token ids of samples `first` to `first + n - 1`, batch by batch.
 
-    `given` is kept: one row (L) in every sample, or a row for each (n, L). So are the rows of an origin in `control`.
+    `given` is kept: one row (L) in every sample, or a row for each (n, L). So are the rows of an origin in `control`. The
+    released protocol has a batch of its own, since its samples depend on it.
     """
     if given is not None:
         require("templates", writer)
@@ -34,11 +37,11 @@ def sample_batches(
     if getattr(sampler, "protocol", "default") == "released":
         if first:
             raise UsageError("The released protocol draws samples in order: it cannot begin with one in the middle.")
-        if writer.latent_sampler is None or sampler.grid not in ("random", "quantile"):
+        if writer.latent_sampler is None or sampler.grid not in RELEASED_BATCH:
             raise UsageError("The released protocol exists for jpeg-dlm with --sampler.grid random (LM1B) or quantile (OWT).")
         if given is not None or control is not None:
             raise UsageError("The released protocol writes whole texts freely: use the default one for what you ask for.")
-        yield from writer.latent_sampler.released(n, sampler, seed, batch, watch)
+        yield from writer.latent_sampler.released(n, sampler, seed, RELEASED_BATCH[sampler.grid], watch)
         return
     for start in range(0, n, batch):
         rows = range(start, min(start + batch, n))

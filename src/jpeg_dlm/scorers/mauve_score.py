@@ -8,13 +8,14 @@ import importlib.util
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from jpeg_dlm.errors import MissingPackageError
 
 KMEANS_SEEDS = (42, 43, 44, 45, 46)  # 42 is the released one
+KMeans = Literal["mean", "first"]  # the value that is reported: the mean over the seeds, or that of the first
 FEWEST = 100  # texts of each kind; the package makes a cluster per ten texts, and fewer than ten clusters are too coarse
 
 
@@ -45,8 +46,10 @@ def _few_points_are_fine() -> Iterator[None]:
         faiss.Kmeans = kmeans
 
 
-def mauve_score(generated: np.ndarray, real: np.ndarray, seeds: Sequence[int] = KMEANS_SEEDS) -> dict[str, Any]:
-    """Return mean and deviation over k-means seeds of the MAUVE of two sets of features (n, H), with default options."""
+def mauve_score(
+    generated: np.ndarray, real: np.ndarray, seeds: Sequence[int] = KMEANS_SEEDS, kmeans: KMeans = "mean"
+) -> dict[str, Any]:
+    """Return the MAUVE of two sets of features (n, H), with default options, and its deviation over k-means seeds."""
     try:
         import mauve  # pyright: ignore[reportMissingImports] - an extra
     except ImportError as error:
@@ -55,7 +58,7 @@ def mauve_score(generated: np.ndarray, real: np.ndarray, seeds: Sequence[int] = 
         found = [mauve.compute_mauve(p_features=real, q_features=generated, seed=seed, verbose=False) for seed in seeds]
     values = [float(one.mauve) for one in found]
     return {
-        "mauve": statistics.fmean(values),
+        "mauve": statistics.fmean(values) if kmeans == "mean" else values[0],
         "kmeans_sd": statistics.stdev(values) if len(values) > 1 else None,
         "kmeans_seeds": list(seeds),
         "values": values,

@@ -125,7 +125,10 @@ class Scorer:
 
     @torch.no_grad()
     def features(self, texts: Sequence[str], max_tokens: int, progress: Progress | None = None) -> Tensor:
-        """Return the last hidden state (n, H) at the final retained token of each text that is not empty (for MAUVE)."""
+        """Return the last hidden state (n, H) at the final retained token of each text that is not empty, for MAUVE.
+
+        It is computed in fp32 on every device, as in mauve-text, whatever the precision of the likelihoods.
+        """
         limit = min(max_tokens, self.context)
         rows = [row for row in (self.encode(text, limit) for text in texts if text.strip()) if row]
         done = 0
@@ -133,8 +136,7 @@ class Scorer:
         def last(batch: list[int]) -> Tensor:
             nonlocal done
             tokens_BL, mask_BL = self._padded([rows[i] for i in batch])
-            with self._autocast():
-                h_BLH = self.hidden_states(tokens_BL, mask_BL)
+            h_BLH = self.hidden_states(tokens_BL, mask_BL)
             done += len(batch) * world_size()
             if progress is not None:
                 progress(min(done, len(rows)), len(rows))

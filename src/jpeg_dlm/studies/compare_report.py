@@ -58,7 +58,8 @@ def compare_table(result: Mapping[str, Any], paper_set: str = "lm1b") -> Table:
         real = str(anchor[0]) == ANCHORS["real"]
         rows.append([*anchor, *(real_cells(result["rows"], tasks) if real else none), *[""] * len(PAPER)])
     heading = [*OURS, *(column.heading for column in tasks), *(f"paper, {paper_set}: {name}" for name in PAPER)]
-    return Table.of(_conditions(result), heading, rows, _notes(result["rows"]) + task_notes(result))
+    of_paper = [f"{row['method']} in the paper: {row['note']}." for row in paper.values() if "note" in row]
+    return Table.of(_conditions(result), heading, rows, _notes(result["rows"]) + of_paper + task_notes(result))
 
 
 def _conditions(result: Mapping[str, Any]) -> str:

@@ -59,6 +59,16 @@ class NetworkConfig:
 
 
 @dataclass(frozen=True)
+class ExtendedNetwork(NetworkConfig):
+    """Sizes of the shared transformer, whose ids may exceed the tokenizer's."""
+
+    extra_ids: int = opt(0, "extra ids of the process after the tokenizer's, never written (Duo, FLM: 1 for GPT-2, a pad)")
+
+    def checks(self, config: Config) -> Checks:
+        return [*super().checks(config), (self.extra_ids >= 0, "model.extra_ids must not be negative")]
+
+
+@dataclass(frozen=True)
 class DditConfig(NetworkConfig):
     """Sizes of the shared transformer with a mask token."""
 
@@ -152,12 +162,13 @@ def ddit_sizes(tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, int]]:
     return vocab, sizes
 
 
-def published_config(tensors: Mapping[str, Tensor], base: Config) -> Config:
+def published_config(tensors: Mapping[str, Tensor], base: Config, extra_ids: int = 0) -> Config:
     """Return `base` with the sizes of a published checkpoint; its vocabulary size identifies tokenizer and row length."""
-    vocab, sizes = ddit_sizes(tensors)
+    ids, sizes = ddit_sizes(tensors)
+    vocab = ids - extra_ids
     data = replace(base.data, vocab_size=vocab)
-    for preset, (tokenizer, ids, _) in PAPER_TOKENIZERS.items():
-        if ids == vocab:
+    for preset, (tokenizer, known, _) in PAPER_TOKENIZERS.items():
+        if known == vocab:
             data = replace(data, tokenizer=tokenizer, token_len=128 if preset == "lm1b" else 1024)
     return replace(base, data=data, model=replace(base.model, **sizes))
 

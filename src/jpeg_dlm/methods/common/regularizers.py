@@ -1,7 +1,7 @@
 """SIGReg and the variance and covariance terms, which keep the latent space from collapsing (appendix).
 
 U (R, D) holds R latent vectors of this process. With several processes, every mean is global, so the terms do not depend
-on how a batch is split.
+on how a batch is split, and SIGReg's factor B is the number of vectors of all processes (LeJEPA).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def latent_regularizers(z: Tensor, o: JpegDlmObjective, steps: int, noise: RowNo
 
 
 def chosen_vectors(z: Tensor, most: int, noise: RowNoise) -> Tensor:
-    """Return at most so many vectors (R, D) of the global batch for the regularizers, but at least one per row."""
+    """Return at most so many vectors (R, D) of the step for the regularizers, but at least one per row; 0 is all of them."""
     kept = max(1, most // (noise.total or len(z))) if most else z.shape[1]
     if kept < z.shape[1]:  # equally many per row, so that the choice does not depend on how a batch is split
         chosen = noise.uniform("reg_rows", z.shape[1]).argsort(1)[:, :kept]
