@@ -1,5 +1,6 @@
-"""`python -m jpeg_dlm VERB ...`, as torchrun starts it."""
+"""`python -m jpeg_dlm VERB ...`, which torchrun can start too."""
 
 from jpeg_dlm.cli.main import main
 
-raise SystemExit(main())
+if __name__ == "__main__":
+    raise SystemExit(main())
