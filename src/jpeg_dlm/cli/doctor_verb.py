@@ -88,8 +88,8 @@ def selftest(checks: Sequence[str], out: Path) -> int:
         tuple((v.check, v.result, v.detail, f"{v.seconds:.0f}") for v in verdicts),
         tuple(map(anonymous, (machine_line(), packages, gpu_line(), cpu_line()))),
     )
+    write_atomic(out, markdown([table]) + "\n")  # before the output, which a closed pipe may end
     show([table])
-    write_atomic(out, markdown([table]) + "\n")
     console.say(f"Wrote {out}.")
     return 1 if any(v.result == "failed" for v in verdicts) else 0
 
