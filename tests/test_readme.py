@@ -16,6 +16,7 @@ from huggingface_hub import ModelCard
 from jpeg_dlm.cli.main import VERBS, build_parser
 from jpeg_dlm.cli.options import parse_overrides, split_overrides
 from jpeg_dlm.config_io import option_names
+from jpeg_dlm.evaluation.paper import paper_tables
 from jpeg_dlm.flow.latent_sampler import Ability
 from jpeg_dlm.methods.base import Method
 from jpeg_dlm.methods.registry import for_method, names, system_class
@@ -29,12 +30,22 @@ KNOWN = {"--method": "ar", "--preset": "tiny"}  # in place of a placeholder
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Every `jpeg-dlm ...` in code, with placeholders as they stand."""
-    text = page.read_text("utf-8")
+    """Every `jpeg-dlm ...` and `torchrun ... -m jpeg_dlm ...` in code, with placeholders as they stand."""
+    text = re.sub(r"\\\n\s*", " ", page.read_text("utf-8"))  # a command may take several lines
     code = re.findall(r"`(jpeg-dlm [^`\n]+)`", text) + re.findall(r"^\s*(jpeg-dlm .+)$", text, re.MULTILINE)
+    code += re.findall(r"torchrun [^`\n]*-(m jpeg_dlm(?:\.cli\.main)? [^`\n&]+)", text)
     code = [re.sub(r"(--method|--preset) NAME", lambda m: f"{m[1]} {KNOWN[m[1]]}", line) for line in code]
     lines = [re.split(r"\s{2,}#|\s+\[(?!MASK)", line)[0].replace("...", "x") for line in code if "--help" not in line]
-    return [shlex.split(line)[1:] for line in lines]
+    return [words[2:] if words[0] == "m" else words[1:] for words in map(shlex.split, lines)]
+
+
+def test_commands_of_a_page(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Use `jpeg-dlm verify RUN` or\n\n    jpeg-dlm info   # sizes\n    torchrun --nproc-per-node 8 -m jpeg_dlm study rates\n"
+        "    srun torchrun --nnodes 2 \\\n        -m jpeg_dlm.cli.main train --method NAME &\n"
+    )
+    assert commands(page) == [["verify", "RUN"], ["info"], ["study", "rates"], ["train", "--method", "ar"]]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -87,6 +98,16 @@ def test_badges_and_citation_say_what_the_package_says():
     page = (ROOT / "README.md").read_text("utf-8")
     assert paper["title"] in " ".join(page.split())
     assert all(f"{author['given-names']} {author['family-names']}" in page for author in paper["authors"])
+
+
+def test_the_values_of_table_1_are_the_papers():
+    text = (ROOT / "docs" / "reproduce.md").read_text("utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.count(" / ") == 6]
+    for column, preset_name in ((2, "lm1b"), (3, "owt1024")):
+        stated = {row[0]: [float(number) for number in re.findall(r"[\d.]+", row[column])] for row in rows}
+        keys = ("gen_ppl", "entropy", "mauve", "speed", "speed_kv_cache")
+        paper = {row["method"]: [row[key] for key in keys if key in row] for row in paper_tables()["main"][preset_name]}
+        assert stated == paper
 
 
 @pytest.mark.parametrize("name", ["model-card", "stories-card"])

@@ -71,7 +71,7 @@ def read(package: Path) -> Source:
     files: dict[str, int] = {}
     early: Edges = {}
     late: Edges = {}
-    known = rooms | {path.stem for path in package.glob("*.py")} - {"__init__"}
+    known = rooms | {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"}
     for path in sorted(package.rglob("*.py")):
         part = path.relative_to(package).with_suffix("").parts[0]
         if part not in known:

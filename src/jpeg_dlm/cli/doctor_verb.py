@@ -8,8 +8,11 @@ import platform
 import shutil
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 
+from jpeg_dlm import __version__
 from jpeg_dlm.cli.parser import Parser
+from jpeg_dlm.cli.values import some_of
 from jpeg_dlm.errors import UsageError
 
 OPTIONAL = {
@@ -22,27 +25,37 @@ CORE = (
 )  # fmt: skip
 
 
+CHECKS = ("gradients", "processes", "sharding", "compile", "parity", "throughput", "training")  # of cli/selftest.py
+REPORT = Path("jpeg-dlm-selftest.md")
+
+
 def add_arguments(parser: Parser) -> None:
-    """No options."""
+    parser.add_argument("--selftest", action="store_true", help="train, sample and measure small models here, in minutes")
+    parser.add_argument("--only", type=some_of(CHECKS), metavar="NAMES", help=f"with --selftest: some of {','.join(CHECKS)}")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE",
+        help=f"with --selftest: file for the result, to paste into an issue; an older one is replaced (default: {REPORT})",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    import torch
+    if args.selftest:
+        return selftest(args.only or CHECKS, args.out or REPORT)
+    stray = next((name for name in ("only", "out") if getattr(args, name)), None)
+    if stray:
+        raise UsageError(f"--{stray} belongs to the self-test: add --selftest.")
 
     from jpeg_dlm.fetch.assets import ASSETS
     from jpeg_dlm.folders.model_folder import PACKAGED, bundled_folder
     from jpeg_dlm.machine.cache import cache_dir
 
-    print(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
+    print(machine_line())
     for name in CORE:
         print(f"  {name:<18} {_version(name) or 'MISSING: pip install jpeg-dlm'}")
     for name, extra in OPTIONAL.items():
         missing = f"not installed: pip install 'jpeg-dlm[{extra}]'"
         print(f"  {name:<18} {_version(name) or missing}")
-    if torch.cuda.is_available():
-        print(f"GPU: {torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB")
-    else:
-        print("GPU: none; everything runs on the CPU")
+    print(gpu_line())
     print(cpu_line())
     whole = all((bundled_folder(name) / "manifest.json").is_file() for name in PACKAGED)
     for line in form_lines() if whole else ():
@@ -56,6 +69,43 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if not whole:
         print("Bundled models: MISSING: reinstall jpeg-dlm")
     return 0
+
+
+def selftest(checks: Sequence[str], out: Path) -> int:
+    """Run the checks, show and write their table with the facts of this machine, and return 1 if one failed."""
+    from jpeg_dlm.cli.selftest import anonymous, run_checks
+    from jpeg_dlm.cli.show import show
+    from jpeg_dlm.files import write_atomic
+    from jpeg_dlm.machine.console import Console
+    from jpeg_dlm.results.table import Table, markdown
+
+    console = Console()
+    verdicts = run_checks(checks, console)
+    packages = ", ".join(f"{name} {version}" for name in (*CORE, *OPTIONAL) if (version := _version(name)))
+    table = Table(
+        f"jpeg-dlm {__version__} self-test",
+        ("check", "result", "detail", "seconds"),
+        tuple((v.check, v.result, v.detail, f"{v.seconds:.0f}") for v in verdicts),
+        tuple(map(anonymous, (machine_line(), packages, gpu_line(), cpu_line()))),
+    )
+    write_atomic(out, markdown([table]) + "\n")  # before the output, which a closed pipe may end
+    show([table])
+    console.say(f"Wrote {out}.")
+    return 1 if any(v.result == "failed" for v in verdicts) else 0
+
+
+def machine_line() -> str:
+    return f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+
+
+def gpu_line() -> str:
+    """Describe the GPUs and the CUDA of torch."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "GPU: none; everything runs on the CPU"
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    return f"GPU: {torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {memory:.0f} GiB, CUDA {torch.version.cuda}"
 
 
 def cpu_line() -> str:
