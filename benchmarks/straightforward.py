@@ -18,7 +18,7 @@ from jpeg_dlm.config import TrainConfig
 from jpeg_dlm.flow.path import guidance_scale, guided_target, interpolate, logit_normal, per_row
 from jpeg_dlm.machine.collectives import world_size
 from jpeg_dlm.methods.base import Batch, linear_ramp, masked_mean
-from jpeg_dlm.methods.common.regularizers import chosen_vectors, unit_directions
+from jpeg_dlm.methods.common.regularizers import unit_directions
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.nn.dit import DiT, DitBlock
 from jpeg_dlm.nn.perceiver import Compressor, Decompressor, PerceiverAttention
@@ -145,7 +145,7 @@ class Straightforward(JpegDlm):
         hhat = decompress(self.decompressor, self.unstandardize(zhat_tgt))
         nll_BL = F.cross_entropy(self.project(hhat).transpose(1, 2), batch.tokens_BL, reduction="none")
 
-        u = chosen_vectors(z_raw, o.reg_max_rows, noise)
+        u = z_raw.flatten(0, 1)
         directions = unit_directions(noise.shared_normal("sigreg", u.shape[1], o.sigreg_slices))
         var, cov = variance_covariance(u)
         return {
@@ -153,7 +153,7 @@ class Straightforward(JpegDlm):
             "flow": F.mse_loss(zhat_1, z_flow),
             "feat": masked_mean(((hhat - h) ** 2).mean(-1), batch.mask_BL),
             "ce": masked_mean(nll_BL, batch.mask_BL),
-            "sigreg": sigreg(u, directions, o.sigreg_knots, o.sigreg_t_max),
+            "sigreg": (o.sigreg_vectors / len(u) if o.sigreg_vectors else 1.0) * sigreg(u, directions, o.sigreg_knots, o.sigreg_t_max),
             "var": var,
             "cov": cov,
         }

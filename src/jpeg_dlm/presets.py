@@ -10,6 +10,7 @@ from jpeg_dlm.errors import UsageError
 from jpeg_dlm.flow.sampler_config import SamplerConfig
 from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel, JpegDlmObjective
 
+# In the paper's presets, `sigreg_vectors` counts the latents of one device (assumed; docs/method.md has other readings).
 T5_VOCAB = 32_100  # released: not T5's padded 32,128
 T5_SMALL = EncoderConfig(
     kind="hf",
@@ -36,7 +37,9 @@ def lm1b() -> Config:
         ),
         encoder=T5_SMALL,
         model=JpegDlmModel(latent_len=32),
-        objective=JpegDlmObjective(sigma=0.8, target_ema_start=0.995, target_ema_end=0.999, ce_chunk=8192),
+        objective=JpegDlmObjective(
+            sigma=0.8, target_ema_start=0.995, target_ema_end=0.999, sigreg_vectors=384 * 32, ce_chunk=8192
+        ),
         train=TrainConfig(epochs=20, batch=384, accumulation=2, devices=8, lr=1e-3, codec_lr=3e-4),
         sampler=SamplerConfig(steps=32, w=3.0, grid="random"),
     )
@@ -49,7 +52,9 @@ def owt1024() -> Config:
         data=DataConfig(source="openwebtext", tokenizer="t5", vocab_size=T5_VOCAB, token_len=1024, packing="sentences"),
         encoder=T5_SMALL,
         model=JpegDlmModel(latent_len=512),
-        objective=JpegDlmObjective(sigma=0.8, target_ema_start=0.996, target_ema_end=0.999, ce_chunk=8192),
+        objective=JpegDlmObjective(
+            sigma=0.8, target_ema_start=0.996, target_ema_end=0.999, sigreg_vectors=24 * 512, ce_chunk=8192
+        ),
         train=TrainConfig(epochs=5, batch=24, accumulation=2, devices=8, lr=1e-3, codec_lr=2e-4),
         sampler=SamplerConfig(steps=32, w=2.0, grid="quantile"),
     )
@@ -63,7 +68,7 @@ def owt128() -> Config:
         preset="owt128",
         data=replace(base.data, source="hf:linluqiu/openwebtext-len128-packing_padding", token_len=128, packing="padded"),
         model=replace(base.model, latent_len=64),
-        objective=replace(base.objective, sigma=1.0),
+        objective=replace(base.objective, sigma=1.0, sigreg_vectors=24 * 64),
         sampler=SamplerConfig(steps=64, w=3.0, grid="quantile"),
     )
 

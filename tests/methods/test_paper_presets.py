@@ -36,7 +36,7 @@ L, VOCAB, F = 12, 60, 8
 SMALL = {
     "data.vocab_size": VOCAB, "data.token_len": L, "encoder.feature_dim": F, "model.latent_dim": 8, "model.bottleneck_dim": 4,
     "model.codec_layers": 1, "model.codec_heads": 2, "model.proj_dim": 8, "model.hidden": 8, "model.depth": 2, "model.heads": 2,
-    "model.freq_dim": 4, "objective.sigreg_slices": 4, "objective.reg_max_rows": 16, "train.batch": 4, "train.steps": 100,
+    "model.freq_dim": 4, "objective.sigreg_slices": 4, "train.batch": 4, "train.steps": 100,
     "train.precision": "fp32", "sampler.steps": 4,
 }  # fmt: skip
 CLEAR = 0.05  # margin between the two most probable tokens from which rounding does not decide

@@ -20,7 +20,7 @@ from straightforward import Straightforward, StraightforwardStep
     "changes",
     [
         {},
-        {"objective__ce_chunk": 7, "objective__reg_max_rows": 16, "objective__sc_prob": 1.0},
+        {"objective__ce_chunk": 7, "objective__sc_prob": 1.0},
         {"model__decode_residual": True, "train__checkpoint_layers": True, "objective__sc_prob": 0.0},
     ],
 )

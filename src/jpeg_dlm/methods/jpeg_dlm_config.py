@@ -107,9 +107,9 @@ class JpegDlmObjective:
     sigreg_knots: int = opt(17, "quadrature knots of SIGReg (LeJEPA)")
     sigreg_t_max: float = opt(3.0, "largest frequency of SIGReg (LeJEPA)")
     reg_space: Literal["raw", "standardized"] = opt("raw", "which z_c the regularizers use (assumed)")
-    # U holds "the vectors produced by the context compressor" (paper), and SIGReg is B times a distance, where B counts the
-    # vectors of all devices (LeJEPA). docs/method.md has the numbers of other readings.
-    reg_max_rows: int = opt(0, "latent vectors per step for the regularizers, with at least one per row; 0 is all (paper)")
+    sigreg_vectors: int = opt(
+        0, "B, by which SIGReg multiplies a distance; 0 is the latents of a micro-batch on all devices (LeJEPA's code)"
+    )
     time_mean: float = opt(-1.5, "mean of logit(t) (paper)")
     time_std: float = opt(0.8, "deviation of logit(t) (paper)")
     time_uniform: float = opt(0.0, "share of times drawn uniformly instead, to cover late times (not in the paper)")
@@ -174,7 +174,10 @@ class JpegDlmObjective:
             ),
             *self_condition_checks(o),
             (0 <= o.context_drop <= 1, "objective.context_drop must lie between 0 and 1"),
-            (o.sigreg_slices >= 1 and o.sigreg_knots >= 3, "SIGReg needs at least 1 slice and 3 knots"),
+            (
+                o.sigreg_slices >= 1 and o.sigreg_knots >= 3 and o.sigreg_vectors >= 0,
+                "SIGReg needs at least 1 slice and 3 knots, and objective.sigreg_vectors must not be negative",
+            ),
         ]
 
 

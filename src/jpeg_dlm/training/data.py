@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from jpeg_dlm.config import TrainConfig
 from jpeg_dlm.methods.base import Batch
-from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.rng import RowNoise, on_device
 from jpeg_dlm.text.blocks import Blocks, EpochOrder
 from jpeg_dlm.training.feature_cache import FeatureCache
 
@@ -27,8 +28,14 @@ class BatchStream:
     cache: FeatureCache | None = None
     context_blocks: int = 0  # rows before each row that a batch holds too
 
+    prefetch: bool | None = None  # gather the next batch in a thread; None: on accelerators
+
     def __post_init__(self) -> None:
         self.order = EpochOrder(self.train.seed, len(self.blocks))
+        if self.prefetch is None:
+            self.prefetch = self.device.type != "cpu"
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: dict[tuple[int, int], Future[Batch]] = {}
 
     @property
     def rows_per_step(self) -> int:
@@ -50,7 +57,18 @@ class BatchStream:
         for micro in range(self.train.accumulation):
             places, rows = self.row_numbers(step, micro)
             host = self.device.type == "cpu"
-            yield self.batch(rows), RowNoise(self.train.seed, places, step, self.device, self.rows_per_step, host)
+            batch = self._prefetched(step, micro) if self.prefetch else self.batch(rows)
+            yield batch, RowNoise(self.train.seed, places, step, self.device, self.rows_per_step, host)
+
+    def _prefetched(self, step: int, micro: int) -> Batch:
+        """Return a batch that a thread gathered during the one before, and let it begin with the next one."""
+        here = self._pending.pop((step, micro), None) or self._gather(step, micro)
+        after = (step, micro + 1) if micro + 1 < self.train.accumulation else (step + 1, 0)
+        self._pending = {after: self._gather(*after)}
+        return here.result()
+
+    def _gather(self, step: int, micro: int) -> Future[Batch]:
+        return self._thread.submit(self.batch, self.row_numbers(step, micro)[1])
 
     def batch(self, rows: list[int]) -> Batch:
         return batch_of(self.blocks, rows, self.device, self.context_blocks, self.cache)
@@ -66,7 +84,7 @@ def batch_of(
     tokens_BKL, present_BK = blocks.before(rows, context_blocks)
     numbers = [max(0, row - back) for row in rows for back in range(context_blocks, 0, -1)]
     before = _batch(blocks, tokens_BKL.flatten(0, 1), numbers, device, cache)
-    return replace(batch, before=before, present_BK=present_BK.to(device))
+    return replace(batch, before=before, present_BK=on_device(present_BK, device))
 
 
 def _batch(
@@ -74,6 +92,5 @@ def _batch(
 ) -> Batch:  # fmt: skip
     mask = blocks.mask(tokens_BL)
     features = cache.rows(rows) if cache is not None else None
-    return Batch(
-        tokens_BL.to(device), None if mask is None else mask.to(device), None if features is None else features.to(device)
-    )
+    parts = (tokens_BL, mask, features)
+    return Batch(*(None if part is None else on_device(part, device) for part in parts))  # pyright: ignore[reportArgumentType]

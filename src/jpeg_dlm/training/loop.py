@@ -52,6 +52,17 @@ def method_state(method: Trainable) -> dict[str, Tensor]:
     return {name: t for name, t in method.state_dict().items() if not name.startswith(FROZEN)}
 
 
+@contextlib.contextmanager
+def tf32_products(device: torch.device) -> Iterator[None]:
+    """Compute fp32 products on CUDA, such as those over a vocabulary, in TF32 within the block; scoring stays exact."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = before or device.type == "cuda"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
 class HostCopy:
     """Numbers of a device on their way to the host."""
 
@@ -116,7 +127,7 @@ class Trainer:
             if self.config.train.checkpoint_layers:
                 recompute_in_backward(layer)
             if self.config.train.compile:
-                layer.compile()
+                layer.compile(dynamic=True)  # the rows of self-conditioning differ from step to step
 
     # ------------------------------------------------------------ one step
 
@@ -133,7 +144,7 @@ class Trainer:
         rates = set_learning_rates(self.optimizer, schedule_factor(self.step, train))
         self.method.train()
         self.optimizer.zero_grad(set_to_none=True)
-        with unsharded(self.method):
+        with unsharded(self.method), tf32_products(self.ranks.device):
             totals = self._accumulate()
         if is_sharded(self.method):
             average_unsharded(self.parameters.values())

@@ -1,7 +1,7 @@
 """SIGReg and the variance and covariance terms, which keep the latent space from collapsing (appendix).
 
 U (R, D) holds R latent vectors of this process. With several processes, every mean is global, so the terms do not depend
-on how a batch is split, and SIGReg's factor B is the number of vectors of all processes (LeJEPA).
+on how a batch is split.
 """
 
 from __future__ import annotations
@@ -19,21 +19,14 @@ from jpeg_dlm.rng import RowNoise
 
 def latent_regularizers(z: Tensor, o: JpegDlmObjective, steps: int, noise: RowNoise) -> dict[str, Tensor]:
     """Return the SIGReg, variance and covariance terms of the context compressor's latents (B, N, D)."""
-    u, terms = chosen_vectors(z, o.reg_max_rows, noise), {}
+    u, terms = z.flatten(0, 1).float(), {}
     if o.sigreg_weight:
         directions = unit_directions(noise.shared_normal("sigreg", u.shape[1], o.sigreg_slices))
-        terms["sigreg"] = sigreg(u, directions, o.sigreg_knots, o.sigreg_t_max) * sigreg_growth(o, noise.step, steps)
+        share = o.sigreg_vectors / (len(u) * world_size()) if o.sigreg_vectors else 1.0
+        share *= sigreg_growth(o, noise.step, steps)
+        terms["sigreg"] = share * sigreg(u, directions, o.sigreg_knots, o.sigreg_t_max)
     terms["var"], terms["cov"] = variance_covariance(u)
     return terms
-
-
-def chosen_vectors(z: Tensor, most: int, noise: RowNoise) -> Tensor:
-    """Return at most so many vectors (R, D) of the step for the regularizers, but at least one per row; 0 is all of them."""
-    kept = max(1, most // (noise.total or len(z))) if most else z.shape[1]
-    if kept < z.shape[1]:  # equally many per row, so that the choice does not depend on how a batch is split
-        chosen = noise.uniform("reg_rows", z.shape[1]).argsort(1)[:, :kept]
-        z = z.gather(1, chosen[..., None].expand(-1, -1, z.shape[2]))
-    return z.flatten(0, 1).float()
 
 
 def sigreg_growth(o: JpegDlmObjective, step: int, steps: int) -> float:
@@ -49,7 +42,7 @@ def unit_directions(normal_DM: Tensor) -> Tensor:
 
 
 def epps_pulley(y: Tensor, knots: int = 17, t_max: float = 3.0) -> Tensor:
-    """Return the Epps-Pulley distance of each column of y (R, M) from N(0, 1), times R: shape (M,).
+    """Return the Epps-Pulley distance of each column of y (R, M) from N(0, 1), times R of all processes: shape (M,).
 
     Uses trapezoidal quadrature on [-t_max, t_max], folded onto the half line by symmetry, and LeJEPA's Gaussian weight.
     """
