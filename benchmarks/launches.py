@@ -1,4 +1,4 @@
-"""Kernel launches and host syncs of one training step, for every method and several numbers of rows.
+"""Kernel launches, host syncs and compiled graphs of one training step, for every method and several numbers of rows.
 
 python benchmarks/run.py launches
 
@@ -9,14 +9,17 @@ do not depend on the machine. The networks have the structure of the paper's pre
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from straightforward import Straightforward, StraightforwardStep
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,6 +30,7 @@ from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.registry import build_method, for_method, method_class, names
 from jpeg_dlm.presets import preset
+from jpeg_dlm.results.table import markdown_table
 from jpeg_dlm.rng import RowNoise, generator
 from jpeg_dlm.training.loop import Trainer
 
@@ -35,7 +39,7 @@ SIZES = {
     "data.vocab_size": 300, "encoder.kind": "random", "encoder.scale": "none", "encoder.feature_dim": 16, "encoder.depth": 6,
     "encoder.heads": 2, "model.latent_dim": 16, "model.bottleneck_dim": 8, "model.codec_heads": 2, "model.proj_dim": 16,
     "model.hidden": 24, "model.heads": 2, "model.freq_dim": 8, "train.accumulation": 1, "train.devices": 1, "train.steps": 1000,
-    "train.precision": "bf16",
+    "train.precision": "bf16", "objective.ce_chunk": 65_536,  # as many logits at once as there are
 }  # fmt: skip
 # Operations whose result the host waits for on an accelerator; indexing by a mask is one too.
 SYNCS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_dim", "_unique2", "is_nonzero", "bincount"}
@@ -119,17 +123,47 @@ def counted(run: Trainer | StraightforwardStep) -> Count:
     return count
 
 
+@contextlib.contextmanager
+def traced_only() -> Iterator[None]:
+    """Let compiled layers run their graphs without generating code, since only the graphs are counted."""
+    compile_ = nn.Module.compile
+    with patch.object(nn.Module, "compile", lambda layer, **options: compile_(layer, backend="eager", **options)):
+        yield
+
+
+def compiled(method: str, rows: int = 16, **changes: object) -> tuple[int, int]:
+    """Return (graph breaks of four compiled steps, graphs that the last three add)."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    with traced_only():
+        run = trainer(method, rows, train__compile=True, **changes)
+        run.train_step()
+        graphs = counters["stats"]["unique_graphs"]
+        for _ in range(3):
+            run.train_step()
+    return sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"] - graphs
+
+
 def measure(short: bool) -> dict[str, Any]:
-    rows_of_table = []
-    systems = [(name, False) for name in names("system")]
+    sizes = ROWS[:2] if short else ROWS
+    rows, systems = [], [(name, False) for name in names("system")]
     for method, plain in [*systems, ("jpeg-dlm", True)]:
-        print(method)
-        counts = [counted(trainer(method, rows, plain)) for rows in (ROWS[:2] if short else ROWS)]
-        label = "straightforward JPEG-DLM" if plain else method_class(method).title
-        rows_of_table.append([label, *(c.launches for c in counts), sum(counts[-1].syncs.values())])
-        print(rows_of_table[-1], counts[-1].syncs, flush=True)
-    return {"rows": rows_of_table}
+        counts = [counted(trainer(method, n, plain)) for n in sizes]
+        title = "JPEG-DLM, straightforward" if plain else method_class(method).title
+        graphs = ("-", "-") if plain else compiled(method)
+        rows.append([title, *(c.launches for c in counts), max(c.syncs.total() for c in counts), *graphs])
+        print(f"{title}: {rows[-1][1:]}", file=sys.stderr, flush=True)
+    ours, plain = (next(row for row in rows if row[0] == title) for title in ("JPEG-DLM", "JPEG-DLM, straightforward"))
+    head = ["system", *(f"launches, {n} rows" for n in sizes), "syncs", "graph breaks", "later graphs"]
+    note = "One bf16 step; `later graphs` are those that `--train.compile` adds in the second to fourth step."
+    return {
+        "title": "Launches of a training step",
+        "markdown": markdown_table(head, [list(map(str, row)) for row in rows]) + f"\n\n{note}",
+        "rows": rows,
+        "ratios": {f"JPEG-DLM, {n} rows": plain[i] / ours[i] for i, n in enumerate(sizes, 1)},
+    }
 
 
 if __name__ == "__main__":
-    measure(False)
+    print(measure(False)["markdown"])

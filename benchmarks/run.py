@@ -31,6 +31,7 @@ from jpeg_dlm.results.pictures import LINE_COLORS, dress, new_figure, save_png
 BENCHMARKS = (
     "peak",
     "attention",
+    "launches",
     "sampling",
     "shares",
     "systems",

@@ -153,7 +153,8 @@ class Straightforward(JpegDlm):
             "flow": F.mse_loss(zhat_1, z_flow),
             "feat": masked_mean(((hhat - h) ** 2).mean(-1), batch.mask_BL),
             "ce": masked_mean(nll_BL, batch.mask_BL),
-            "sigreg": (o.sigreg_vectors / len(u) if o.sigreg_vectors else 1.0) * sigreg(u, directions, o.sigreg_knots, o.sigreg_t_max),
+            "sigreg": (o.sigreg_vectors / len(u) if o.sigreg_vectors else 1.0)
+            * sigreg(u, directions, o.sigreg_knots, o.sigreg_t_max),
             "var": var,
             "cov": cov,
         }

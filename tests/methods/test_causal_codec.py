@@ -106,7 +106,9 @@ def test_denoising_stays_bidirectional_and_does_not_see_the_mask_of_decoding():
         other = z.clone()
         other[:, -1] += 1
         assert (method.dit(other, t, s, w)[:, 0] - x[:, 0]).abs().max() > 1e-5
-        zhat, x_both = method.both_branches(z, Noisy(z, z, t, s, w, t > 0))  # in one pass with rows that decode
+        zhat, x_both = method.both_branches(
+            z, Noisy(z, z, t, s, w, t > 0, torch.arange(B))
+        )  # in one pass with rows that decode
         torch.testing.assert_close(x_both, x)
         torch.testing.assert_close(zhat, method.decode_latents(z, w))
 

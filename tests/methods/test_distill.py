@@ -204,8 +204,8 @@ def test_a_student_trains_resumes_exactly_is_exported_and_writes(teacher_run, co
 
     save = Trainer.save
 
-    def save_and_fail(trainer: Trainer) -> None:
-        save(trainer)
+    def save_and_fail(trainer: Trainer, log=None) -> None:
+        save(trainer, log)
         if trainer.step == 4:
             raise KeyboardInterrupt
 

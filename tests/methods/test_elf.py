@@ -183,8 +183,8 @@ def test_scales_below_one_push_away_from_the_self_conditioned_prediction():
     assert guided_target(x, second, first, torch.tensor([3.0])).item() == pytest.approx(0.6)
     assert guided_target(x, second, first, torch.tensor([0.5])).item() == pytest.approx(0.1)
     method, z, t = build(), noise().normal("z", L, WIDTH), torch.full((B,), 0.3)
-    x, chosen = noise().normal("x", L, WIDTH), torch.arange(B) < 3
-    s, away = method.self_condition(x, z, t, torch.full((B,), 0.5), chosen)
+    x, rows = noise().normal("x", L, WIDTH), torch.arange(3)
+    s, away = method.self_condition(x, z, t, torch.full((B,), 0.5), rows)
     off = torch.zeros(B, dtype=torch.bool)
     second = method.dit(z, t, s, torch.full((B,), 0.5), off)[0]
     assert torch.allclose(away[:3], (x - (second - s))[:3], atol=1e-5)

@@ -80,7 +80,7 @@ def test_a_rule_between_neighbors_is_learned():
     # Tokens count upward, so a masked one is known from its neighbors: chance is log 12 = 2.48.
     method = EncoderPretraining(SmallEncoder(12, 32, 2, 2).initialize(0), 0.3)
     optimizer = torch.optim.AdamW(method.parameters(), 3e-3)
-    for step in range(150):
+    for step in range(200):
         start = (torch.arange(32) * 7 + step) % 12
         x = (start[:, None] + torch.arange(10)) % 12
         losses = method.losses(Batch(x), RowNoise(0, range(32), step))

@@ -3,7 +3,6 @@
 import copy
 import math
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch

@@ -21,21 +21,3 @@ def test_losses_of_a_compiled_run_match(corpus_file, tmp_path, changes):
         a, b = eager.train_step(), compiled.train_step()
         assert b == pytest.approx(a, abs=1e-4, rel=1e-4), step
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0  # something was compiled
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["jpeg-dlm", "elf"])
-def test_nothing_is_compiled_after_the_first_step(method, corpus_file, tmp_path):
-    """One graph for each layer and mode, whatever number of rows is self-conditioned, and no graph is broken."""
-    blocks = Blocks(prepare_blocks(corpus_file, tmp_path / "blocks"))
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    trainer = start(method, blocks, tmp_path, Ranks(), train__compile=True, model__depth=1, train__batch=16)
-    trainer.train_step()
-    graphs = counters["stats"]["unique_graphs"]
-    assert graphs > 0
-    for _ in range(5):
-        trainer.train_step()
-    assert counters["stats"]["unique_graphs"] == graphs
-    assert not counters["graph_break"]

@@ -124,7 +124,8 @@ class ModelSource:
             tokens = self.model.sample(len(rows), seed=run, first=rows.start, batch=self.batch, **sampler)
             return tokens, time.perf_counter() - began
 
-        released = self.identity(run, sampler)["batch"] is not None  # draws its texts in order, so that one process writes all
+        # The released protocol draws its texts in order, so that one process writes all.
+        released = getattr(self.options(sampler), "protocol", "default") == "released"
         parts, seconds = zip(*shared(batches(n or 1, n or 1 if released else self.batch), sample), strict=True)
         return self.texts(torch.cat(parts), specials, sum(seconds))
 
