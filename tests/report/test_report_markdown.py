@@ -26,6 +26,7 @@ def spans(text):
 @example("0 #", "0")
 @example("a ##", "b")
 @example("#", "#")
+@example("__0__", "0")
 def test_any_text_reads_back(a, b):
     table = Table("t", ("h", "i"), ((a, code(b)),))
     text = render(Report("title", "about", (Section(a, (Paragraph(a), table)),)), {})

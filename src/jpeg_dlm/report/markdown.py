@@ -61,7 +61,7 @@ def _cell(cell: Cell) -> str:
 
 def _escape(text: str) -> str:
     """Text that Markdown shows as it is, on one line."""
-    text = re.sub(r"[\\`*\[\]<>|&~$]|(?<!\w)_|_(?!\w)", r"\\\g<0>", visible(text).replace("\n", " "))
+    text = re.sub(r"[\\`*\[\]<>|&~$]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", visible(text).replace("\n", " "))
     return _BEGINS_MORE.sub(r"\1\2\\", text)
 
 
