@@ -103,6 +103,13 @@ def test_options_that_are_no_text_or_endless(tmp_path, capsys):
     assert "Cannot read" in refusal(capsys, "info", "--config", tmp_path)
 
 
+def test_a_repeated_key_among_very_many_is_found_in_one_pass():
+    """A search for each key would take many minutes."""
+    text = "{" + ",".join(f'"{i}": 0' for i in range(300_000)) + ', "299999": 1}'
+    with pytest.raises(ValueError, match="'299999' is repeated"):
+        parse_json(text)
+
+
 def test_strict_json_reads_what_json_reads():
     for value in ({"a": [1, -2.5e-3, None, True, "é\n"], "b": {}}, [[[]]], "x", 3, {"": "", " ": 1e308}):
         assert parse_json(json.dumps(value)) == value == parse_json(json.dumps(value).encode())
