@@ -4,20 +4,26 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CORE := $(VENV)/.core
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Two processes of one thread each: most tests start many small operations, which more threads only slow down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 .PHONY: demo test slow all-tests browser lint bench clean
 
-# pip finds the CPU build of the pinned torch; an unpinned one would fetch gigabytes.
-$(STAMP): pyproject.toml constraints.txt
+# pip finds the CPU build of the torch that is pinned; another would fetch gigabytes.
+$(CORE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'torch==2.13.0' 'setuptools>=77' wheel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev,eval,export]'
+	$(PIP) "$$(grep '^torch==' constraints.txt)" 'setuptools>=77' wheel
+	$(PIP) --no-build-isolation -e .
+	touch $(CORE)
+
+$(STAMP): $(CORE)
+	$(PIP) --no-build-isolation -e '.[dev]'
 	touch $(STAMP)
 
-demo: $(STAMP)
+demo: $(CORE)
 	@$(BIN)/jpeg-dlm demo
 
 test: $(STAMP)
@@ -38,8 +44,8 @@ all-tests: $(STAMP) browser
 	$(PYTEST) --dist worksteal -m 'slow or not slow'
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks tools
-	$(BIN)/ruff format --check src tests benchmarks tools
+	$(BIN)/ruff check $(wildcard src tests benchmarks examples research tools)
+	$(BIN)/ruff format --check $(wildcard src tests benchmarks examples research tools)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(STAMP)

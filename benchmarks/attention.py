@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from timing import clock
 from torch import Tensor
-from workers import clock
 
-from jpeg_dlm.nn.attention import attend
-from jpeg_dlm.results.table import markdown_table
+from jpeg_dlm.evaluation.table import markdown_table
+from jpeg_dlm.nn.layers import attend
 
 HEADS, HEAD_DIM = 4, 48  # of the preset `captions`
 TOKENS = 1024  # in a batch

@@ -23,25 +23,12 @@ from typing import Any
 
 import torch
 
-from jpeg_dlm.cli.allocator import keep_freed_memory
-from jpeg_dlm.files import write_atomic
-from jpeg_dlm.machine.cpu import cpu_facts, instruction_limit, make_safe
-from jpeg_dlm.results.pictures import LINE_COLORS, dress, new_figure, save_png
+from jpeg_dlm.cli.main import keep_freed_memory
+from jpeg_dlm.util.cpu import cpu_name
+from jpeg_dlm.util.files import write_atomic
+from jpeg_dlm.util.pictures import LINE_COLORS, dress, new_figure, save_png
 
-BENCHMARKS = (
-    "peak",
-    "attention",
-    "launches",
-    "sampling",
-    "shares",
-    "systems",
-    "training",
-    "fewer_steps",
-    "price",
-    "growth",
-    "service",
-    "long_text",
-)
+BENCHMARKS = ("attention", "sampling", "systems", "training", "service", "long_text")
 RECORD = Path(__file__).parent / "ratios.json"
 FELL = 0.8  # warn if a ratio is below this share of the recorded one (assumed: rounds differ by up to a tenth)
 
@@ -74,7 +61,6 @@ def main() -> int:
 def one(name: str, short: bool, out: Path) -> None:
     """Run one benchmark in this process; write its JSON, Markdown and picture."""
     keep_freed_memory()  # as `jpeg-dlm` does
-    make_safe()  # a limit on instructions must be set before any computation
     module = importlib.import_module(name)
     began = time.perf_counter()
     result = module.measure(short)
@@ -114,8 +100,7 @@ def machine() -> str:
 
 def processor() -> str:
     """Return the name of the CPU, its threads and usable instructions: ratios of other CPUs are not comparable."""
-    used = [torch.backends.cpu.get_cpu_capability(), *filter(None, [instruction_limit()])]
-    return f"{cpu_facts()[0]}, {torch.get_num_threads()} threads, {', '.join(used)}"
+    return f"{cpu_name()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def records(path: Path) -> dict[str, Any]:

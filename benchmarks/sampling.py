@@ -1,211 +1,106 @@
-"""Sampling at the paper's sizes: the released network as plain operations, the engine in every mode, ONNX and OpenVINO.
+"""Sampling with every backend: torch in fp32 and under bf16 autocast, ONNX Runtime in fp32 and int8.
 
-python benchmarks/sampling.py            # LM1B at batch 1, 8, 64 and OWT-1024 at batch 1, 2: minutes on two cores
-python benchmarks/sampling.py --short    # LM1B at batch 1
-python benchmarks/sampling.py --compile
-python benchmarks/sampling.py --blocks 2 # evaluations alone, with 2 blocks instead of 12: a sixth of the time
+python benchmarks/run.py sampling            # bundled model, and one evaluation at the sizes of LM1B: about three minutes
+python benchmarks/run.py sampling --short    # the bundled model alone
 
-A text takes 32 denoise evaluations and one decoding; one of each is timed, and the time of a text is their weighted sum. All
-contestants have the same random weights and take turns in two processes: the released network with the default allocator,
-and all of them, including the released network, with freed memory kept, as in `jpeg-dlm generate`. Operations of all
-contestants are counted by the formula of the released code, so work that is saved counts as done.
+Whole texts of the bundled model take 32 Euler steps and one decoding. Contestants take turns; the fastest round counts. "Same
+tokens" are those of torch in fp32, of 256 texts. At the sizes of LM1B weights are random, and the error is of one evaluation.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from statistics import geometric_mean
+from functools import partial
 from typing import Any
 
 import torch
-from peak import peak
-from released import Released
+from timing import best_seconds
 from torch import Tensor
-from workers import Request, Workers, clock
 
-from jpeg_dlm.accounting.info import sampling_macs
-from jpeg_dlm.cli.allocator import keep_freed_memory
-from jpeg_dlm.config import Config
-from jpeg_dlm.config_io import override
-from jpeg_dlm.export.folder import FORMATS, written_and_opened
-from jpeg_dlm.export.interface import DECODE, DENOISE, exported_sampler
-from jpeg_dlm.flow.latent_sampler import LatentSampler
-from jpeg_dlm.machine.console import Console
+from jpeg_dlm.api import load
+from jpeg_dlm.evaluation.table import markdown_table
+from jpeg_dlm.export.runtime import PRECISIONS, OnnxNetworks, build_graphs
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.presets import preset
-from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
-from jpeg_dlm.results.table import markdown_table
-from jpeg_dlm.sampling.engine import accelerated
-from jpeg_dlm.sampling.linear import DTYPES, Dtype, computes_in_bf16
+from jpeg_dlm.util.rng import RowNoise
 
-Setups = Mapping[str, Mapping[int, int]]
-SETUPS: Setups = {"lm1b": {1: 5, 8: 3, 64: 1}, "owt1024": {1: 2, 2: 1}}  # rounds by preset and batch
-SHORT: Setups = {"lm1b": {1: 3}}
-AS_IT_IS, MEMORY_KEPT = "as it is", "memory kept"  # allocators
-REFERENCE, KEPT = "released, plain eager", f"released, {MEMORY_KEPT}"
-ENGINES: dict[str, tuple[Dtype, bool]] = {f"engine {dtype}": (dtype, False) for dtype in DTYPES}
-COMPILED: dict[str, tuple[Dtype, bool]] = {f"engine {dtype}, compiled": (dtype, True) for dtype in ("fp32", "int8")}
-RUNTIMES = {f"{form.runtime} fp32": kind for kind, form in FORMATS.items()}
-CLEARLY = 1.05  # least speedup for recommending a runtime (assumed)
-TIME = 0.2  # t of the timed evaluation; the cost does not depend on it
+BATCHES = {1: 9, 8: 5, 64: 3}  # rounds by batch
+LM1B_BATCHES = {1: 5, 8: 3}
+TEXTS = 256  # whose tokens are compared
+TIME = 0.2  # t of a timed evaluation; the cost does not depend on it
+PLAIN, AUTOCAST = "torch fp32", "torch bf16 autocast"
 
 
-def measure(
-    short: bool = False,
-    compiled: bool = False,
-    setups: Setups | None = None,
-    changes: Mapping[str, Any] | None = None,
-    blocks: int | None = None,
-) -> dict:
-    """Measure all samplers; `changes` override options of the presets, and `blocks` times evaluations of so many alone."""
-    changes = {**(changes or {}), **({"model.depth": blocks} if blocks else {})}
-    samplers = [REFERENCE, KEPT, *ENGINES, *(COMPILED if compiled else ()), *RUNTIMES]
-    if not computes_in_bf16(torch.device("cpu")):  # otherwise fp32 with rounded weights, which takes the same time
-        samplers.remove("engine bf16")
-    rows, console = [], Console()
-    for name, batches in (setups or (SHORT if short else SETUPS)).items():
-        config = override(preset(name), changes)
-        allocators = {sampler: AS_IT_IS if sampler == REFERENCE else MEMORY_KEPT for sampler in samplers}
-        words = {sampler: (name, allocator, json.dumps(changes)) for sampler, allocator in allocators.items()}
-        with Workers("sampling", words) as workers:
-            for batch, rounds in batches.items():
-                console.say(f"Measuring {name}, batch {batch} ...")
-                rows += setup_rows(workers, config, batch, rounds, decoding=blocks is None)
-    note = "The peak is that of matrix products, measured with each set-up. Tokens are those after one denoise evaluation."
-    heading = ["set-up", "sampler", "texts/s", "ratio", "GFLOP/s", "of the peak", "same tokens"]
+def measure(short: bool = False) -> dict[str, Any]:
+    """Return the tables as Markdown, their rows, and the ratios to torch in fp32."""
+    rows = bundled_rows() + ([] if short else lm1b_rows())
+    heading = ["size", "backend", "batch", "ms", "ratio", "same tokens", "error"]
+    cells = [
+        [
+            r["size"],
+            r["backend"],
+            str(r["batch"]),
+            f"{r['ms']:.0f}",
+            f"{r['ratio']:.2f}x",
+            r.get("same", ""),
+            r.get("error", ""),
+        ]
+        for r in rows
+    ]
     return {
-        "title": "Sampling at the paper's sizes, 32 steps",
-        "markdown": f"{note}\n\n{markdown_table(heading, map(cells, rows))}\n\n{recommendation(rows)}\n",
+        "title": "Sampling with every backend",
+        "markdown": markdown_table(heading, cells) + "\n",
         "rows": rows,
-        "ratios": {f"{r['setup']}, {r['sampler']}": r["ratio"] for r in rows if r["sampler"] != REFERENCE},
+        "ratios": {f"{r['size']}, batch {r['batch']}, {r['backend']}": r["ratio"] for r in rows if r["backend"] != PLAIN},
     }
 
 
-def cells(row: dict) -> list[str]:
-    return [
-        row["setup"], row["sampler"], f"{row['texts_per_s']:.3g}", f"{row['ratio']:.2f}x", f"{row['gflops']:.0f}",
-        f"{row['of_peak']:.0%}", f"{row['agreement']:.1%}",
-    ]  # fmt: skip
+def samplers(method: JpegDlm) -> dict[str, JpegDlm | OnnxNetworks]:
+    """Return the samplers of a method by the names of their backends."""
+    onnx = {f"ONNX Runtime {p}": OnnxNetworks(method.config, build_graphs(method, p)) for p in PRECISIONS}
+    return {PLAIN: method, **({AUTOCAST: method} if torch.cpu._is_avx512_bf16_supported() else {}), **onnx}
 
 
-def setup_rows(workers: Workers, config: Config, batch: int, rounds: int, decoding: bool = True) -> list[dict]:
-    tokens = workers.ask({"batch": batch, "what": "tokens"})  # also compiles
-    evaluation = workers.medians({"batch": batch, "what": "evaluate"}, rounds)
-    peaks = {dtype: peak(dtype) for dtype in DTYPES}
-    steps, macs = config.sampler.steps, sampling_macs(config)
-    decode = workers.medians({"batch": batch, "what": "decode"}, 1) if decoding else {}  # a thirtieth of the whole
-    flops = 2 * batch * (macs["total"] if decoding else steps * macs["dit"] / macs["evaluations"])
+@torch.no_grad()
+def under(backend: str, act: Any, *args: Any) -> Tensor:
+    """Call a function with the autocast of a backend."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=backend == AUTOCAST):
+        return act(*args)
+
+
+def bundled_rows() -> list[dict[str, Any]]:
+    """Time whole texts of the bundled model."""
+    model = load(device="cpu")
+    assert isinstance(model.method, JpegDlm)
+    options = model.sampler_options(solver="euler", steps=32)
+    backends = samplers(model.method)
+    tokens = {name: under(name, s.sample, options, RowNoise(0, range(TEXTS))) for name, s in backends.items()}
+    same = {name: f"{(found == tokens[PLAIN]).float().mean():.1%}" for name, found in tokens.items()}
     rows = []
-    for name in workers.contestants:
-        seconds = steps * evaluation[name] + decode.get(name, 0.0)
-        same = torch.tensor(tokens[name]) == torch.tensor(tokens[REFERENCE])
-        rows.append({
-            "setup": f"{config.preset}, batch {batch}",
-            "sampler": name,
-            "texts_per_s": batch / seconds,
-            "ratio": rows[0]["seconds"] / seconds if rows else 1.0,
-            "gflops": flops / seconds / 1e9,
-            "of_peak": flops / seconds / 1e9 / peaks[dtype_of(name)],
-            "agreement": same.float().mean().item(),
-            "seconds": seconds,
-        })  # fmt: skip
+    for batch, rounds in BATCHES.items():
+        acts = {n: partial(under, n, s.sample, options, RowNoise(0, range(batch))) for n, s in backends.items()}
+        rows += timed_rows("bundled, 32 steps", batch, best_seconds(acts, rounds), "same", same)
     return rows
 
 
-def dtype_of(sampler: str) -> Dtype:
-    return (ENGINES | COMPILED).get(sampler, ("fp32", False))[0]
+def lm1b_rows() -> list[dict[str, Any]]:
+    """Time one denoise evaluation at the sizes of LM1B."""
+    torch.manual_seed(0)
+    method = trained_like(JpegDlm(preset("lm1b")).eval())
+    m, w, backends, rows = method.config.model, method.config.sampler.w, samplers(method), []
+    for batch, rounds in LM1B_BATCHES.items():
+        z = torch.randn(batch, m.latent_len, m.latent_dim, generator=torch.Generator().manual_seed(0))
+        acts = {name: partial(under, name, s.denoise, z, TIME, z, w) for name, s in backends.items()}
+        x = {name: act().float() for name, act in acts.items()}
+        errors = {name: f"{(y - x[PLAIN]).norm() / x[PLAIN].norm():.3f}" for name, y in x.items()}
+        rows += timed_rows("LM1B, one evaluation", batch, best_seconds(acts, rounds), "error", errors)
+    return rows
 
 
-def recommended_runtime(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the fastest runtime if it is clearly faster than torch's engine over all setups, else None."""
-    speed = {(r["setup"], r["sampler"]): r["texts_per_s"] for r in rows}
-    setups = dict.fromkeys(r["setup"] for r in rows)
-    gain = {name: geometric_mean(speed[setup, name] / speed[setup, "engine fp32"] for setup in setups) for name in RUNTIMES}
-    best = max(gain, key=lambda name: gain[name])
-    return best if gain[best] >= CLEARLY else None
-
-
-def recommendation(rows: Sequence[Mapping[str, Any]]) -> str:
-    best = recommended_runtime(rows)
-    if best is None:
-        return f"No exported form is {CLEARLY}x as fast as torch's engine over all set-ups: stay with torch."
-    return f"On this CPU {best} is faster than torch: generate takes it after  jpeg-dlm export MODEL --format {RUNTIMES[best]}"
-
-
-def draw(result: Mapping[str, Any], path: Path) -> Path:
-    """Draw speed and share of the peak: a group of bars for each setup, a color for each sampler."""
-    rows = result["rows"]
-    setups, samplers = (list(dict.fromkeys(row[key] for row in rows)) for key in ("setup", "sampler"))
-    figure, panels = new_figure(2, result["title"])
-    width = 0.84 / len(samplers)
-    for axes, key, text in zip(
-        panels, ("ratio", "of_peak"), ("ratio to the released network", "share of the peak"), strict=True
-    ):
-        for i, sampler in enumerate(samplers):
-            heights = [row[key] for row in rows if row["sampler"] == sampler]
-            places = [place + (i - (len(samplers) - 1) / 2) * width for place in range(len(setups))]
-            axes.bar(places, heights, width, color=LINE_COLORS[i % len(LINE_COLORS)], label=sampler)
-        dress(axes, text, text, "")
-        axes.set_xticks(range(len(setups)), [setup.replace(", ", "\n") for setup in setups])
-    panels[1].legend(fontsize=6.5, frameon=False, labelcolor=INK, ncols=2)
-    panels[1].set_ylim(0, 1.5 * max(row["of_peak"] for row in rows))  # room for the legend
-    return save_png(figure, path)
-
-
-# ---------------------------------------------------------------- contestants
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """A sampler as two functions: one denoise evaluation with self-conditioning, and decoding of latents to tokens."""
-
-    evaluate: Callable[[Tensor], Tensor]
-    decode: Callable[[Tensor], Tensor]
-
-
-def serve(name: str, allocator: str, changes: str) -> Callable[[Request], Any]:
-    """Return the function of a worker, which times an operation or returns tokens."""
-    if allocator == MEMORY_KEPT:
-        keep_freed_memory()
-    torch.manual_seed(0)  # both processes have the same weights
-    method = trained_like(JpegDlm(override(preset(name), json.loads(changes))).eval())
-    m, built = method.config.model, {}
-
-    def act(request: Request) -> Any:
-        sampler = request["contestant"]
-        contestant = built[sampler] = built.get(sampler) or contestant_of(method, sampler)
-        z = torch.randn(request["batch"], m.latent_len, m.latent_dim, generator=torch.Generator().manual_seed(0))
-        if request["what"] == "tokens":
-            return contestant.decode(contestant.evaluate(z)).tolist()
-        began = clock()
-        getattr(contestant, request["what"])(z)
-        return clock() - began
-
-    return act
-
-
-def contestant_of(method: JpegDlm, sampler: str) -> Contestant:
-    m, w = method.config.model, method.config.sampler.w
-    if sampler in (REFERENCE, KEPT):
-        released = Released(method.export_state(), m.heads, m.codec_heads)
-        return Contestant(lambda z: released.evaluate(z, TIME, z, w), lambda z: released.tokens(z, w))
-    if sampler in RUNTIMES:
-        writer = in_runtime(method, RUNTIMES[sampler])
-    else:
-        writer = accelerated(method, *(ENGINES | COMPILED)[sampler])
-    denoise = writer.denoiser([TIME], w)
-    return Contestant(lambda z: denoise(z, TIME, z), lambda z: writer.tokens(z, w))
-
-
-def in_runtime(method: JpegDlm, kind: str) -> LatentSampler:
-    with tempfile.TemporaryDirectory() as scratch:  # deleted files stay available to a runtime that maps them
-        networks = [written_and_opened(name, method, kind, Path(scratch)) for name in (DENOISE, DECODE)]
-    return exported_sampler(method.config, *networks)
+def timed_rows(size: str, batch: int, seconds: dict[str, float], key: str, values: dict[str, str]) -> list[dict[str, Any]]:
+    return [
+        {"size": size, "backend": n, "batch": batch, "ms": s * 1000, "ratio": seconds[PLAIN] / s, key: values[n]}
+        for n, s in seconds.items()
+    ]
 
 
 @torch.no_grad()
@@ -215,16 +110,3 @@ def trained_like(method: JpegDlm) -> JpegDlm:
     for p in method.parameters():
         p.add_(0.02 * torch.randn(p.shape, generator=g))
     return method
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="LM1B at batch 1, one round")
-    parser.add_argument("--compile", action="store_true", help="also compiled, which takes minutes to start at every size")
-    parser.add_argument("--blocks", type=int, metavar="N", help="time evaluations alone, of a DiT with N blocks")
-    args = parser.parse_args()
-    print(measure(args.short, args.compile, blocks=args.blocks)["markdown"])
-
-
-if __name__ == "__main__":
-    main()

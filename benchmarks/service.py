@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import jpeg_dlm
-from jpeg_dlm.results.pictures import LINE_COLORS, dress, new_figure, save_png
-from jpeg_dlm.results.table import markdown_table
+from jpeg_dlm.evaluation.table import markdown_table
+from jpeg_dlm.util.pictures import LINE_COLORS, dress, new_figure, save_png
 
 CLIENTS = (1, 8, 64)
 SEEDS = 16  # texts that are asked for, again and again

@@ -20,23 +20,22 @@ from unittest import mock
 import torch
 from matplotlib.axes import Axes
 from sampling import TIME
+from timing import clock
 from torch import Tensor
-from workers import clock
 
 from jpeg_dlm.config import Config
-from jpeg_dlm.config_io import override
 from jpeg_dlm.evaluation.paper import paper_figures
-from jpeg_dlm.flow.latent_sampler import LatentSampler
+from jpeg_dlm.evaluation.table import markdown_table
+from jpeg_dlm.export.runtime import OnnxNetworks, build_graphs
 from jpeg_dlm.methods.ar import Ar
 from jpeg_dlm.methods.base import FREE, Method
 from jpeg_dlm.methods.elf import Elf
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.registry import build_method, for_method
+from jpeg_dlm.options import override
 from jpeg_dlm.presets import preset
-from jpeg_dlm.results.pictures import INK, LINE_COLORS, dress, new_figure, save_png
-from jpeg_dlm.results.table import markdown_table
-from jpeg_dlm.rng import RowNoise
-from jpeg_dlm.sampling.engine import accelerated
+from jpeg_dlm.util.pictures import INK, LINE_COLORS, dress, new_figure, save_png
+from jpeg_dlm.util.rng import RowNoise
 
 PRESETS, BATCHES = ("lm1b", "owt1024"), (1, 2, 8, 64)
 PARTS = 4  # of a text, in the middle of each of which AR without a cache is timed
@@ -128,8 +127,8 @@ def systems(base: Config) -> list[System]:
     ar, elf, own = built(base, "ar"), built(base, "elf"), built(base, "jpeg-dlm")
     assert isinstance(ar, Ar) and isinstance(elf, Elf) and isinstance(own, JpegDlm)
     length, paper_ar = base.data.token_len, paper_figures(base.preset, ar.title)
-    engine = functools.cache(lambda dtype: accelerated(own, dtype))
-    full, few = (sampler.evaluations(length) for sampler in (base.sampler, base.sampler.fast()))
+    onnx = functools.cache(lambda precision: OnnxNetworks(base, build_graphs(own, precision)))
+    full, few = (sampler.evaluations(length) for sampler in (base.sampler, replace(base.sampler, steps=11)))
     elf_evaluations = elf.config.sampler.evaluations(length)
     paper_own = paper_figures(base.preset).get("speed")
     return [
@@ -137,9 +136,9 @@ def systems(base: Config) -> list[System]:
         System(CACHED, length, paper_ar.get("speed_kv_cache"), lambda batch: with_cache(ar, batch)),
         System(ELF, elf_evaluations, paper_figures(base.preset, elf.title).get("speed"),
                lambda batch: elf_seconds(elf, batch, elf_evaluations)),
-        System("JPEG-DLM, fp32, all steps", full, paper_own, lambda batch: own_seconds(engine("fp32"), batch, full)),
-        System("JPEG-DLM, fp32, --fast", few, None, lambda batch: own_seconds(engine("fp32"), batch, few)),
-        System("JPEG-DLM, int8, --fast", few, None, lambda batch: own_seconds(engine("int8"), batch, few)),
+        System("JPEG-DLM, fp32, all steps", full, paper_own, lambda batch: own_seconds(onnx("fp32"), batch, full)),
+        System("JPEG-DLM, fp32, 11 steps", few, None, lambda batch: own_seconds(onnx("fp32"), batch, few)),
+        System("JPEG-DLM, int8, 11 steps", few, None, lambda batch: own_seconds(onnx("int8"), batch, few)),
     ]  # fmt: skip
 
 
@@ -195,15 +194,14 @@ def free(batch: int, length: int, start: int, count: int = 1) -> Tensor:
 
 
 def elf_seconds(elf: Elf, batch: int, evaluations: int) -> float:
-    z, w = torch.randn(batch, elf.config.data.token_len, elf.config.encoder.feature_dim), torch.ones(batch)
-    return diffusion(lambda x: elf.predict(x, TIME, x, w[: len(x)]), lambda x: elf.greedy(x, w[: len(x)]), z, evaluations)
+    z = torch.randn(batch, *elf.latent_shape)
+    return diffusion(lambda x: elf.denoise(x, TIME, x, 1.0), elf.tokens, z, evaluations)
 
 
-def own_seconds(writer: LatentSampler, batch: int, evaluations: int) -> float:
+def own_seconds(writer: JpegDlm | OnnxNetworks, batch: int, evaluations: int) -> float:
     m, w = writer.config.model, writer.config.sampler.w
-    denoise = writer.denoiser([TIME], w)
     z = torch.randn(batch, m.latent_len, m.latent_dim)
-    return diffusion(lambda x: denoise(x, TIME, x), lambda x: writer.tokens(x, w), z, evaluations)
+    return diffusion(lambda x: writer.denoise(x, TIME, x, w), lambda x: writer.tokens(x, w), z, evaluations)
 
 
 def diffusion(evaluate: Callable[[Tensor], object], decode: Callable[[Tensor], object], z: Tensor, evaluations: int) -> float:

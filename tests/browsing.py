@@ -14,23 +14,17 @@ def open_browser(tmp_path):
     """Debian's Chromium; without one this fails, `make browser` installs it."""
     from selenium import webdriver
 
-    found = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
-    assert all(found.values()), f"a browser is missing, install it with  make browser  ({found})"
+    programs = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
+    assert all(programs.values()), f"a browser is missing, install it with  make browser  ({programs})"
     options = webdriver.ChromeOptions()
-    options.binary_location = str(found["chromium"])
+    options.binary_location = str(programs["chromium"])
     for flag in (*FLAGS.split(), f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,900"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(str(found["chromedriver"])))
-    return driver
+    return webdriver.Chrome(options, webdriver.ChromeService(str(programs["chromedriver"])))
 
 
 def narrow(driver):
     driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
     )
-
-
-def prefer(driver, scheme):
-    """Prefer light or dark pages."""
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})

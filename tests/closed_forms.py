@@ -1,4 +1,4 @@
-"""Parameters and multiply-accumulates of JPEG-DLM, ELF and AR by formula: what measurements are held against.
+"""Parameters and multiply-accumulates of JPEG-DLM by formula: what measurements are held against.
 
 Letters as elsewhere: L tokens, N latents, D latent width, F feature width, H hidden width, V vocabulary.
 """
@@ -9,11 +9,11 @@ def linear(dim_in, dim_out, bias=True):
 
 
 def codec_inner(config):
-    return int(config.model.latent_dim * config.model.codec_mlp_ratio)
+    return 4 * config.model.latent_dim
 
 
 def swiglu_inner(config):
-    return int(int(config.model.hidden * config.model.mlp_ratio) * 2 / 3)
+    return int(4 * config.model.hidden * 2 / 3)
 
 
 def prefix_len(config):
@@ -70,13 +70,8 @@ def query_macs(config):
 
 def own_sampling_macs(config):
     """By part, with `attention` and `total`, as the released code does it."""
-    m, tokens, n, d, f = (
-        config.model,
-        config.data.token_len,
-        config.model.latent_len,
-        config.model.latent_dim,
-        config.encoder.feature_dim,
-    )
+    m, tokens, f = config.model, config.data.token_len, config.encoder.feature_dim
+    n, d = m.latent_len, m.latent_dim
     evaluations = config.sampler.evaluations(tokens)
     dit, dit_attention = dit_macs(config, n, d)
     attention = attention_macs(tokens, tokens + n, d)
@@ -87,21 +82,3 @@ def own_sampling_macs(config):
         "projection": tokens * m.proj_dim * (f + config.data.vocab_size),
     }
     return parts | {"attention": evaluations * dit_attention + m.codec_layers * attention, "total": sum(parts.values())}
-
-
-def elf_sampling_macs(config):
-    """(all, of these attention)."""
-    m, length = config.model, config.data.token_len
-    evaluations = config.sampler.evaluations(length)
-    one, attention = dit_macs(config, length, config.encoder.feature_dim)
-    return evaluations * one + length * m.proj_dim * (m.hidden + config.data.vocab_size), evaluations * attention
-
-
-def ar_sampling_macs(config):
-    """(all, of these attention). Evaluation j reads one token that attends to j keys, or without a cache all j again."""
-    m, reads = config.model, config.data.token_len - (config.model.start_id != -1)
-    layer = 4 * m.hidden**2 + 2 * m.hidden * int(m.hidden * m.mlp_ratio)
-    ids = config.data.vocab_size + (m.mask_id == -1)
-    read = [(1, j) if config.sampler.kv_cache else (j, j) for j in range(1, reads + 1)]
-    attention = sum(m.depth * attention_macs(q, k, m.hidden) for q, k in read)
-    return sum(q for q, _ in read) * m.depth * layer + reads * m.hidden * ids + attention, attention

@@ -21,6 +21,3 @@ class HubStandIn:
                 return Stream(self[n:])
 
         return Stream(records)
-
-    def get_dataset_config_names(self, path, revision):
-        return list(self.sets)

@@ -11,45 +11,40 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from micro import MICRO, RANDOM_ENCODER, dotted
 from torch import Tensor
 
+from jpeg_dlm.checkpoints.checkpoint import latest_checkpoint
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config import Config, validate
-from jpeg_dlm.config_io import override
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
-from jpeg_dlm.files import load_tensors
-from jpeg_dlm.folders.checkpoint import latest_checkpoint
-from jpeg_dlm.machine import dist
-from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.base import Trainable
 from jpeg_dlm.methods.registry import build_method, for_method, method_class
+from jpeg_dlm.options import override
 from jpeg_dlm.presets import preset
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training.data import BatchStream
-from jpeg_dlm.training.loop import Trainer
-from jpeg_dlm.training.parts import local
-from jpeg_dlm.training.sharding import is_sharded
+from jpeg_dlm.training.sharding import is_sharded, local_shard
+from jpeg_dlm.training.trainer import Trainer
+from jpeg_dlm.util import distributed
+from jpeg_dlm.util.distributed import Ranks
+from jpeg_dlm.util.files import load_tensors
 
 ROWS, STEPS = 8, 6  # rows of a micro-batch over all processes, optimizer steps
-SIZES = {
-    "data.vocab_size": 300, "data.token_len": 12, "encoder.kind": "random", "encoder.scale": "none", "encoder.feature_dim": 16,
-    "model.latent_len": 3, "model.latent_dim": 16, "model.bottleneck_dim": 8, "model.codec_layers": 1, "model.codec_heads": 2,
-    "model.proj_dim": 16, "model.hidden": 16, "model.depth": 2, "model.heads": 2, "model.freq_dim": 8,
-    "objective.sigreg_slices": 8,
-}  # fmt: skip
+SIZES = {name: value for name, value in MICRO.items() if not name.startswith("train.")} | RANDOM_ENCODER | {"model.depth": 2}
 # Slow to start: the first gradients of a zero head are partly rounding, of which Adam would make steps of full size.
 TRAIN = {"train.steps": STEPS, "train.lr": 1e-3, "train.codec_lr": 1e-3, "train.warmup": 100, "train.batch": ROWS}
 
 
 def prepare_blocks(corpus: Path, folder: Path, *flags: str) -> Path:
-    words = ["prepare", str(corpus), "--preset", "smoke", "--data.vocab-size", "300", "--data.token-len", "12"]
+    words = ["prepare", str(corpus), "--data.vocab-size", "300", "--data.token-len", "12"]
     assert main([*words, *flags, "--out", str(folder), "--quiet"]) == 0
     return folder
 
 
 def micro_config(method: str, world: int = 1, **changes: object) -> Config:
     config = for_method(override(preset("smoke"), SIZES), method)
-    config = override(config, TRAIN | {name.replace("__", "."): value for name, value in changes.items()})
+    config = override(config, TRAIN | dotted(changes))
     return validate(replace(config, train=replace(config.train, batch=config.train.batch // world)))
 
 
@@ -62,23 +57,24 @@ def start(method: str, blocks: Blocks, run: Path, ranks: Ranks, **changes: objec
     encoder = build_encoder(config.encoder, blocks.vocab_size, 0, run) if encoded else None
     fresh = build_method(config, encoder)
     checkpoint = latest_checkpoint(run, print)
-    if fresh.first_stage(config) and not checkpoint:
-        start_from_stage(fresh, config, encoder, blocks, run, ranks)
+    if not checkpoint:
+        start_from_stages(fresh, config, encoder, blocks, run, ranks)
     trainer = Trainer(config, fresh, stream, run, ranks)
     if checkpoint:
         trainer.restore(checkpoint)
     return trainer
 
 
-def start_from_stage(method: Trainable, config: Config, encoder: FrozenEncoder | None, blocks: Blocks, run: Path, ranks: Ranks):
-    before = method.first_stage(config)
-    assert before is not None
-    before = replace(before, train=replace(before.train, steps=2, sharding=config.train.sharding))
-    stream = BatchStream(blocks, before.train, ranks.device, ranks.rank, ranks.world)
-    stage = Trainer(before, build_method(before, encoder), stream, run, ranks)
-    for _ in range(2):
-        stage.train_step()
-    method.start_from(stage.finished_method(), [stream.batch(list(range(16)))])
+def start_from_stages(
+    method: Trainable, config: Config, encoder: FrozenEncoder | None, blocks: Blocks, run: Path, ranks: Ranks
+) -> None:
+    for stage in method.stages(config):
+        stage = replace(stage, train=replace(stage.train, steps=2, sharding=config.train.sharding))
+        stream = BatchStream(blocks, stage.train, ranks.device, ranks.rank, ranks.world)
+        trainer = Trainer(stage, build_method(stage, encoder), stream, run, ranks)
+        for _ in range(2):
+            trainer.train_step()
+        method.start_from(trainer.finished_method(), [stream.batch(list(range(16)))])
 
 
 def train(job: Mapping, ranks: Ranks) -> Trainer:
@@ -101,9 +97,10 @@ def train(job: Mapping, ranks: Ranks) -> Trainer:
 
 def held(trainer: Trainer) -> dict[str, int]:
     """Numbers this process holds between steps, by kind."""
-    slots = [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.ndim]
+    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+    slots = [t for state in states for t in state.values() if isinstance(t, Tensor) and t.ndim]
     kinds = {"parameters": trainer.parameters.values(), "averages": trainer.ema.shadow.values(), "optimizer": slots}
-    return {kind: sum(local(t).numel() for t in tensors) for kind, tensors in kinds.items()}
+    return {kind: sum(local_shard(t).numel() for t in tensors) for kind, tensors in kinds.items()}
 
 
 def launch(*words: str, processes: int = 2, timeout: float = 500) -> subprocess.CompletedProcess[str]:
@@ -137,9 +134,9 @@ def steps_of(run: Path) -> dict:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    members = dist.setup("cpu", timeout_s=100.0)
+    members = distributed.setup("cpu", timeout_s=100.0)
     for job in json.loads(Path(sys.argv[1]).read_text()):
         if members.is_main:
             print(job["run"], file=sys.stderr)
         train(job, members)
-    dist.teardown()
+    distributed.teardown()

@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import MICRO, made_up_text
 from torch import Tensor, nn
 
 from jpeg_dlm.config import Checks, Config, opt
-from jpeg_dlm.config_io import override
-from jpeg_dlm.folders.model_folder import ModelParts, write_model
-from jpeg_dlm.methods.base import FILLS_IN, FREE, Batch, Likelihood, Method, ParameterGroup
-from jpeg_dlm.methods.common.discrete import draw_tokens
-from jpeg_dlm.methods.registry import METHODS, Entry, build_method, for_method
-from jpeg_dlm.presets import preset
-from jpeg_dlm.text.tokenizer import train_bpe
-
-
-@pytest.fixture(scope="session")
-def micro_folders(tmp_path_factory: pytest.TempPathFactory, corpus_file: Path) -> Callable[..., Path]:
-    """`make(method, **changes)`: a model folder with random weights, of any method."""
-    folder = tmp_path_factory.mktemp("micro")
-    train_bpe([made_up_text()], 300).save(folder / "tokenizer.json")
-
-    def make(method: str, **changes: object) -> Path:
-        values = MICRO | {"encoder.kind": "random", "data.source": str(corpus_file)}
-        config = for_method(override(preset("smoke"), values), method)
-        config = override(config, {name.replace("__", "."): value for name, value in changes.items()})
-        parts = ModelParts(build_method(config).eval(), config, folder, folder / "tokenizer.json", None)
-        out = folder / "-".join([method, *(f"{name.split('__')[1]}-{value}" for name, value in changes.items())])
-        return out if out.exists() else write_model(parts, out)
-
-    return make
+from jpeg_dlm.methods.base import FILL, FREE, Batch, Likelihood, Method, ParameterGroup
+from jpeg_dlm.methods.discrete import draw_tokens
+from jpeg_dlm.methods.registry import METHODS, Entry
 
 
 @pytest.fixture
@@ -63,7 +39,7 @@ class UnigramSampler(NoOptions):
 
 
 class Unigram(Method):
-    supports = FILLS_IN
+    supports = FILL
     title = "Unigram"
     groups = {"model": NoOptions, "objective": NoOptions, "sampler": UnigramSampler}
     exact_likelihood = True

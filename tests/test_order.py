@@ -1,38 +1,28 @@
-"""The rooms of the package stand in the order that the README states: imports point to the left, also inside functions."""
+"""The package has ten layers: imports point to the left, also inside functions and in strings passed to `python -m`."""
 
 from __future__ import annotations
 
 import ast
-import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "src" / "jpeg_dlm"
+PACKAGE = Path(__file__).parent.parent / "src" / "jpeg_dlm"
 
-
-def stated_order() -> list[str]:
-    """Return the parts of the package from left to right, read from the README's one line with arrows."""
-    line = next(line for line in (ROOT / "README.md").read_text("utf-8").splitlines() if line.count(" ← ") > 5)
-    return re.findall(r"`(\w+)`", line)
-
-
-def imports(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield every part of the package that a file imports anywhere, for types too, with its line."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            modules = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "jpeg_dlm" else [node.module]
-        elif isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        else:
-            continue
-        for module in modules:
-            names = module.split(".")
-            if names[0] == "jpeg_dlm" and len(names) > 1 and names[1] not in ("__version__", "load", "Model"):
-                yield names[1], node.lineno
+LAYERS = (
+    {"util", "config"},
+    {"nn"},
+    {"text", "encoders"},
+    {"flow"},
+    {"methods", "options", "presets"},
+    {"checkpoints"},
+    {"training", "sampling", "export", "importing"},
+    {"api", "hub"},
+    {"evaluation", "cost"},
+    {"studies", "report", "serve", "cli"},
+)
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 
 def part_of(path: Path) -> str:
@@ -42,27 +32,34 @@ def part_of(path: Path) -> str:
 PARTS = sorted({part_of(path) for path in PACKAGE.rglob("*.py")} - {"__init__", "__main__"})
 
 
-def test_the_readme_names_every_part():
-    assert sorted(stated_order()) == PARTS
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield every part of the package that a file names anywhere, with its line."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            modules = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "jpeg_dlm" else [node.module]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("jpeg_dlm."):
+            modules = [node.value]
+        else:
+            continue
+        for module in modules:
+            names = module.split(".")
+            if names[0] == "jpeg_dlm" and len(names) > 1 and names[1] in PARTS:
+                yield names[1], getattr(node, "lineno", 0)
 
 
-@pytest.mark.parametrize("room", PARTS)
-def test_imports_point_to_the_left(room):
-    place = {name: i for i, name in enumerate(stated_order())}
+def test_every_part_has_a_layer():
+    assert sorted(LEVEL) == PARTS
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_imports_point_to_the_left(part):
     wrong = [
         f"{path.relative_to(PACKAGE)}:{line} imports {other}"
         for path in PACKAGE.rglob("*.py")
-        if part_of(path) == room
+        if part_of(path) == part
         for other, line in imports(path)
-        if place[other] > place[room]
+        if LEVEL[other] > LEVEL[part]
     ]
     assert not wrong, "; ".join(wrong)
-
-
-def test_no_two_modules_or_classes_have_one_name():
-    files = [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
-    modules = Counter(path.stem for path in files)
-    classes = Counter(
-        node.name for path in files for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.ClassDef)
-    )
-    assert [name for name, count in (modules + classes).items() if count > 1] == []

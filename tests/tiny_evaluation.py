@@ -1,21 +1,29 @@
-"""A scorer small enough to call thousands of times, a scorer whose every figure is known, and a micro model."""
+"""A scorer small enough to call thousands of times, a scorer whose every figure is known, and a micro model.
+
+PYTEST_DONT_REWRITE: there is nothing to rewrite, and tests import it before pytest does.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import MICRO, made_up_text
 
 from jpeg_dlm.api import Model
-from jpeg_dlm.config_io import override
-from jpeg_dlm.folders.model_folder import ModelParts, write_model
+from jpeg_dlm.checkpoints.model_folder import ModelParts, write_model
+from jpeg_dlm.evaluation.cache import DiskCache
+from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
+from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol
+from jpeg_dlm.evaluation.scorer import Scorer
 from jpeg_dlm.methods.registry import build_method
+from jpeg_dlm.options import override
 from jpeg_dlm.presets import preset
-from jpeg_dlm.scorers.scoring import Scorer
 from jpeg_dlm.text.tokenizer import train_bpe
+from jpeg_dlm.util.console import Console
 
 
 @pytest.fixture(scope="session")
@@ -39,13 +47,28 @@ def byte_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def evaluation(scorer: Scorer, rule: Protocol | str = "default", folder: Path | None = None, **request: Any) -> Evaluation:
+    """An evaluation that says nothing, by a protocol or its name."""
+    rule = PROTOCOLS[rule] if isinstance(rule, str) else rule
+    return Evaluation(scorer, EvaluationRequest(rule, **request), DiskCache(folder), Console(quiet=True))
+
+
+def untimed(value: Any) -> Any:
+    """Return a result without what depends on the clock, and without its command, which names the folder."""
+    if isinstance(value, dict):
+        times = ("throughput", "texts_per_second", "tables", "command")
+        return {name: untimed(part) for name, part in value.items() if name not in times}
+    return [untimed(part) for part in value] if isinstance(value, list) else value
+
+
 class FakeScorer(Scorer):
     """Words are tokens; the word 'w3' has id 3 and costs 3 nats wherever it stands, 'END' has id 0 and costs 10."""
 
     name, hash, bos_id, eos_id, context = "fake", "f" * 64, 0, 0, 1024
 
+    device, bf16 = torch.device("cpu"), False
+
     def __init__(self) -> None:
-        super().__init__()
         self.calls = 0
 
     def encode(self, text: str, max_tokens: int) -> list[int]:
@@ -67,14 +90,17 @@ def fake() -> FakeScorer:
     return FakeScorer()
 
 
-@pytest.fixture(scope="session")
-def micro_folder(tmp_path_factory: pytest.TempPathFactory, corpus_file: Path) -> Path:
-    """A model folder with random weights."""
-    folder = tmp_path_factory.mktemp("micro")
+def random_model(folder: Path, changes: dict[str, object]) -> Path:
+    """Write a model folder with random weights."""
     train_bpe([made_up_text()], 300).save(folder / "tokenizer.json")
-    config = override(preset("smoke"), MICRO | {"encoder.kind": "random", "data.source": str(corpus_file)})
+    config = override(preset("smoke"), MICRO | {"encoder.kind": "random"} | changes)
     parts = ModelParts(build_method(config).eval(), config, folder, folder / "tokenizer.json", None)
     return write_model(parts, folder / "model")
+
+
+@pytest.fixture(scope="session")
+def micro_folder(tmp_path_factory: pytest.TempPathFactory, corpus_file: Path) -> Path:
+    return random_model(tmp_path_factory.mktemp("micro"), {"data.source": str(corpus_file)})
 
 
 @pytest.fixture(scope="session")
@@ -96,10 +122,5 @@ def document_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def context_folder(tmp_path_factory: pytest.TempPathFactory, document_file: Path) -> Path:
     """A model with a context of two blocks and random weights."""
-    folder = tmp_path_factory.mktemp("model")
-    train_bpe([made_up_text()], 300).save(folder / "tokenizer.json")
-    changes = {"encoder.kind": "random", "encoder.scale": "none", "data.packing": "padded", "model.context_blocks": 2}
-    config = override(preset("smoke"), MICRO | changes | {"data.source": str(document_file), "data.holdout": 0.2})
-    return write_model(
-        ModelParts(build_method(config).eval(), config, folder, folder / "tokenizer.json", None), folder / "model"
-    )
+    changes = {"encoder.scale": "none", "data.packing": "padded", "model.context_blocks": 2, "data.holdout": 0.2}
+    return random_model(tmp_path_factory.mktemp("model"), changes | {"data.source": str(document_file)})

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.config import Checks, Config, opt
-from jpeg_dlm.methods.base import Batch, Method, Watch, masked_mean
-from jpeg_dlm.methods.common.discrete import draw_tokens
-from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.methods.base import Batch, Method, Watch
+from jpeg_dlm.methods.discrete import draw_tokens
+from jpeg_dlm.util.rng import RowNoise
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Toy(Method):
         hidden_BL = noise.uniform("hide", before_BL.shape[1]) < self.config.objective.hide
         logits_BLV = self.logits(before_BL.masked_fill(hidden_BL, self.hidden_id))
         nll_BL = F.cross_entropy(logits_BLV.mT.float(), batch.tokens_BL, reduction="none")
-        return {"ce": masked_mean(nll_BL, batch.mask_BL)}
+        return {"ce": batch.token_mean(nll_BL)}
 
     @torch.no_grad()
     def sample(

@@ -1,105 +1,67 @@
-"""Use from Python: `load()` returns a `Model` that generates, reconstructs, interpolates, encodes and decodes text."""
+"""Use from Python: `load()` returns a `Model` that generates, reconstructs, interpolates, edits, encodes and decodes text."""
 
 from __future__ import annotations
 
 import os
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from jpeg_dlm.arguments import as_texts, check_given, check_latents, check_tokens, counts, real_number, shown, whole_number
-from jpeg_dlm.config import Config, validate
-from jpeg_dlm.config_io import override
-from jpeg_dlm.continuing import LongTexts, context_blocks
+from jpeg_dlm.checkpoints.model_folder import BUNDLED_FOLDER, ModelParts, named_folder, read_model, write_model
+from jpeg_dlm.config import validate
 from jpeg_dlm.encoders import FrozenEncoder
-from jpeg_dlm.errors import CheckpointError, DataError, JpegDlmError, UsageError
-from jpeg_dlm.export.fastest import Form, available_forms, ranked
-from jpeg_dlm.export.folder import is_exported, read_exported
-from jpeg_dlm.flow.control import Control, Origin
-from jpeg_dlm.flow.guides import Guide, contains
-from jpeg_dlm.flow.latent_sampler import LatentSampler, Watch, Writer, networks_of
-from jpeg_dlm.folders.model_folder import ModelParts, bundled_folder, is_bundled, named_folder, read_model, write_model
-from jpeg_dlm.machine.cpu import recall_limit, with_limit
-from jpeg_dlm.machine.dist import read_ranks
-from jpeg_dlm.methods.base import FREE, Batch, Method, require
-from jpeg_dlm.sampling.engine import accelerated
-from jpeg_dlm.sampling.given import prompt_row, template_row
-from jpeg_dlm.sampling.linear import DTYPES, Dtype
-from jpeg_dlm.sampling.sampler import sample_batches
-from jpeg_dlm.text.rows import Layout, end_rows, first_copy, layout_of
+from jpeg_dlm.export.folder import is_exported, onnx_backend, read_exported
+from jpeg_dlm.export.runtime import PRECISIONS, OnnxNetworks, Precision
+from jpeg_dlm.flow.guidance import EditSource, Guidance, Guide, contains
+from jpeg_dlm.flow.sampler import Capability, TextSampler, Watch
+from jpeg_dlm.methods.base import FREE, Batch, Method, require_capability
+from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.options import override
+from jpeg_dlm.sampling.long_text import BlockwiseSampler
+from jpeg_dlm.sampling.prompts import prompt_row, rows_of, template_row
+from jpeg_dlm.text.packing import RowLayout, end_rows, first_copy, layout_of
 from jpeg_dlm.text.tokenizer import TextTokenizer
-from jpeg_dlm.texts import Texts
+from jpeg_dlm.util.arguments import as_latents, as_texts, check_given, describe, is_integers, real_number, whole_number
+from jpeg_dlm.util.distributed import read_ranks
+from jpeg_dlm.util.errors import CheckpointError, DataError, UsageError
+from jpeg_dlm.util.rng import RowNoise
+
+Backend = Literal["torch", "onnx"]
+CODEC_ROWS = 64  # rows that are encoded or decoded at once (assumed)
 
 
 class Model:
     """A trained model with its tokenizer and encoder, which are loaded when they are first needed."""
 
-    def __init__(self, parts: ModelParts, device: str | torch.device = "cpu") -> None:
-        self.parts = parts
-        self.config: Config = parts.config
+    def __init__(
+        self,
+        parts: ModelParts,
+        device: str | torch.device = "cpu",
+        backend: Backend = "torch",
+        precision: Precision | None = None,
+    ) -> None:
+        self.parts, self.config = parts, parts.config
         if parts.trained is not None:
             parts.trained.to(device)
-        self.writer: Writer = parts.writer  # what samples: until `accelerate`, as the paper writes it
-        self.form: Form | None = None  # that of a writer which is not the trained method
+        self.precision = precision or parts.precision
+        # What samples freely; requests that need gradients or a context use `parts.writer`, whatever the backend.
+        self.writer: TextSampler = onnx_backend(parts, self.precision) if backend == "onnx" and parts.trained else parts.writer
         self._scratch: Any = None  # a temporary folder that must live as long as the model
 
     def __repr__(self) -> str:
         """Describe the model: system, size and origin."""
-        data = self.config.data
-        size = 0  # those of an exported model are in its graphs
-        if self.parts.trained is not None:  # encoder and target network are frozen
-            size = sum(p.numel() for p in self.parts.trained.parameters() if p.requires_grad)
-        parameters = f"{size:,} parameters, " if size else ""
         latents = f"{self.config.model.latent_len} latents for " if self.config.rate is not None else ""
-        origin = "the package" if is_bundled(self.parts.origin) else repr(str(self.parts.origin))
-        return (
-            f"<{self.writer.title}: {parameters}{latents}{data.token_len} tokens, vocabulary {data.vocab_size:,}, "
-            f"preset {self.config.preset}, {self.dtype} on {self.writer.device}, from {origin}>"
-        )
-
-    # ------------------------------------------------------------ generation
-
-    def sample(
-        self, n: int = 1, *, seed: int = 0, first: int = 0, batch: int = 64, watch: Watch | None = None,
-        given: Tensor | None = None, guide: Guide | None = None, strength: float = 1.0, **sampler: Any,
-    ) -> Tensor:  # fmt: skip
-        """Token ids (n, L) of samples `first` to `first + n - 1` of `seed`, `ended` where rows end.
-
-        `given` (L), or (n, L) with a row for each, holds ids that samples keep, and -1 elsewhere. `guide` is a
-        differentiable function of token logits, `fn(logits_BLV) -> loss_B`, whose loss sampling lowers; `strength` scales
-        the moves of guides and given tokens. Keyword arguments are options of the method's sampler; for JPEG-DLM: steps,
-        solver, grid, w, protocol, ...
-        """
-        if guide is not None and not callable(guide):
-            raise UsageError(f"A guide is a function fn(logits_BLV) -> loss_B, not {shown(guide)}.")
-        strength = real_number(strength, "strength", 0)
-        control = Control(guide, strength) if guide is not None or strength != 1 else None
-        if given is not None and self.config.data.rows_end and "guides" in self.writer.supports:
-            control = replace(control or Control(), end_id=self.tokenizer.eos_id)
-        return self._sample(n, seed, first, batch, watch, given, control, sampler)
-
-    def _sample(
-        self, n: int, seed: int, first: int, batch: int, watch: Watch | None, given: Tensor | None, control: Control | None,
-        sampler: dict[str, Any],
-    ) -> Tensor:  # fmt: skip
-        n, seed, first, batch = counts(n, seed, first, batch)
-        if given is not None:
-            check_given(given, n, self.config.data.token_len, self.config.data.vocab_size)
-            if self.writer.latent_sampler and self.writer.latent_sampler.known:
-                self.complete_method()  # a causal codec encodes what is given
-        if control is not None and control.strength != 1:
-            require("guides", self.writer)
-        options = self.sampler_options(**sampler)
-        tokens = torch.cat(list(sample_batches(self.writer, n, options, seed, batch, first, watch, given, control))).cpu()
-        return self.ended(tokens, given)
+        sizes = f"{latents}{self.config.data.token_len} tokens, vocabulary {self.config.data.vocab_size:,}"
+        return f"<{self.writer.title}: {sizes}, {self.dtype} on {self.writer.device}, from '{self.parts.origin}'>"
 
     @property
     def method(self) -> Method:
@@ -107,265 +69,277 @@ class Model:
         return self.parts.method
 
     @property
-    def dtype(self) -> str:
-        """The type that the writer computes in, as results record it."""
-        if self.form is not None:
-            name = f"{self.form.dtype} engine" if self.form.runtime == "torch" else self.form.name
-            reduced = self.form.dtype != "fp32" and self.writer.device.type == "cpu"
-            return with_limit(name) if reduced else name
-        if self.parts.trained is None:
-            return "float32"
-        return str(next(self.parts.trained.parameters()).dtype).removeprefix("torch.")
+    def supports(self) -> frozenset[Capability]:
+        """The kinds of requests that the model takes, whatever its backend."""
+        return self.parts.writer.supports
 
     @property
-    def can_accelerate(self) -> bool:
-        return networks_of(self.parts.writer) is not None
+    def dtype(self) -> str:
+        """The backend and type that samples are computed with, as results record it."""
+        if self.writer is not self.parts.trained:
+            return f"onnx {self.precision}"
+        return str(next(self.method.parameters()).dtype).removeprefix("torch.")
 
-    def accelerate(self, dtype: Dtype = "fp32", compile: bool = False) -> Model:
-        """Sample with weights prepared as they are now, in this dtype; `compile` fuses what lies between matrix products."""
-        if dtype not in DTYPES:
-            raise UsageError(f"The dtype must be one of {', '.join(DTYPES)}, not '{dtype}'.")
-        self.writer, self.form = accelerated(self.parts.writer, dtype, compile), Form("torch", dtype)
-        return self
+    @property
+    def context_blocks(self) -> int:
+        """How many blocks before a block the model sees; 0 if it writes single blocks."""
+        return getattr(self.config.model, "context_blocks", 0) if self.parts.trained is not None else 0
 
-    def take_fastest(self, reduced: bool = False) -> Model:
-        """Sample in the form that is fastest on this machine and writes the tokens of fp32; `reduced` also allows others.
-
-        Forms are torch's engine and exports that `generate` would find; other systems than jpeg-dlm stay as they are.
-        """
-        if not self.can_accelerate:
-            return self
-        for form in ranked(self.config, available_forms(self.parts, reduced, self.parts.writer.device.type)):
-            try:
-                return self._take(form)
-            except JpegDlmError:  # what ran when it was measured may not run now
-                continue
-        return self.accelerate()
-
-    def _take(self, form: Form) -> Model:
-        if form.folder is None:
-            return self.accelerate(form.dtype)
-        self.writer, self.form = read_exported(form.folder).writer, form
-        return self
-
-    def sampler_options(self, fast: bool = False, **options: Any) -> Any:
-        """The options of the method's sampler, or of its fast one, with these in place."""
-        config = self.config
-        if fast:
-            if self.writer.latent_sampler is None:
-                raise UsageError(f"{self.writer.title} has no fast sampler: leave it at its own.")
-            config = replace(config, sampler=config.sampler.fast())
-        known = [f.name for f in fields(self.config.sampler)]
-        for name in options:
-            if name not in known:
-                raise UsageError(f"The sampler of {self.writer.title} has no option '{name}': it has {', '.join(known)}.")
-        if options.get("protocol") == "released" and config.sampler.solver == "sde":
-            options = {"solver": "euler"} | options  # the authors' code has no other solver
-        return validate(override(config, {f"sampler.{name}": value for name, value in options.items()})).sampler
+    # ------------------------------------------------------------ generation
 
     def generate(
-        self, n: int = 1, *, seed: int = 0, prompt: str | None = None, template: str | None = None,
-        length: int | None = None, context_scale: float = 1.0, **options: Any,
-    ) -> Texts:  # fmt: skip
+        self,
+        n: int = 1,
+        *,
+        seed: int = 0,
+        prompt: str | None = None,
+        template: str | None = None,
+        length: int | None = None,
+        context_scale: float = 1.0,
+        **options: Any,
+    ) -> list[str]:
         """n texts; the same seed gives the same texts in any batch size. Options are those of `sample`.
 
         Every text begins with `prompt`, or with `template`, in which [MASK] and [MASK:n] are places of 1 and n tokens to
         fill. `contains` gives a guide to texts with some words. A model that was trained with a context writes `length` tokens
         after the prompt, block after block, or fewer if the document ends; `context_scale` is the guidance over the context.
         """
-        if template is None and (length is not None or context_scale != 1 or (prompt is not None and context_blocks(self))):
-            wishes = {name: options.pop(name) for name in ("guide", "strength") if name in options}
-            long = LongTexts.of(self, prompt, length, context_scale, **wishes)
+        is_long = length is not None or context_scale != 1
+        if template is None and (is_long or (prompt is not None and self.context_blocks)):
+            rows = {name: options.pop(name) for name in ("first", "batch", "watch") if name in options}
+            long = self.blockwise(prompt, length, context_scale, **options)
             if long.notice:
                 warnings.warn(long.notice, stacklevel=2)
-            return long.texts(n, seed=seed, **options)
-        if length is not None or context_scale != 1:
+            return [self.tokenizer.decode(row) for row in long.tokens(n, seed=seed, **rows)]
+        if is_long:
             raise UsageError("A template is of one block: leave out the length and the context scale.")
         if prompt is not None or template is not None:
             options["given"] = self.given(prompt, template)
-        return self.to_text(self.sample(n, seed=seed, **options), options.get("given"))
+        return self._texts(self.sample(n, seed=seed, **options))
+
+    @torch.no_grad()
+    def sample(
+        self,
+        n: int = 1,
+        *,
+        seed: int = 0,
+        first: int = 0,
+        batch: int = 64,
+        watch: Watch | None = None,
+        given: Tensor | None = None,
+        guide: Guide | None = None,
+        strength: float = 1.0,
+        source: EditSource | None = None,
+        **sampler: Any,
+    ) -> Tensor:
+        """Token ids (n, L) of samples `first` to `first + n - 1` of `seed`, `ended` where rows end.
+
+        `given` (L), or (n, L) with a row for each, holds ids that samples keep, and -1 elsewhere. `guide` is a
+        differentiable function of token logits, `fn(logits_BLV) -> loss_B`, whose loss sampling lowers; `strength` scales
+        the moves of guides and given tokens. `source` has texts to begin from. Keyword arguments are options of the sampler.
+        """
+        n, seed, first = whole_number(n, "n", 1), whole_number(seed, "seed"), whole_number(first, "first", 0)
+        options, batch = self.sampler_options(**sampler), whole_number(batch, "batch", 1)
+        guidance = guidance_for(guide, strength, source)
+        writer = self.writer if given is None and guidance is None else self.parts.writer  # guidance needs gradients
+        if guidance is not None and (guide is not None or guidance.strength != 1):
+            require_capability("guides", writer)
+        if source is not None:
+            require_capability("edits", writer)
+        if given is not None:
+            check_given(given, n, self.config.data.token_len, self.config.data.vocab_size)
+            require_capability("templates", writer)
+            if self.config.data.rows_end and "guides" in self.supports:
+                guidance = replace(guidance or Guidance(), end_id=self.tokenizer.eos_id)
+        tokens = []
+        for start in range(0, n, batch):
+            rows, more = slice(start, min(start + batch, n)), {}
+            if guidance is not None and source is not None:
+                z_BND, tokens_BL = (x[rows].to(writer.device) for x in (source.z_BND, source.tokens_BL))
+                guidance = replace(guidance, source=EditSource(z_BND, tokens_BL, source.noise))
+            if guidance is not None:
+                more["guidance"] = guidance
+            noise = RowNoise(seed, range(first + rows.start, first + rows.stop), 0, writer.device)
+            given_BL = None if given is None else rows_of(given, rows).to(writer.device)
+            tokens.append(writer.sample(options, noise, watch, given_BL, **more).cpu())
+        return self.ended(torch.cat(tokens), given)
+
+    def sampler_options(self, **options: Any) -> Any:
+        """The options of the method's sampler with these in place."""
+        return validate(override(self.config, {f"sampler.{name}": value for name, value in options.items()})).sampler
 
     def given(self, prompt: str | None = None, template: str | None = None) -> Tensor | None:
-        """Return the row of ids that `sample` keeps for a prompt or a template."""
+        """The row of ids that `sample` keeps for a prompt or a template."""
         if prompt is not None and template is not None:
             raise UsageError("Give a prompt or a template, not both.")
         if prompt is None and template is None:
             return None
         kind, make, text = ("prompts", prompt_row, prompt) if template is None else ("templates", template_row, template)
-        require(kind, self.writer)
+        require_capability(kind, self.parts.writer)
         row = make(self.tokenizer, self.layout, *as_texts([text]))
         self.refuse_large_ids(row.tolist())
         return row
 
     def contains(self, *words: str) -> Guide:
-        """Return a guide to texts that contain all of these words, or phrases, somewhere."""
-        require("guides", self.writer)
-        tok, spelled = self.tokenizer, []
+        """A guide to texts that contain all of these words, or phrases, somewhere."""
+        require_capability("guides", self.parts.writer)
+        size, spellings = self.layout.payload, []
         for word in as_texts(words):
-            spellings = [tok.encode(word), *tok.encode_batch([f" {word}"], following=True)]
-            if not spellings[0]:
-                raise DataError("A word to contain is empty: give at least one character.")
-            tok.refuse_unknown(word)
-            self.refuse_large_ids([i for ids in spellings for i in ids])
-            if min(map(len, spellings)) > self.layout.payload:
-                raise UsageError(f"'{word}' is longer than a text of this model, {self.layout.payload} tokens: shorten it.")
-            spelled.append([list(ids) for ids in dict.fromkeys(map(tuple, spellings)) if len(ids) <= self.layout.payload])
-        return contains(spelled, tok.eos_id if self.config.data.rows_end else None)
+            ids = [self._ids(word), *self.tokenizer.encode_batch([f" {word}"], following=True)]
+            fitting = [list(spelling) for spelling in dict.fromkeys(map(tuple, ids)) if len(spelling) <= size]
+            if not fitting:
+                raise UsageError(f"'{word}' is longer than a text of this model, {size} tokens: shorten it.")
+            spellings.append(fitting)
+        return contains(spellings, self.tokenizer.eos_id if self.config.data.rows_end else None)
+
+    def blockwise(
+        self,
+        prompt: str | None = None,
+        length: int | None = None,
+        context_scale: float = 1.0,
+        guide: Guide | None = None,
+        strength: float = 1.0,
+        **sampler: Any,
+    ) -> BlockwiseSampler:
+        """A sampler of long texts after a prompt; by default they go on to the end of the block in which it ends."""
+        if not self.context_blocks:
+            require_capability("long text", self.parts.writer, "train it with --model.context-blocks 1 or more")
+        scale, guidance = real_number(context_scale, "context_scale", 0), guidance_for(guide, strength) or Guidance()
+        ids, size = [] if prompt is None else self._ids(*as_texts([prompt]), what="prompt"), self.config.data.token_len
+        length = size - len(ids) % size if length is None else whole_number(length, "length", 1)
+        options, eos_id = self.sampler_options(**sampler), self.tokenizer.eos_id
+        return BlockwiseSampler(cast(JpegDlm, self.method), options, self._encode_rows, eos_id, [ids], length, scale, guidance)
+
+    # ------------------------------------------------------------ rows and texts
+
+    def ended(self, tokens: Tensor, given: Tensor | None = None) -> Tensor:
+        """Rows with padding behind the first end token (and behind what was `given`), for a model of rows that end."""
+        ends = self.config.data.rows_end
+        return end_rows(tokens, self.tokenizer.eos_id, self.tokenizer.pad_id, given) if ends else tokens
+
+    def to_text(self, tokens: Tensor, given: Tensor | None = None) -> list[str]:
+        """Rows of token ids as strings, which end where the rows do."""
+        if not is_integers(tokens) or tokens.dim() != 2:
+            raise UsageError(f"Tokens must be a tensor with rows of token ids, not {describe(tokens)}.")
+        return self._texts(self.ended(tokens, given))
 
     def refuse_large_ids(self, ids: Sequence[int]) -> None:
         """Raise `DataError` if the tokenizer of the text has more ids than the model."""
         if max(ids) >= self.config.data.vocab_size:
             raise DataError(f"The text holds the token {max(ids)}, which the model does not know: leave that word out.")
 
-    def ended(self, tokens: Tensor, given: Tensor | None = None) -> Tensor:
-        """Rows with padding behind the first end token (and behind what was `given`), for a model of rows that end."""
-        if not self.config.data.rows_end:
-            return tokens
-        return end_rows(tokens, self.tokenizer.eos_id, self.tokenizer.pad_id, given)
+    def _texts(self, tokens: Tensor) -> list[str]:
+        return [self.tokenizer.decode(row) for row in tokens.tolist()]
 
-    def to_text(self, tokens: Tensor, given: Tensor | None = None) -> Texts:
-        """Rows of token ids as strings, which end where the rows do."""
-        check_tokens(tokens)
-        return Texts(self.tokenizer.decode(row) for row in self.ended(tokens, given).tolist())
-
-    def text_ids(self, tokens: Tensor) -> list[list[int]]:
-        """The ids of each row that are text: whole rows, or what stands before the end where rows end."""
-        rows = self.ended(tokens).tolist()
-        if not self.config.data.rows_end:
-            return rows
-        around = {self.tokenizer.eos_id, self.tokenizer.pad_id}
-        return [[i for i in row if i not in around] for row in rows]
-
-    # ------------------------------------------------------------ the codec
-
-    @property
-    def codec(self) -> LatentSampler:
-        """The sampler that decodes latents, on the torch networks or on exported ones."""
-        found = self.parts.writer.latent_sampler
-        if found is None:
-            raise UsageError(f"{self.config.method} has no latent codec: encode, decode and interpolate need jpeg-dlm.")
-        return found
-
-    @torch.no_grad()
-    def encode(self, texts: str | Sequence[str]) -> Tensor:
-        """Standardized latents (B, N, D) of texts, or of one, of at most L tokens each."""
-        return self._encode_rows(self._rows(map(self._ids, as_texts(texts)))[0])
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> list[str]:
-        """Texts of latents, through the decode branch; what `encode` repeated to fill a block is given back once."""
-        m = self.codec.config.model
-        check_latents(latents, m.latent_len, m.latent_dim)
-        tokens = self._decode_rows(latents)
-        if self.config.data.rows_end:
-            return self.to_text(tokens)
-        rows = tokens[:, self.layout.start :][:, : self.layout.payload].tolist()
-        return Texts(self.tokenizer.decode(first_copy(row, self.layout.separator)) for row in rows)
-
-    @torch.no_grad()
-    def reconstruct(self, texts: str | Sequence[str]) -> list[str]:
-        """Compress texts, or one text, to N latents and decode them; longer texts go block by block."""
-        return Texts(self.tokenizer.decode(self.round_trip(text)[1]) for text in as_texts(texts))
-
-    @torch.no_grad()
-    def round_trip(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of a text, and as many that its latents decode to."""
-        ids, size, start = self._ids(text), self.layout.payload, self.layout.start
-        rows, lengths = self._rows(ids[i : i + size] for i in range(0, len(ids), size))
-        back = self._decode_rows(self._encode_rows(rows)).tolist()
-        return ids, [i for row, n in zip(back, lengths, strict=True) for i in row[start : start + n]]
-
-    @torch.no_grad()
-    def interpolate(self, *texts: str, points: int = 5) -> list[str]:
-        """Texts along straight lines between the latents of two or more texts, `points` for each line, ends included."""
-        if whole_number(points, "points") < 2:
-            raise UsageError("An interpolation needs at least 2 points.")
-        rows, lengths = self._rows(map(self._ids, as_texts(texts)))
-        if len(rows) < 2:
-            raise UsageError("An interpolation needs at least 2 texts.")
-        z_BND = self._encode_rows(rows)
-        mix = torch.linspace(0, 1, points, device=z_BND.device).view(-1, 1, 1)
-        lines = [(1 - mix) * a + mix * b for a, b in pairwise(z_BND)]
-        tokens = self._decode_rows(torch.cat([lines[0], *(line[1:] for line in lines[1:])]))
-        # Short texts were repeated to fill the block; what lies beyond the longest of them is only that.
-        return self.to_text(tokens[:, self.layout.start :][:, : max(lengths)])
-
-    def edit(
-        self, text: str, n: int = 1, *, noise: float = 0.4, seed: int = 0, batch: int = 64, watch: Watch | None = None,
-        **sampler: Any,
-    ) -> Texts:  # fmt: skip
-        """n variations of a text: its latents get this share of noise, and are written anew from there.
-
-        Noise 0 gives the text back, noise 1 a text that has nothing to do with it. Options are those of the sampler.
-        """
-        noise = real_number(noise, "noise", 0, 1)
-        require("edits", self.writer)
-        rows, lengths = self._rows(map(self._ids, as_texts([text])))
-        if whole_number(n, "n") < 1:
-            raise UsageError("The number of texts must be at least 1.")
-        tokens = self.rewritten(rows.expand(n, -1), noise, seed=seed, batch=batch, watch=watch, **sampler)
-        if self.config.data.rows_end:
-            return self.to_text(tokens)
-        return self.to_text(tokens[:, self.layout.start :][:, : max(lengths)])  # the rest repeats the text
-
-    @torch.no_grad()
-    def rewritten(
-        self, rows: Tensor, noise: float, *, seed: int = 0, batch: int = 64, watch: Watch | None = None, **sampler: Any
-    ) -> Tensor:
-        """Token ids of rows (n, L) that were given noise and written anew; row i draws the noise of sample i of `seed`."""
-        require("edits", self.writer)
-        view = self.complete_method().latent_view()
-        assert view is not None  # what takes edits has latents
-        pad_id, ends = self.layout.pad_id, self.config.data.rows_end
-        batches = [Batch(part, part != pad_id if ends else None) for part in rows.to(self.method.device).split(batch)]
-        z_BND = torch.cat([view.encode(part) for part in batches])
-        control = Control(origin=Origin(z_BND, rows.masked_fill(rows == pad_id, FREE) if ends else rows, noise))
-        return self._sample(len(rows), seed, 0, batch, watch, None, control, sampler)
-
-    def _encode_rows(self, rows: Tensor) -> Tensor:
-        rows = rows.to(self.codec.device)
-        mask = rows != self.tokenizer.pad_id if self.config.data.rows_end else None
-        found = self.complete_method().latent_space(Batch(rows, mask))
-        assert found is not None  # what has a codec has latents
-        return found.z_BND
-
-    def _decode_rows(self, latents: Tensor) -> Tensor:
-        return self.codec.tokens(latents.to(self.codec.device), self.config.sampler.w).cpu()
-
-    def _ids(self, text: str) -> list[int]:
-        ids = self.tokenizer.known_ids(text)
+    def _ids(self, text: str, what: str = "text") -> list[int]:
+        ids = self.tokenizer.known_ids(text, what)
         self.refuse_large_ids(ids)
         return ids
 
     def _rows(self, texts: Iterable[Sequence[int]]) -> tuple[Tensor, list[int]]:
-        """Return texts of ids as rows in the form the model was trained on, and how many tokens each text has."""
+        """Texts of ids as rows in the form the model was trained on, and how many tokens each text has."""
         texts, size = list(texts), self.layout.payload
         for ids in texts:
             if len(ids) > size:
                 raise DataError(f"The text has {len(ids)} tokens, the model takes {size}: shorten it or use reconstruct.")
         return torch.tensor([self.layout.text_row(ids) for ids in texts]), [len(ids) for ids in texts]
 
+    # ------------------------------------------------------------ the codec
+
+    @property
+    def codec(self) -> JpegDlm | OnnxNetworks:
+        """The networks that decode latents, in torch or exported."""
+        if not isinstance(self.parts.writer, JpegDlm | OnnxNetworks):
+            raise UsageError(f"{self.config.method} has no latent codec: encode, decode and interpolate need jpeg-dlm.")
+        return self.parts.writer
+
+    def encode(self, texts: str | Sequence[str]) -> Tensor:
+        """Standardized latents (B, N, D) of texts, or of one, of at most L tokens each."""
+        return self._encode_rows(self._rows(map(self._ids, as_texts(texts)))[0])
+
+    def decode(self, latents: Tensor | np.ndarray) -> list[str]:
+        """Texts of latents (B, N, D), or of one text's (N, D); what `encode` repeated to fill a block is given back once."""
+        m = self.codec.config.model
+        tokens = self._decode_rows(as_latents(latents, m.latent_len, m.latent_dim))
+        if self.config.data.rows_end:
+            return self.to_text(tokens)
+        rows = tokens[:, self.layout.start :][:, : self.layout.payload].tolist()
+        return [self.tokenizer.decode(first_copy(row, self.layout.separator)) for row in rows]
+
+    def reconstruct(self, texts: str | Sequence[str]) -> list[str]:
+        """Compress texts, or one text, to N latents and decode them; longer texts go block by block."""
+        return [self.tokenizer.decode(self.round_trip(text)[1]) for text in as_texts(texts)]
+
+    def round_trip(self, text: str) -> tuple[list[int], list[int]]:
+        """The token ids of a text, and as many that its latents decode to."""
+        ids, size, start = self._ids(text), self.layout.payload, self.layout.start
+        rows, lengths = self._rows(ids[i : i + size] for i in range(0, len(ids), size))
+        back = self._decode_rows(self._encode_rows(rows)).tolist()
+        return ids, [i for row, n in zip(back, lengths, strict=True) for i in row[start : start + n]]
+
+    def interpolate(self, *texts: str, points: int = 5) -> list[str]:
+        """Texts along straight lines between the latents of two or more texts, `points` for each line, ends included."""
+        rows, lengths = self._rows(map(self._ids, as_texts(texts)))
+        if len(rows) < 2:
+            raise UsageError("An interpolation needs at least 2 texts.")
+        z_BND = self._encode_rows(rows)
+        mix = torch.linspace(0, 1, whole_number(points, "points", 2), device=z_BND.device).view(-1, 1, 1)
+        lines = [(1 - mix) * a + mix * b for a, b in pairwise(z_BND)]
+        tokens = self._decode_rows(torch.cat([lines[0], *(line[1:] for line in lines[1:])]))
+        # Short texts were repeated to fill the block; what lies beyond the longest of them is only that.
+        return self.to_text(tokens[:, self.layout.start :][:, : max(lengths)])
+
+    def edit(self, text: str, n: int = 1, *, noise: float = 0.4, **options: Any) -> list[str]:
+        """n variations of a text: its latents get this share of noise, and are written anew from there.
+
+        Noise 0 gives the text back, noise 1 a text that has nothing to do with it. Options are those of `sample`.
+        """
+        require_capability("edits", self.parts.writer)
+        rows, lengths = self._rows(map(self._ids, as_texts([text])))
+        tokens = self.rewritten(rows, noise, n, **options)
+        # Where rows do not end, the rest of a row repeats the text.
+        return self._texts(tokens if self.config.data.rows_end else tokens[:, self.layout.start :][:, : max(lengths)])
+
+    def rewritten(self, rows: Tensor, noise: float, copies: int = 1, **options: Any) -> Tensor:
+        """Token ids of `copies` of each row, given noise and written anew; result i draws the noise of sample i."""
+        require_capability("edits", self.parts.writer)
+        noise, copies = real_number(noise, "noise", 0, 1), whole_number(copies, "n", 1)
+        ids = rows.masked_fill(rows == self.layout.pad_id, FREE) if self.config.data.rows_end else rows
+        z_BND, ids = (x.repeat_interleave(copies, 0) for x in (self._encode_rows(rows), ids))
+        return self.sample(len(ids), source=EditSource(z_BND, ids, noise), **options)
+
+    @torch.no_grad()
+    def _encode_rows(self, rows: Tensor) -> Tensor:
+        view, pad_id, ends = self.complete_method().latent_model(), self.layout.pad_id, self.config.data.rows_end
+        if view is None:
+            raise UsageError(f"{self.config.method} has no latents: use jpeg-dlm.")
+        batches = rows.to(self.parts.writer.device).split(CODEC_ROWS)
+        return torch.cat([view.encode(Batch(part, part != pad_id if ends else None)) for part in batches])
+
+    @torch.no_grad()
+    def _decode_rows(self, latents: Tensor) -> Tensor:
+        batches = latents.to(self.codec.device).split(CODEC_ROWS)
+        return torch.cat([self.codec.tokens(part, self.config.sampler.w).cpu() for part in batches])
+
     # ------------------------------------------------------------ parts
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:
         """The tokenizer the model was trained with."""
-        found = self.parts.read_tokenizer()
-        if found.vocab_size < self.config.data.vocab_size:
-            raise CheckpointError(
-                f"The tokenizer has {found.vocab_size} ids, the model {self.config.data.vocab_size}: use the model's own."
-            )
-        return found
+        tokenizer, ids = self.parts.read_tokenizer(), self.config.data.vocab_size
+        if tokenizer.vocab_size < ids:
+            raise CheckpointError(f"The tokenizer has {tokenizer.vocab_size} ids, the model {ids}: use the model's own.")
+        return tokenizer
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> RowLayout:
         """The form of the rows that the model was trained on."""
         return layout_of(self.config.data, self.tokenizer)
 
     @cached_property
     def encoder(self) -> FrozenEncoder:
         """The frozen text encoder; generating does not need it."""
-        return self.parts.read_encoder().to(self.writer.device)
+        return self.parts.read_encoder().to(self.parts.writer.device)
 
     def complete_method(self) -> Method:
         """The method with its text encoder in place, if it uses one."""
@@ -392,40 +366,48 @@ class Model:
         return HubModel(self.parts).push_to_hub(repo_id, **options)
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str | os.PathLike[str], **options: Any) -> Model:
+    def from_pretrained(cls, name_or_path: str | os.PathLike[str], *, device: str = "cpu", **options: Any) -> Model:
         """`ModelHubMixin.from_pretrained` of huggingface_hub: from a repository of the hub or a folder."""
         from jpeg_dlm.hub import HubModel
 
-        device = options.pop("device", "cpu")
         stored = HubModel.from_pretrained(str(name_or_path), **options)
         model = cls(stored.parts, device)
         model._scratch = stored.scratch  # tokenizer and encoder are read from it on first use
         return model
 
 
+def guidance_for(guide: Guide | None, strength: float, source: EditSource | None = None) -> Guidance | None:
+    """Return the guidance of samples; None if nothing is asked for."""
+    if guide is not None and not callable(guide):
+        raise UsageError(f"A guide is a function fn(logits_BLV) -> loss_B, not {describe(guide)}.")
+    strength = real_number(strength, "strength", 0)
+    return None if guide is None and source is None and strength == 1 else Guidance(guide, strength, source)
+
+
 def load(
-    path: str | os.PathLike[str] | None = None, device: str | torch.device | None = None,
-    dtype: Dtype | Literal["exact", "auto"] | None = None, compile: bool = False,
-) -> Model:  # fmt: skip
+    path: str | os.PathLike[str] | None = None,
+    device: str | torch.device | None = None,
+    backend: Backend | None = None,
+    precision: Precision | None = None,
+) -> Model:
     """A model from a model folder, an exported folder, a run or a checkpoint; without a path, the bundled one.
 
-    The names 'bundled' and 'stories' are the two models of the package.
-
-    `device` None takes a GPU if there is one. `dtype` and `compile` are those of `Model.accelerate`, for jpeg-dlm; 'exact'
-    is `Model.take_fastest()`, the fastest form on this machine that writes the tokens of fp32, and 'auto' also allows types
-    that change some tokens. Without a dtype a model samples as the paper writes it, and its weights may change.
+    `device` None takes a GPU if there is one, that of the local rank under torchrun. The backend 'onnx' samples jpeg-dlm with
+    ONNX Runtime on the CPU, in fp32 or int8 (default: torch, and fp32); guides, prompts and edits still use torch's networks.
     """
     if not isinstance(path, (str, os.PathLike, NoneType)):
-        raise UsageError(f"A model is loaded from a path, not from {shown(path)}.")
-    recall_limit()
-    folder = bundled_folder() if path is None else named_folder(path)
+        raise UsageError(f"A model is loaded from a path, not from {describe(path)}.")
+    if backend not in (None, "torch", "onnx") or precision not in (None, *PRECISIONS):
+        raise UsageError("The backend is torch or onnx, the precision fp32 or int8.")
+    folder = BUNDLED_FOLDER if path is None else named_folder(path)
     if is_exported(folder):
-        if dtype not in (None, "exact", "auto") or compile:
-            raise UsageError(f"'{folder}' is run as it was exported: leave the dtype and compilation out.")
-        return Model(read_exported(folder), "cpu")  # its runtimes are on the CPU
-    model = Model(read_model(folder), read_ranks(None if device is None else str(device), {}).device)
-    if dtype in ("exact", "auto") and not compile:
-        return model.take_fastest(reduced=dtype == "auto")
-    if dtype is None and not compile:
-        return model
-    return model.accelerate("fp32" if dtype in (None, "exact", "auto") else dtype, compile)
+        parts = read_exported(folder)
+        if backend == "torch" or precision not in (None, parts.precision):
+            raise UsageError(f"'{folder}' was exported to ONNX in {parts.precision}: it has no other backend or precision.")
+        return Model(parts, "cpu", "onnx")
+    if precision == "int8" and backend != "onnx":
+        raise UsageError("The torch backend samples in fp32: int8 is a precision of the backend onnx.")
+    env = {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
+    return Model(
+        read_model(folder), read_ranks(None if device is None else str(device), env).device, backend or "torch", precision
+    )

@@ -10,8 +10,8 @@ import torch
 
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config import DataConfig
-from jpeg_dlm.evaluation.continuation import block_cases, completed, conditional
-from jpeg_dlm.scorers.language_models import TransformersScorer
+from jpeg_dlm.evaluation.scorer import Scorer
+from jpeg_dlm.evaluation.tasks import block_cases, completed, conditional
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.prepare import prepare
 
@@ -32,7 +32,7 @@ def test_cases_are_consecutive_parts_of_one_document(document_file, tmp_path):
 
 
 def test_the_score_after_a_prompt_is_that_of_its_tokens(byte_gpt2):
-    scorer = TransformersScorer(str(byte_gpt2))
+    scorer = Scorer(str(byte_gpt2))
     prompts, wholes = ["The cat", "A", "So it"], ["The cat sat down.", "A dog", "Some other beginning"]
     for prompt, whole, score in zip(prompts, wholes, conditional(scorer, prompts, wholes), strict=True):
         ids = torch.tensor([scorer.encode(whole, 96)])
@@ -71,10 +71,3 @@ def test_models_of_one_row_complete_its_second_half(byte_gpt2, micro_folder, mic
     prompts = [[30, 40, 50], [60, 70]]
     for prompt, ids in zip(prompts, completed(micro, prompts, seed=1), strict=True):
         assert len(ids) == 12 - len(prompt)
-
-
-def test_sample_files_are_refused(byte_gpt2, tmp_path, capsys):
-    (tmp_path / "texts.txt").write_text("a text\n")
-    words = ["evaluate", str(tmp_path / "texts.txt"), "--task", "continue", "--scorer", f"hf:{byte_gpt2}", "--quiet"]
-    assert main(words) == 2
-    assert "--task continue needs models" in capsys.readouterr().err

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tiny_evaluation import evaluation
 
-from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
+from jpeg_dlm.evaluation import scorer as scoring
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
-from jpeg_dlm.evaluation.sources import file_sources
-from jpeg_dlm.machine.console import Console
-from jpeg_dlm.results.resumable import Parts
-from jpeg_dlm.scorers.language_models import TransformersScorer
+from jpeg_dlm.evaluation.scorer import Scorer
+from jpeg_dlm.evaluation.texts import file_sources
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
 
@@ -24,7 +23,7 @@ TEXTS = ["The smith forges nails.", "", "a", "Boats and ships<|endoftext|>and <|
 @pytest.fixture(scope="module")
 def parts_of(byte_gpt2):
     tokenizer = transformers.AutoTokenizer.from_pretrained(byte_gpt2)
-    return tokenizer, transformers.AutoModelForCausalLM.from_pretrained(byte_gpt2).eval(), TransformersScorer(str(byte_gpt2))
+    return tokenizer, transformers.AutoModelForCausalLM.from_pretrained(byte_gpt2).eval(), Scorer(str(byte_gpt2))
 
 
 @torch.no_grad()
@@ -45,13 +44,15 @@ def direct(tokenizer, model, text, bos, scored, longest, limit=96):
 
 
 @pytest.mark.parametrize("name", ["lm1b", "owt1024", "mdlm", "sedd", "default"])
-def test_gen_ppl_equals_transformers_called_directly(parts_of, tmp_path, name):
+def test_gen_ppl_equals_transformers_called_directly(parts_of, tmp_path, name, monkeypatch):
+    monkeypatch.setattr(scoring, "TOKENS_PER_BATCH", 120)  # several batches
+    monkeypatch.setattr(scoring, "ROWS_PER_CHUNK", 7)
     tokenizer, model, scorer = parts_of
     rule = replace(PROTOCOLS[name], batch_rule=0)
     (tmp_path / "s.txt").write_text("\n".join(TEXTS) + "\n", "utf-8")
     (tmp_path / "r.txt").write_text("A real text.\nAnother real text of some length.\n")
     [source] = file_sources([tmp_path / "s.txt"], tmp_path / "r.txt")
-    found = Evaluation(scorer, EvaluationRequest(rule), Parts(), Console(quiet=True)).entry(source, {})
+    found = evaluation(scorer, rule).entry(source, {})
     longest = min(96, max(len(tokenizer(t).input_ids) for t in TEXTS))
     rows = [direct(tokenizer, model, t, rule.bos, rule.scored, longest) for t in TEXTS]
     rows = [(nll, n) for nll, n in rows if n]
@@ -59,7 +60,7 @@ def test_gen_ppl_equals_transformers_called_directly(parts_of, tmp_path, name):
         want = math.exp(sum(nll for nll, _ in rows) / sum(n for _, n in rows))
     else:
         want = sum(math.exp(nll / n) for nll, n in rows) / len(rows)
-    figures = found.figures["generated"]
+    figures = found.stats["generated"]
     assert figures.gen_ppl == pytest.approx(want, rel=1e-4) and figures.tokens == sum(n for _, n in rows)
     assert figures.truncated == 1 and figures.skipped == len(TEXTS) - len(rows)
     assert figures.gen_ppl_low <= figures.gen_ppl <= figures.gen_ppl_high

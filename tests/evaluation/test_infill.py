@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
 
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.evaluation import infill
-from jpeg_dlm.evaluation.infill import is_text, templates
-from jpeg_dlm.strict_json import parse_json
-from jpeg_dlm.text.rows import Layout
+from jpeg_dlm.evaluation import tasks as infill
+from jpeg_dlm.evaluation.table import Table
+from jpeg_dlm.evaluation.tasks import is_text, templates
+from jpeg_dlm.text.packing import RowLayout
+from jpeg_dlm.util.json import parse_json
 
 pytest_plugins = ["stand_in", "tiny_evaluation"]  # fixtures
 
@@ -19,7 +19,7 @@ EOS, PAD, BOS = 1, 0, 2
 
 
 def test_templates_hide_runs_of_text_and_nothing_else():
-    layout = Layout("padded", 40, EOS, PAD, True, BOS, 3)
+    layout = RowLayout("padded", 40, EOS, PAD, True, BOS, 3)
     rows = torch.tensor([layout.text_row(list(range(10, 10 + n))) for n in (30, 12)] * 50)
     given = templates(rows, layout, seed=0)
     text = is_text(rows, layout)
@@ -32,25 +32,22 @@ def test_templates_hide_runs_of_text_and_nothing_else():
     assert templates(rows[:7], layout, seed=0).equal(given[:7]) and not templates(rows, layout, seed=1).equal(given)
 
 
-@pytest.mark.parametrize("packing", ["continuous", "sentences"])
-def test_full_rows_are_text_throughout(packing):
-    layout = Layout(packing, 8, EOS, PAD)
-    assert is_text(torch.tensor([[5, EOS, 6, 7, 8, 9, 5, 6]]), layout).all()
-
-
 def test_the_command_fills_in_and_scores(micro_folders, corpus_file, byte_gpt2, tmp_path, capsys):
     models = [str(micro_folders(name)) for name in ("jpeg-dlm", "mdlm")]
     words = ["evaluate", *models, "--task", "infill", "--scorer", f"hf:{byte_gpt2}", "-n", "6", "--quiet"]
-    words += ["--data", str(corpus_file)]
+    words += ["--data", str(corpus_file), "--steps", "1,2"]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     found = json.loads((tmp_path / "out" / "results.json").read_text())
-    ours, masked = found["infill"]
+    assert [(row["sampler"]["steps"], row["seed"]) for row in found["infill"]] == [(1, 0), (2, 0)] * 2
+    ours, masked = found["infill"][::2]
+    table = Table.from_json(found["tables"][0])  # points of the sweep can be told apart in the table too
+    assert len({row[:3] for row in table.rows[:2]}) == 2 and table.headings[1:3] == ("sampler", "seed")
     assert ours["kept"] == masked["kept"] == 1.0 and 0 <= ours["decoded"] <= 1 and masked["decoded"] is None
     assert ours["n"] == 6 and ours["given"] + ours["hidden"] == 6 * 12
     for row in (ours, masked):
         assert all(1 < score["low"] <= score["perplexity"] <= score["high"] for score in row["scores"].values())
     said = capsys.readouterr().out
-    assert "100%" in said and "real text" in said and "holes filled from other texts" in said
+    assert "100.0%" in said and "real text" in said and "holes filled from other texts" in said
     assert main([*words, "--out", str(tmp_path / "out")]) == 0  # continues with what is there
     (tmp_path / "texts.txt").write_text("One text.\nAnother one.\n")
     assert main(["evaluate", str(tmp_path / "texts.txt"), "--task", "infill", "--quiet"]) == 2

@@ -10,9 +10,8 @@ import torch
 from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config import DataConfig
-from jpeg_dlm.errors import DataError
-from jpeg_dlm.evaluation.likelihood import has_likelihood, heldout_likelihood, row_nats, token_counts, unigram_perplexity
-from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.evaluation.tasks import heldout_likelihood, row_nats, token_counts, unigram_perplexity
+from jpeg_dlm.evaluation.texts import ModelSource
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.prepare import prepare
 
@@ -75,11 +74,6 @@ def test_every_row_sees_all_times_evenly(stand_ins, micro_folders, heldout):
     assert again == pytest.approx(found, rel=1e-6) and (other != found).all()  # the seed counts, the batch does not
 
 
-def test_without_heldout_text_there_is_none(stand_ins, micro_folders):
-    with pytest.raises(DataError, match="--data"):
-        heldout_likelihood(ModelSource(load(micro_folders("unigram"), "cpu"), "u", 4))
-
-
 def test_several_methods_in_one_table(micro_folder, micro_folders, corpus_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JPEG_DLM_CACHE", str(tmp_path / "cache"))
     words = ["evaluate", str(micro_folders("ar")), str(micro_folders("mdlm")), str(micro_folder), "--likelihood", "--quiet"]
@@ -93,13 +87,3 @@ def test_several_methods_in_one_table(micro_folder, micro_folders, corpus_file, 
     assert "| exact |" in shown and "| bound |" in shown and "JPEG-DLM gives no likelihood" in shown
     assert (tmp_path / "out" / "results.md").read_text().strip() == shown.strip()
     assert main(words) == 0 and capsys.readouterr().out == shown
-
-
-def test_files_have_no_likelihood(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("a text\n")
-    assert main(["evaluate", str(tmp_path / "a.txt"), "--likelihood"]) == 2
-    assert "name a checkpoint" in capsys.readouterr().err
-
-
-def test_who_has_a_likelihood(micro, stand_ins, micro_folders):
-    assert not has_likelihood(micro.method) and has_likelihood(load(micro_folders("noisy"), "cpu").method)

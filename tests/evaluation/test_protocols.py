@@ -1,18 +1,18 @@
 """Each difference between published evaluations, on texts whose figures can be worked out by hand."""
 
+import json
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from tiny_evaluation import evaluation
 
-from jpeg_dlm.errors import UsageError
-from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol, protocol
-from jpeg_dlm.evaluation.sources import FileSource, file_sources
-from jpeg_dlm.machine.console import Console
-from jpeg_dlm.results.plain import plain
-from jpeg_dlm.results.resumable import Parts
+from jpeg_dlm.evaluation.results import LengthLimits
+from jpeg_dlm.evaluation.table import to_json
+from jpeg_dlm.evaluation.texts import ModelSource, SourceTexts, file_sources
+from jpeg_dlm.util.errors import UsageError
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
 
@@ -22,18 +22,15 @@ REAL = ["w1 w1 w1", "w1 w2 w2"]
 
 
 def entry(fake, tmp_path, found: Protocol, texts=TEXTS, ids=None, real=REAL):
-    import json
-
     lines = [{"prediction": text} | ({"token_ids": ids[i]} if ids else {}) for i, text in enumerate(texts)]
     (tmp_path / "s.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "r.txt").write_text("\n".join(real) + "\n")
     [source] = file_sources([tmp_path / "s.jsonl"], tmp_path / "r.txt")
-    assert isinstance(source, FileSource)
-    return plain(Evaluation(fake, EvaluationRequest(found), Parts(), Console(quiet=True)).entry(source, {}))
+    return to_json(evaluation(fake, found).entry(source, {}))
 
 
 def ppl(fake, tmp_path, found: Protocol, texts=TEXTS, ids=None) -> tuple[float, int]:
-    f = entry(fake, tmp_path, found, texts, ids)["figures"]["generated"]
+    f = entry(fake, tmp_path, found, texts, ids)["stats"]["generated"]
     return math.log(f["gen_ppl"]), f["tokens"]
 
 
@@ -57,7 +54,7 @@ def test_lower_case_is_that_of_both_sides(fake, tmp_path):
     texts = ["w1 W2 w3", "w4 W4"]
     assert ppl(Cased(), tmp_path, PROTOCOLS["lm1b"], texts) == (pytest.approx((20 + 3 + 40) / 3), 3)
     found = entry(Cased(), tmp_path, PROTOCOLS["lm1b-lower"], texts, real=["w1 W1 W1", "w1 W2 w2"])
-    generated, real = found["figures"]["generated"], found["figures"]["real"]
+    generated, real = found["stats"]["generated"], found["stats"]["real"]
     assert math.log(generated["gen_ppl"]) == pytest.approx((2 + 3 + 4) / 3)
     assert math.log(real["gen_ppl"]) == pytest.approx((1 + 1 + 2 + 2) / 4)
     assert found["runs"][0]["samples"] == ["w1 w2 w3", "w4 w4"]
@@ -67,10 +64,7 @@ def test_beginning_token(fake, tmp_path):
     # Without it the first token is context: 2 + 3 + 4 over 3 tokens. With it every token counts: 14 over 5.
     assert ppl(fake, tmp_path, PROTOCOLS["lm1b"]) == (pytest.approx(9 / 3), 3)
     assert ppl(fake, tmp_path, PROTOCOLS["owt1024"]) == (pytest.approx(14 / 5), 5)
-
-
-def test_a_one_token_text_counts_only_after_a_beginning_token(fake, tmp_path):
-    texts = ["w1 w2", "w9"]
+    texts = ["w1 w2", "w9"]  # one token counts only after a beginning token
     assert ppl(fake, tmp_path, PROTOCOLS["lm1b"], texts) == (pytest.approx(2), 1)
     assert ppl(fake, tmp_path, PROTOCOLS["owt1024"], texts) == (pytest.approx(12 / 3), 3)
 
@@ -94,10 +88,10 @@ def test_windows_of_a_long_text(fake, tmp_path, monkeypatch):
     # Windows 1234, 3456, 567: the first three costs with 1 to 3 words before, then 5 and 6 with 2 and 3, then 7 with 2.
     nats = (2 + 10) + (3 + 20) + (4 + 30) + (5 + 20) + (6 + 30) + (7 + 20)
     assert ppl(fake, tmp_path, rule, texts) == (pytest.approx((nats + 11) / 7), 7)
-    assert entry(fake, tmp_path, rule, texts)["figures"]["generated"]["truncated"] == 0
+    assert entry(fake, tmp_path, rule, texts)["stats"]["generated"]["truncated"] == 0
     cut = (2 + 10) + (3 + 20) + (4 + 30)  # without a stride only the first window counts
     assert ppl(fake, tmp_path, replace(rule, stride=0), texts) == (pytest.approx((cut + 11) / 4), 4)
-    assert entry(fake, tmp_path, replace(rule, stride=0), texts)["figures"]["generated"]["truncated"] == 1
+    assert entry(fake, tmp_path, replace(rule, stride=0), texts)["stats"]["generated"]["truncated"] == 1
     with pytest.raises(UsageError, match="stride"):
         fake.nll(texts, stride=4)
 
@@ -117,42 +111,31 @@ def test_ends_of_text(fake, tmp_path):
 def test_batches_that_are_not_full_are_dropped(fake, tmp_path):
     rule = replace(PROTOCOLS["default"], batch_rule=2)
     found = entry(fake, tmp_path, rule, ["w1 w2", "w1 w2", "w9 w9"])
-    assert found["figures"]["generated"]["dropped"] == 1 and math.log(found["figures"]["generated"]["gen_ppl"]) == 2
+    assert found["stats"]["generated"]["dropped"] == 1 and math.log(found["stats"]["generated"]["gen_ppl"]) == 2
     assert any("last full batch" in note for note in found["notes"])
 
 
 def test_raw_ids_are_scored_where_they_are_the_scorers(fake, tmp_path):
     rule = replace(PROTOCOLS["sedd"], aggregate="corpus")
     found = entry(fake, tmp_path, rule, TEXTS, [[1, 2, 3], [4, 4]])
-    assert found["frame"]["ids"] and math.log(found["figures"]["generated"]["gen_ppl"]) == pytest.approx(3)
+    assert found["limits"]["score_raw_ids"] and math.log(found["stats"]["generated"]["gen_ppl"]) == pytest.approx(3)
     other = entry(fake, tmp_path, rule, TEXTS, [[7, 7, 7], [7, 7]])  # ids of another tokenizer: the text is scored
-    assert not other["frame"]["ids"] and math.log(other["figures"]["generated"]["gen_ppl"]) == pytest.approx(3)
-
-
-def test_length(fake, tmp_path):
-    found = entry(fake, tmp_path, replace(PROTOCOLS["default"], max_tokens=2))
-    assert math.log(found["figures"]["generated"]["gen_ppl"]) == pytest.approx((2 + 4) / 2)
-    assert found["figures"]["generated"]["truncated"] == 1
+    assert not other["limits"]["score_raw_ids"] and math.log(other["stats"]["generated"]["gen_ppl"]) == pytest.approx(3)
 
 
 def test_entropy_over_the_models_own_ids(fake, micro):
     """The model's ids and the scorer's differ, and so do the entropies; real text is treated alike."""
-    from jpeg_dlm.evaluation.entry import Frame
-    from jpeg_dlm.evaluation.sources import SourceTexts
-
     texts = SourceTexts(["w1 w1 w2", "w1 w2 w3"], [[5, 6], [7, 7]])
     for name, want, whose in (("duo", math.log(2) / 2, "model"), ("default", None, "scorer")):
         rule = replace(PROTOCOLS[name], batch_rule=0)
-        frame = Frame(limit=8, cut=None, budget=2, own_entropy=rule.entropy == "model", ids=False)
-        found = Evaluation(fake, EvaluationRequest(rule), Parts(), Console(quiet=True)).figures("x", texts, frame, 8)
+        frame = LengthLimits(8, None, 2, rule.entropy == "model", False)
+        found = evaluation(fake, rule).text_stats("x", texts, frame, 8)
         assert found.entropy_ids == whose
         by_scorer = (math.log(3) + (math.log(3) - 2 / 3 * math.log(2))) / 2
         assert found.entropy == pytest.approx(by_scorer if want is None else want)
 
 
 def test_special_tokens_stand_in_the_text_where_the_protocol_keeps_them(micro):
-    from jpeg_dlm.evaluation.sources import ModelSource
-
     source = ModelSource(micro, "micro", 4)
     ids = [*micro.tokenizer.encode("The farmer plants"), micro.tokenizer.eos_id]
     assert "</s>" in source.texts(torch.tensor([ids]), specials=True).texts[0]

@@ -1,7 +1,5 @@
 """Throughput with a simulated clock: counted rounds, turns, medians and ratios."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -42,39 +40,3 @@ def test_turns_medians_and_ratios(micro):
     assert first["ratio"] == 1 and second["ratio"] == pytest.approx(2) and second["ratio_range"] == [0.5, 4]
     assert first["paper_speed"] == 9.13 and second["paper_speed"] is None
     assert len(throughput_table(result).rows) == 2
-
-
-def test_a_real_method(micro):
-    s = micro.config.sampler
-    subjects = [
-        Subject(f"micro {k}", micro.method, replace(s, steps=k), micro.config.data.token_len, micro.config.preset, "test")
-        for k in (1, 3)
-    ]
-    result = measure(subjects, batch=2, repeats=1, warmup=0)
-    assert [row["sampler"]["steps"] for row in result["rows"]] == [1, 3]
-    assert all(row["texts_per_second"] > 0 for row in result["rows"])
-
-
-def test_autocast_and_progress(micro, monkeypatch):
-    seen, told = [], []
-    inner = micro.method.sample
-    monkeypatch.setattr(micro.method, "sample", lambda *a: (seen.append(torch.is_autocast_enabled("cpu")), inner(*a))[1])
-    subject = Subject("micro", micro.method, micro.config.sampler, 12, "smoke", "test")
-    for dtype, name in (("fp32", "float32"), ("bf16", "bfloat16 autocast")):
-        report = lambda done, total: told.append((done, total))  # noqa: E731
-        assert measure([subject], 1, 2, 1, dtype=dtype, progress=report)["dtype"] == name
-    assert seen == [False] * 3 + [True] * 3 and told == [(1, 3), (2, 3), (3, 3)] * 2
-
-
-def test_the_papers_speed_is_that_of_the_system(micro_folders):
-    from jpeg_dlm.api import load
-
-    ar = load(micro_folders("ar"), "cpu")
-    subjects = [
-        Subject("ar", ar.method, replace(ar.config.sampler, kv_cache=cache), 12, preset, "test")
-        for preset in ("lm1b", "owt1024", "smoke")
-        for cache in (False, True)
-    ]
-    rows = measure(subjects, 1, 1, 0)["rows"]
-    assert [row["paper_speed"] for row in rows] == [1.0, 1.62, 1.0, 7.14, None, None]
-    assert rows[0]["title"] == "AR" and rows[0]["evaluations"] == 12

@@ -1,12 +1,21 @@
-"""The probability path, its times, and the self-conditioning target."""
+"""The probability path, its times, the self-conditioning target, and grids of times against the released sampler."""
 
 import math
 from statistics import NormalDist
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from jpeg_dlm.flow.path import guidance_scale, guided_target, interpolate, logit_normal, per_row
+from jpeg_dlm.flow.path import (
+    guided_target,
+    interpolate,
+    logit_normal,
+    make_grid,
+    quantile_grid,
+    random_grid,
+)
 
 MEAN, STD = -1.5, 0.8
 
@@ -20,11 +29,6 @@ def test_the_path_runs_from_noise_to_data_in_a_straight_line():
         assert torch.allclose(z_t[i], eps[i] + t[i] * (z_1[i] - eps[i]), atol=1e-6)
 
 
-def test_per_row_has_one_number_for_each_row():
-    assert per_row(torch.arange(3.0), torch.zeros(3, 4, 5)).shape == (3, 1, 1)
-    assert per_row(torch.arange(3.0), torch.zeros(3)).shape == (3,)
-
-
 def test_the_time_distribution():
     # Even quantile levels are a quadrature of the expectation: mean .209141, median .182426, P(t > .5) .030396.
     n = 20_001
@@ -36,28 +40,6 @@ def test_the_time_distribution():
     assert 1 - NormalDist(MEAN, STD).cdf(0) == pytest.approx(0.030396, abs=1e-6)
 
 
-def test_the_time_distribution_favors_noise():
-    # P(noise level 1 - t over .7) = P(t < .3) = .79271.
-    assert NormalDist(MEAN, STD).cdf(math.log(0.3 / 0.7)) == pytest.approx(0.79271, abs=1e-5)
-    n = 20_001
-    t = logit_normal(torch.special.ndtri((torch.arange(n, dtype=torch.float64) + 0.5) / n), MEAN, STD)
-    assert (t < 0.3).double().mean().item() == pytest.approx(0.79271, abs=1e-4)
-
-
-def test_guidance_scales_are_those_of_elf():
-    u = torch.tensor([0, 0.25, 0.5, 0.75, 1.0], dtype=torch.float64)
-    w = guidance_scale(u, 0.5, 5.0)
-    assert w.tolist() == pytest.approx([0.5, 1.12132, 2, 3.242641, 5], abs=1e-6)
-    assert torch.allclose(w, 1.5 * 4**u - 1)
-
-
-def test_guidance_scales_of_another_range():
-    u = torch.rand(1000, generator=torch.Generator().manual_seed(0))
-    w = guidance_scale(u, 1.0, 3.0)
-    assert w.min() >= 1 and w.max() <= 3
-    assert guidance_scale(torch.tensor([0.0, 1.0]), 2.0, 2.0).tolist() == [2, 2]
-
-
 @pytest.mark.parametrize(("w", "expected"), [(3.0, 0.6), (0.5, 0.1), (1.0, 0.4)])
 def test_the_self_conditioning_target(w, expected):
     # z_tgt .4, second prediction .9, first .6
@@ -65,10 +47,43 @@ def test_the_self_conditioning_target(w, expected):
     assert guided_target(*args, torch.tensor([w])).item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_self_conditioning_target_takes_one_scale_per_row():
-    z, second, first = torch.randn(3, 2, 2), torch.randn(3, 2, 2), torch.randn(3, 2, 2)
-    w = torch.tensor([1.0, 2.0, 4.0])
-    target = guided_target(z, second, first, w)
-    assert torch.equal(target[0], z[0])
-    assert torch.allclose(target[1], z[1] + 0.5 * (second[1] - first[1]))
-    assert torch.allclose(target[2], z[2] + 0.75 * (second[2] - first[2]))
+# ---------------------------------------------------------------- grids
+
+
+def test_quantile_grids_of_32_and_256_steps():
+    grid = quantile_grid(32, MEAN, STD)
+    expected = [0.04787123440517927, 0.18242552380635635, 0.4975463931795089]
+    assert [grid[1].item(), grid[16].item(), grid[31].item()] == pytest.approx(expected, abs=1e-7)
+    assert quantile_grid(256, MEAN, STD)[255].item() == pytest.approx(0.6520480760669418, abs=1e-7)
+
+
+@settings(max_examples=25, deadline=None)
+@given(steps=st.integers(1, 300), mean=st.floats(-3, 3), std=st.floats(0.1, 2))
+def test_quantile_grid_is_the_inverse_of_the_distribution(steps, mean, std):
+    grid = quantile_grid(steps, mean, std).tolist()
+    assert len(grid) == steps + 1 and grid[0] == 0 and grid[-1] == 1
+    normal = NormalDist(mean, std)
+    for i in range(1, steps):
+        assert grid[i] == pytest.approx(1 / (1 + math.exp(-normal.inv_cdf(i / steps))), abs=1e-6)
+
+
+def test_random_grid_of_the_released_generator():
+    inner = random_grid(8, MEAN, STD, torch.Generator().manual_seed(0))[1:-1].tolist()
+    expected = [0.0375781, 0.0679334, 0.0856756, 0.1499819, 0.2355340, 0.2601373, 0.4335938]
+    assert inner == pytest.approx(expected, abs=1e-6)
+
+
+def test_released_lm1b_order_draws_the_noise_and_then_the_grid():
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(2, 32, 512, generator=generator)
+    assert z[0, 0, :3].tolist() == pytest.approx([-1.1258398, -1.1523602, -0.2505786], abs=1e-6)
+    grid = random_grid(32, MEAN, STD, generator)
+    assert grid[1:4].tolist() == pytest.approx([0.0278723, 0.0327509, 0.0534408], abs=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(kind=st.sampled_from(["uniform", "quantile", "random"]), steps=st.integers(1, 64), seed=st.integers(0, 1000))
+def test_every_grid_rises_from_0_to_1(kind, steps, seed):
+    grid = make_grid(kind, steps, MEAN, STD, torch.Generator().manual_seed(seed))
+    assert grid.shape == (steps + 1,) and grid.dtype == torch.float32
+    assert grid[0] == 0 and grid[-1] == 1 and (grid.diff() > 0).all()

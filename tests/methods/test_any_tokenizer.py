@@ -2,6 +2,7 @@
 
 import pytest
 from conftest import made_up_text
+from micro import PIECES, as_flags
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from jpeg_dlm.api import load
@@ -34,13 +35,13 @@ def gpt2(path):
 SMALL = ["--model.hidden", "16", "--model.depth", "1", "--model.heads", "2", "--train.batch", "4", "--train.eval-every", "0"]
 
 
-@pytest.mark.parametrize("method", ["ar", "mdlm", "sedd", "duo"])
-@pytest.mark.parametrize("make", [bert, gpt2])
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "method"), [(bert, "ar"), (bert, "mdlm"), (bert, "duo"), (gpt2, "ar"), (gpt2, "sedd")])
 def test_train_and_write(make, method, corpus_file, tmp_path):
     make(tmp_path / "tokenizer.json")
     framed = make is bert
     words = ["train", "--preset", "smoke", "--method", method, "--data", str(corpus_file), "--out", str(tmp_path / "run")]
-    words += [*SMALL, "--quiet", "--train.steps", "2", "--data.tokenizer", str(tmp_path / "tokenizer.json")]
+    words += [*as_flags(PIECES), *SMALL, "--quiet", "--train.steps", "2", "--data.tokenizer", str(tmp_path / "tokenizer.json")]
     special = []
     if framed:
         words += ["--data.frame", "true"]

@@ -7,15 +7,15 @@ import torch
 from conftest import perturb
 
 from jpeg_dlm.config import validate
-from jpeg_dlm.config_io import override
 from jpeg_dlm.encoders import build_encoder
-from jpeg_dlm.errors import UsageError
+from jpeg_dlm.methods import jpeg_dlm_networks
 from jpeg_dlm.methods.base import Batch
-from jpeg_dlm.methods.common.context_blocks import drawn_context
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.registry import build_method
-from jpeg_dlm.presets import PRESETS, preset
-from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.options import override
+from jpeg_dlm.presets import preset
+from jpeg_dlm.util.errors import UsageError
+from jpeg_dlm.util.rng import RowNoise
 
 B, K, L, N, VOCAB = 6, 2, 8, 3, 40
 SIZES = {
@@ -47,22 +47,25 @@ def noise(rows=range(B)):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_flow_sees_the_context_and_nothing_else_does(shared):
-    method, data = build(model__shared=shared, objective__context_drop=0.0), batch()
+def test_the_flow_sees_the_context_and_nothing_else_does(shared, monkeypatch):
+    monkeypatch.setattr(jpeg_dlm_networks, "CONTEXT_DROP", 0.0)
+    method, data = build(model__shared=shared), batch()
     plain = method.losses(data, noise())
     tokens = data.before.tokens_BL.flip(0)
     moved = method.losses(dataclasses.replace(data, before=dataclasses.replace(data.before, tokens_BL=tokens)), noise())
     assert {name for name in plain if not torch.isclose(plain[name], moved[name])} == {"flow"}
-    dropped = build(model__shared=shared, objective__context_drop=1.0).losses(data, noise())
+    monkeypatch.setattr(jpeg_dlm_networks, "CONTEXT_DROP", 1.0)
+    dropped = method.losses(data, noise())
     alone = method.losses(dataclasses.replace(data, before=None, present_BK=None), noise())
     for name, value in alone.items():
         torch.testing.assert_close(value, dropped[name])
     assert not torch.equal(alone["flow"], plain["flow"])
 
 
-def test_before_the_beginning_of_a_text_latents_are_zero_and_given():
+def test_before_the_beginning_of_a_text_latents_are_zero_and_given(monkeypatch):
     """So that the model can tell the beginning from a row whose context was dropped."""
-    method, data = build(objective__context_drop=0.0), batch()
+    monkeypatch.setattr(jpeg_dlm_networks, "CONTEXT_DROP", 0.0)
+    method, data = build(), batch()
     first = torch.tensor([[False, False], [False, True], [True, True]]).repeat(2, 1)
     context = context_of(method, dataclasses.replace(data, present_BK=first), noise())
     z_BKND, whole_BKND = (z.view(B, K, N, -1) for z in (context.z_BCD, context_of(method, data, noise()).z_BCD))
@@ -71,11 +74,12 @@ def test_before_the_beginning_of_a_text_latents_are_zero_and_given():
 
 
 def context_of(method, data, noise):
-    return drawn_context(method.config, data, method.encode, noise.repeated(method.config.objective.flow_draws))
+    return method.draw_context(data, noise.repeated(method.config.objective.flow_draws))
 
 
-def test_gradients_go_into_the_dit_alone():
-    method, data = build(objective__context_drop=0.5), batch()
+def test_gradients_go_into_the_dit_alone(monkeypatch):
+    monkeypatch.setattr(jpeg_dlm_networks, "CONTEXT_DROP", 0.5)
+    method, data = build(), batch()
     context = context_of(method, data, noise())
     assert not context.z_BCD.requires_grad
     flow = method.losses(data, noise())["flow"]
@@ -110,7 +114,7 @@ def test_a_share_of_rows_has_no_context_whatever_their_batch():
 
 
 def test_latents_of_the_context_are_those_of_the_text_itself():
-    method, data = build(objective__context_drop=0.0), batch()
+    method, data = build(), batch()
     z = context_of(method, data, noise()).z_BCD
     expected = method.encode(data.before)  # (B K, N, D)
     for row in range(B):
@@ -125,18 +129,7 @@ def test_a_checkpoint_tells_how_many_blocks_its_model_sees():
     assert JpegDlm.config_of(build(model__context_blocks=0).export_state(), method.config).model.context_blocks == 0
 
 
-def test_the_papers_presets_have_none():
-    assert {name for name in PRESETS if preset(name).model.context_blocks} == {"stories"}
-    validate(preset("stories"))
-
-
 @pytest.mark.parametrize("changes", [{"data.packing": "continuous"}, {"data.whole": True}, {"data.frame": True}])
 def test_documents_of_one_row_or_none_are_refused(changes):
     with pytest.raises(UsageError, match="model.context_blocks needs documents of several rows"):
         validate(override(preset("smoke"), SIZES | changes))
-
-
-@pytest.mark.parametrize(("name", "value"), [("model.context_blocks", -1), ("objective.context_drop", 1.5)])
-def test_impossible_options(name, value):
-    with pytest.raises(UsageError, match=name):
-        validate(override(preset("smoke"), SIZES | {name: value}))

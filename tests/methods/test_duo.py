@@ -5,15 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import perturb
+from micro import micro_model
 from torch import nn
 
-from jpeg_dlm.config import validate
-from jpeg_dlm.config_io import from_dict, override, to_dict
-from jpeg_dlm.errors import CheckpointError, UsageError
-from jpeg_dlm.methods.base import FREE, Batch
-from jpeg_dlm.methods.common.discrete import LogLinear
-from jpeg_dlm.methods.common.gaussian_argmax import survival
+from jpeg_dlm.methods.argmax_noise import survival
+from jpeg_dlm.methods.base import Batch
+from jpeg_dlm.methods.discrete import LogLinear
 from jpeg_dlm.methods.duo import (
     CURRICULUM_ALPHAS,
     Duo,
@@ -22,30 +19,18 @@ from jpeg_dlm.methods.duo import (
     draw_posterior,
     log_terms,
     nelbo_integrand,
-    nucleus,
     prior_divergence,
 )
-from jpeg_dlm.methods.registry import build_method, for_method
-from jpeg_dlm.presets import PRESETS, preset
-from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.methods.registry import for_method
+from jpeg_dlm.presets import preset
+from jpeg_dlm.util.rng import RowNoise
 
 B, L, VOCAB = 4, 6, 20
-TINY = {
-    "data.vocab_size": VOCAB, "data.token_len": L, "model.hidden": 16, "model.depth": 1, "model.heads": 2,
-    "model.cond_dim": 8, "model.freq_dim": 8, "train.precision": "fp32", "train.steps": 100, "sampler.steps": 5,
-}  # fmt: skip
+SIZES = {"data__vocab_size": VOCAB, "data__token_len": L, "train__steps": 100, "sampler__steps": 5}
 
 
-def tiny(**options):
-    config = for_method(preset("smoke"), "duo")
-    return validate(override(config, TINY | {k.replace("__", "."): v for k, v in options.items()}))
-
-
-def build(perturbed=0.3, **options) -> Duo:
-    """A tiny model; perturbed, because a fresh head is zero and every token as likely."""
-    method = build_method(tiny(**options))
-    assert isinstance(method, Duo)
-    return perturb(method, perturbed).train()
+def build(**options) -> Duo:
+    return micro_model("duo", **SIZES | options).train()
 
 
 def tokens(rows=B):
@@ -146,13 +131,6 @@ def prior_gap(p_x1):
     return math.log(p_x1.numel()) - entropy(p_x1)
 
 
-def test_the_bound_of_independent_tokens_is_their_entropy():
-    pi, schedule, (t, weight) = source(), LogLinear(), times_and_weights()
-    integral = (weight * expected_nelbo(pi, schedule.alpha(t), schedule.dalpha(t))).sum().item()
-    wanted = entropy(pi) + prior_gap(pi @ forward_matrix(schedule.eps, len(pi)))
-    assert integral + prior_divergence(schedule.eps, len(pi)) == pytest.approx(wanted, abs=3e-6)
-
-
 def test_the_bound_does_not_depend_on_the_schedule():
     """Between the same two alphas the Gaussian schedule gives what a linear one does."""
     pi, low, high, (t, weight) = source(), -3.0, 1.0, times_and_weights()
@@ -161,12 +139,6 @@ def test_the_bound_does_not_depend_on_the_schedule():
     first, last = survival(double(low, high), len(pi))[0]
     linear = (weight * expected_nelbo(pi, first + t * (last - first), (last - first).expand(len(t)))).sum().item()
     assert gaussian == pytest.approx(linear, abs=1e-5) and linear > 0.3
-
-
-def test_prior_divergence_is_a_sum_over_ids():
-    q = forward_matrix(1e-3, 50)[3]
-    assert prior_divergence(1e-3, 50) == pytest.approx((q * (50 * q).log()).sum().item(), rel=1e-9)
-    assert 0.002 < prior_divergence(1e-3, 50258) < 0.004
 
 
 # ---------------------------------------------------------------- losses
@@ -213,14 +185,6 @@ def test_the_curriculum_is_the_first_half_of_training_and_never_evaluation():
     assert not method.eval().in_curriculum(0)
 
 
-def test_the_step_alone_switches_the_loss():
-    """The same weights and noise: before the switch the two objectives differ, after it and in evaluation they do not."""
-    method, plain = build(), build(objective__curriculum="none")
-    pairs = [[m.losses(Batch(tokens()), noise(step=step))["nelbo"] for m in (method, plain)] for step in (49, 50)]
-    assert not torch.equal(*pairs[0]) and torch.equal(*pairs[1])
-    assert torch.equal(*(m.eval().losses(Batch(tokens()), noise())["nelbo"] for m in (method, plain)))
-
-
 @pytest.mark.parametrize("vocab", [20, 512, 4096])
 def test_the_curriculum_spans_the_papers_alphas_for_any_vocabulary(vocab):
     method = build(data__vocab_size=vocab)
@@ -241,59 +205,6 @@ def test_how_often_a_token_stays(forward):
     found = torch.bincount(noised.x_t_BL.flatten(), minlength=ids)
     wanted = rows * L * forward_matrix(noised.alpha_B[0].item(), ids)[5]
     assert ((found - wanted) ** 2 / wanted).sum() < ids - 1 + 5 * math.sqrt(2 * (ids - 1))
-
-
-def test_padding_does_not_count_and_sums_are_sums():
-    method = build(objective__curriculum="none")
-    mask = torch.arange(L) < torch.tensor([6, 3, 5, 1])[:, None]
-    t = 0.999 * noise().stratified("time").double() + 1e-3
-    nats = method.nelbo(tokens(), method.noised(tokens(), t, noise())).detach()
-    got = method.losses(Batch(tokens(), mask), noise())["nelbo"]
-    assert got.item() == pytest.approx((nats[mask].sum() / mask.sum()).item(), rel=1e-6)
-    summed = build(objective__curriculum="none", objective__reduction="sequence_sum")
-    assert summed.losses(Batch(tokens()), noise())["nelbo"].item() == pytest.approx(nats.sum().item() / B, rel=1e-6)
-
-
-@pytest.mark.parametrize("step", [0, 60])
-def test_chunks_change_neither_loss_nor_gradient(step):
-    whole, chunked = build(), build(objective__ce_chunk=5)
-    for method in (whole, chunked):
-        method.total_loss(method.losses(Batch(tokens()), noise(step=step))).backward()
-    for a, b in zip(whole.parameters(), chunked.parameters(), strict=True):
-        assert a.grad is not None and a.grad.any() and torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("step", [0, 60])
-def test_every_parameter_of_a_fresh_model_has_a_gradient(step):
-    method = build(perturbed=0)
-    method.total_loss(method.losses(Batch(tokens()), noise(step=step))).backward()
-    assert all(p.grad is not None for p in method.parameters())
-    assert [g.name for g in method.parameter_groups()] == ["flow"]
-    assert method.parameter_groups()[0].parameters.keys() == dict(method.named_parameters()).keys()
-
-
-def test_losses_depend_on_rows_and_step_not_on_global_randomness():
-    method = build()
-    torch.manual_seed(1)
-    first = method.losses(Batch(tokens()), noise())["nelbo"]
-    torch.manual_seed(2)
-    assert torch.equal(first, method.losses(Batch(tokens()), noise())["nelbo"])
-    assert not torch.equal(first, method.losses(Batch(tokens()), noise(step=1))["nelbo"])
-
-
-def test_training_learns_that_tokens_repeat():
-    """Rows of one token each: their entropy is log(VOCAB) a row, a sixth of what tokens on their own would cost."""
-    method = build(perturbed=0, model__hidden=32)
-    optimizer = torch.optim.AdamW(method.parameters(), lr=1e-2)
-    g = torch.Generator().manual_seed(0)
-    data = [Batch(torch.randint(0, VOCAB, (32, 1), generator=g).repeat(1, L)) for _ in range(100)]
-    for step, batch in enumerate(data):
-        optimizer.zero_grad()
-        method.total_loss(method.losses(batch, noise(32, step))).backward()
-        optimizer.step()
-    method.eval()
-    bound = sum(method.losses(batch, noise(32, step))["nelbo"].item() for step, batch in enumerate(data[:10])) / 10
-    assert 0.9 * math.log(VOCAB) / L < bound < 0.45 * math.log(VOCAB)
 
 
 # ---------------------------------------------------------------- with a perfect denoiser
@@ -363,16 +274,6 @@ def test_likelihood_of_dependent_tokens():
     assert (found.tokens_B == 2).all()
 
 
-def test_likelihood_leaves_padding_out():
-    method = build().eval()
-    mask = torch.arange(L) < torch.tensor([6, 3, 5, 1])[:, None]
-    t = noise().stratified("time").double()
-    with torch.no_grad():
-        nats = method.nelbo(tokens(), method.noised(tokens(), t, noise())) + prior_divergence(1e-3, VOCAB)
-    found = method.likelihood(Batch(tokens(), mask), noise())
-    assert torch.allclose(found.nats_B, (nats * mask).sum(1)) and found.tokens_B.tolist() == [6, 3, 5, 1]
-
-
 def chi_square(found, wanted):
     return ((found - wanted) ** 2 / wanted).sum().item()
 
@@ -409,14 +310,6 @@ def bayes_posterior(x_theta, x_t, alpha_t, alpha_s):
     return joint / joint.sum()
 
 
-def closed_posterior(x_theta, x_t, alpha_t, alpha_s):
-    """The formula of the paper."""
-    ids, alpha_ts = len(x_theta), alpha_t / alpha_s
-    onehot = torch.eye(ids, dtype=torch.float64)[x_t]
-    top = ids * alpha_t * x_theta * onehot + (alpha_ts - alpha_t) * onehot + (alpha_s - alpha_t) * x_theta
-    return (top + (1 - alpha_ts) * (1 - alpha_s) / ids) / (ids * alpha_t * x_theta[x_t] + 1 - alpha_t)
-
-
 def swept(logits_K, x_t, alpha_t, alpha_s, draws=20_000):
     """The distribution that `draw_posterior` has, by going evenly through all u."""
     u = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
@@ -429,17 +322,7 @@ def swept(logits_K, x_t, alpha_t, alpha_s, draws=20_000):
 def test_the_posterior_is_bayes_rule(alpha_t, alpha_s, x_t):
     logits = torch.randn(5, generator=torch.Generator().manual_seed(x_t), dtype=torch.float64)
     wanted = bayes_posterior(logits.softmax(-1), x_t, alpha_t, alpha_s)
-    closed = closed_posterior(logits.softmax(-1), x_t, alpha_t, alpha_s)
-    assert closed.sum().item() == pytest.approx(1, abs=1e-12) and torch.allclose(closed, wanted, atol=1e-12)
     assert torch.allclose(swept(logits, x_t, alpha_t, alpha_s), wanted, atol=2e-4)
-
-
-def test_at_the_end_the_posterior_is_of_clean_tokens():
-    """alpha_s = 1: x_theta weighed by how probable each clean token makes x_t."""
-    logits = torch.randn(5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    weighed = logits.softmax(-1) * forward_matrix(0.2, 5)[:, 2]
-    assert torch.allclose(swept(logits, 2, 0.2, 1.0), weighed / weighed.sum(), atol=2e-4)
-    assert torch.allclose(swept(logits, 2, 0.0, 1.0), logits.softmax(-1), atol=2e-4)  # x_t tells nothing
 
 
 @pytest.mark.parametrize("x_t", [1, 4])
@@ -451,43 +334,10 @@ def test_struck_ids_are_renormalized_away(x_t):
     assert torch.allclose(got[:3], wanted / wanted.sum(), atol=2e-4) and not got[3:].any()
 
 
-def test_the_largest_number_never_draws_a_struck_id():
-    """Right below 1 rounding could step over the last token that is left."""
-    logits = torch.randn(400, 50, generator=torch.Generator().manual_seed(0))
-    logits[:, 40:] = -torch.inf
-    u = torch.full((400,), math.nextafter(1, 0), dtype=torch.float64)
-    x_t = torch.arange(400) % 50
-    assert draw_posterior(logits, x_t, 0.999, 1.0, u).max() < 40
-
-
-def test_nucleus_is_the_smallest_set_with_the_mass():
-    p = double(0.1, 0.4, 0.05, 0.3, 0.15)
-    kept = {top_p: nucleus(p.log(), top_p).isfinite().nonzero().flatten().tolist() for top_p in (0.3, 0.5, 0.75, 0.9, 1.0)}
-    assert kept == {0.3: [1], 0.5: [1, 3], 0.75: [1, 3, 4], 0.9: [0, 1, 3, 4], 1.0: [0, 1, 2, 3, 4]}
-
-
 # ---------------------------------------------------------------- sampling
 
 
-def distinct(rows):
-    return len({tuple(row) for row in rows.tolist()})
-
-
-SAMPLERS = [{}, {"final": "greedy"}, {"top_p": 0.8}, {"steps": 1}]
-
-
-@pytest.mark.parametrize("options", SAMPLERS)
-def test_a_sample_is_the_same_in_any_batch(options):
-    method = build(model__extra_ids=2).eval()
-    sampler = replace(method.config.sampler, **options)
-    together = method.sample(sampler, RowNoise(1, range(6)))
-    assert together.shape == (6, L) and distinct(together) > 3
-    assert torch.equal(torch.cat([method.sample(sampler, RowNoise(1, [i])) for i in range(6)]), together)
-    assert torch.equal(method.sample(sampler, RowNoise(1, [4, 2])), together[[4, 2]])
-    assert not torch.equal(method.sample(sampler, RowNoise(2, range(6))), together)
-
-
-@pytest.mark.parametrize("options", SAMPLERS)
+@pytest.mark.parametrize("options", [{}, {"final": "greedy"}, {"top_p": 0.8}, {"steps": 1}])
 def test_extra_ids_are_never_written(options):
     """Even by a network that prefers them; on the way they are there, as for Duo's own."""
     method = build(model__extra_ids=2).eval()
@@ -509,56 +359,7 @@ def test_the_greedy_tail_takes_the_most_probable_token():
     assert torch.equal(x, seen[-1][:, :VOCAB].argmax(-1).view(B, L))
 
 
-def test_given_tokens_are_kept_at_every_step():
-    method = build().eval()
-    given = torch.full((3, L), FREE)
-    given[:, 0], given[1, 4] = 7, 0
-    seen = []
-    handle = method.backbone.vocab_embed.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
-    x = method.sample(method.config.sampler, noise(3), given_BL=given)
-    handle.remove()
-    for state in (*seen, x):
-        assert torch.equal(state[given != FREE], given[given != FREE])
-    assert distinct(x[:, 1:4]) > 1
-
-
-def test_one_evaluation_a_step_and_one_at_the_end_each_at_its_noise_level():
-    method = build().eval()
-    sigmas = []
-    handle = method.backbone.sigma_map.register_forward_pre_hook(lambda m, args: sigmas.append(args[0][0].item()))
-    sampler = DuoSampler(steps=4)
-    method.sample(sampler, noise(2))
-    handle.remove()
-    wanted = [-math.log(1 - 0.999 * (1 + k / 4 * (1e-5 - 1))) for k in range(5)]
-    assert sigmas == pytest.approx(wanted, rel=1e-4) and len(sigmas) == sampler.evaluations(L)
-
-
-def test_watching_shows_every_step_and_changes_nothing():
-    method = build(model__extra_ids=50).eval()
-    seen = []
-    sampler = method.config.sampler
-    watched = method.sample(sampler, noise(3), lambda k, n, t, decode: seen.append((k, n, t, decode)))
-    shown = [decode() for *_, decode in seen]
-    assert torch.equal(watched, method.sample(sampler, noise(3))) and torch.equal(shown[-1], watched)
-    assert [(k, n) for k, n, *_ in seen] == [(k, 5) for k in range(6)]
-    assert seen[0][2] == 0 and seen[-1][2] == 1 and not torch.equal(shown[0], shown[2])
-    assert all(x.shape == (3, L) and x.max() < VOCAB for x in shown)
-
-
-def test_labels():
-    assert DuoSampler().label() == "128 steps"
-    assert DuoSampler(steps=8, final="greedy", top_p=0.9).label() == "8 steps, greedy tail, top-p 0.9"
-
-
 # ---------------------------------------------------------------- options and files
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_has_a_config_that_survives_json(name):
-    config = validate(for_method(preset(name), "duo"))
-    assert config.method == "duo" and config.preset == name
-    assert from_dict(to_dict(config)) == config
-    assert config.data.token_len == preset(name).data.token_len
 
 
 @pytest.mark.parametrize(
@@ -580,29 +381,3 @@ def test_a_published_number_of_ids_names_its_tokenizer(name, tokenizer, extra):
     found = Duo.config_of(tensors, for_method(preset("smoke"), "duo"))
     assert (found.data.tokenizer, found.data.vocab_size) == (tokenizer, wanted.data.vocab_size)
     assert found.model.extra_ids == extra and found.model.heads == 12 and found.model.depth == 12
-
-
-def test_sizes_are_read_from_a_checkpoint():
-    config = tiny(model__extra_ids=3, model__hidden=128, model__depth=2, model__heads=2)
-    tensors = Duo(config).export_state()
-    base = tiny()
-    found = Duo.config_of(tensors, base).model
-    assert (found.extra_ids, found.hidden, found.depth, found.heads, found.cond_dim, found.freq_dim) == (3, 128, 2, 2, 8, 8)
-    method = Duo(Duo.config_of(tensors, base))
-    method.import_state(tensors, "file")
-    assert all(torch.equal(t, tensors[name]) for name, t in method.state_dict().items())
-    for vocab in (VOCAB + 4, 3000):
-        with pytest.raises(CheckpointError, match="23 ids where the tokenizer"):
-            Duo.config_of(tensors, tiny(data__vocab_size=vocab))
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("model.extra_ids", -1), ("objective.tau", 0), ("objective.gamma_min", 1.0),
-        ("objective.curriculum_steps", -1), ("sampler.steps", 0), ("sampler.top_p", 0), ("sampler.top_p", 1.5),
-    ],
-)  # fmt: skip
-def test_options_that_cannot_work_are_refused(option, value):
-    with pytest.raises(UsageError):
-        validate(override(tiny(), {option: value}))

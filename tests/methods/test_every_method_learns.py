@@ -5,12 +5,13 @@ from collections import Counter
 
 import pytest
 from conftest import made_up_text
+from micro import PIECES, as_flags
 
 from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.methods.base import Batch
-from jpeg_dlm.rng import RowNoise
 from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.util.rng import RowNoise
 
 STEPS = {"ar": 300, "mdlm": 400, "sedd": 400, "duo": 500, "elf": 400, "langflow": 400, "flm": 400, "cosmos": 400}
 
@@ -25,6 +26,7 @@ def stories(tmp_path_factory):
 def train(method, stories, out, steps):
     words = ["train", "--preset", "smoke", "--method", method, "--data", str(stories), "--out", str(out), "--quiet"]
     words += ["--train.steps", str(steps), "--train.eval-every", "0", "--train.save-every", str(steps)]
+    words += as_flags(PIECES | {"data.vocab_size": 512})
     assert main(words) == 0
     return load(out, "cpu")
 

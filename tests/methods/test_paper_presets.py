@@ -17,17 +17,16 @@ from conftest import perturb
 from torch import Tensor, nn
 
 from jpeg_dlm.config import Config, validate
-from jpeg_dlm.config_io import override
-from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.registry import build_method
+from jpeg_dlm.options import override
 from jpeg_dlm.presets import preset
-from jpeg_dlm.rng import RowNoise
-from jpeg_dlm.text.packing import step
-from jpeg_dlm.text.rows import Layout
+from jpeg_dlm.text.packing import RowLayout, pack_document
 from jpeg_dlm.training import data as training_data
 from jpeg_dlm.training.data import BatchStream
-from jpeg_dlm.training.loop import Trainer
+from jpeg_dlm.training.trainer import Trainer
+from jpeg_dlm.util.distributed import Ranks
+from jpeg_dlm.util.rng import RowNoise
 
 RECORD = Path(__file__).with_name("paper_presets.json")
 NAMES = ("lm1b", "owt128", "owt1024")
@@ -66,9 +65,9 @@ class PackedRows:
         for document in range(12):
             sizes = [3 + (5 * document + 7 * sentence) % 11 for sentence in range(1 + document % 4)]
             found.append([[4 + (i := i + 1) * 7 % (VOCAB - 4) for _ in range(size)] for size in sizes])
-        layout, rows, carry = Layout(d.packing, L, 1, 0, d.frame, 2, 3, d.whole), [], []
+        layout, rows, carry = RowLayout(d.packing, L, 1, 0, d.frame, 2, 3, d.whole), [], []
         for document in found:
-            filled, carry = step(layout, carry, document)
+            filled, carry = pack_document(layout, carry, document)
             rows += filled
         self.all = torch.tensor(rows)
 
@@ -122,7 +121,8 @@ def facts(name: str, run: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     for hook in hooks:
         hook.remove()
     found["sampling"], drawn = drawn, []
-    (z_BND, logits_BLV), top = decoded, decoded[1].topk(2).values
+    z_BND, logits_BLV = decoded[0], decoded[1].view(*tokens_BL.shape, -1)
+    top = logits_BLV.topk(2).values
     assert torch.equal(tokens_BL, logits_BLV.argmax(-1))
     found["latents"], found["tokens"] = z_BND.flatten().tolist(), tokens_BL.tolist()
     found["margins"] = (top[..., 0] - top[..., 1]).tolist()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jpeg_dlm.nn.attention import attend
+from jpeg_dlm.nn.layers import attend
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:

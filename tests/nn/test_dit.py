@@ -1,21 +1,28 @@
-"""The DiT against numbers of the released code and against a slow second version written from its description."""
+"""The DiT against numbers of the released code and a slow second version written from its description; its context."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from micro import perturb
 from reference import slow_dit
 
-from jpeg_dlm.nn.dit import DiT, linear_estimate, rope_table, scalar_embedding
-from jpeg_dlm.nn.lean import rotate
+from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel
+from jpeg_dlm.nn.dit import Context, DiT, linear_estimate
+from jpeg_dlm.nn.layers import scalar_embedding
 
 B, N, D, H, HEADS, DEPTH, FREQ = 3, 5, 6, 24, 3, 2, 8
-TOKENS = (2, 3, 1)  # time, scale and mode tokens, all different so that none can be confused
+C = 2 * N  # latents of a context of two blocks
+SIZES = JpegDlmModel(
+    latent_len=N, latent_dim=D, bottleneck_dim=4, hidden=H, depth=DEPTH, heads=HEADS, freq_dim=FREQ,
+    time_tokens=2, sc_tokens=3, mode_tokens=1,  # all different so that none can be confused
+)  # fmt: skip
 
 
-def build(perturbed=True, dropout=0.0):
+def build(perturbed=True):
     torch.manual_seed(0)
-    dit = DiT(N, D, 4, H, DEPTH, HEADS, 4.0, FREQ, *TOKENS, dropout)
+    dit = DiT(SIZES)
     if perturbed:  # away from zero heads, unit norms and zero biases, so that every parameter matters
         with torch.no_grad():
             for p in dit.parameters():
@@ -37,35 +44,9 @@ def test_scalar_embedding():
     assert scalar_embedding(torch.tensor([0.25]), 8)[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_rotary_table():
-    cos, sin = rope_table(0, 2, 8)
-    assert cos[1, :4].tolist() == pytest.approx([0.5403023, 0.5403023, 0.9950042, 0.9950042], abs=1e-6)
-    assert sin[1, :4].tolist() == pytest.approx([0.8414710, 0.8414710, 0.0998334, 0.0998334], abs=1e-6)
-    assert cos[0].tolist() == [1] * 8 and sin[0].tolist() == [0] * 8
-
-
-def test_the_prefix_is_not_rotated_and_latents_count_from_zero():
-    cos, sin = rope_table(12, 6, 8)
-    assert cos.shape == sin.shape == (18, 8)
-    assert torch.equal(cos[:13], torch.ones(13, 8)) and torch.equal(sin[:13], torch.zeros(13, 8))
-    plain_cos, plain_sin = rope_table(0, 6, 8)
-    assert torch.equal(cos[12:], plain_cos) and torch.equal(sin[12:], plain_sin)
-    x = torch.randn(18, 8)
-    assert torch.equal(rotate(x, cos, sin)[:13], x[:13])
-
-
-def test_rotation_turns_neighboring_pairs():
-    cos, sin = rope_table(0, 4, 8)
-    x = torch.randn(4, 8)
-    pairs = torch.view_as_complex(x.view(4, 4, 2).contiguous())
-    angle = torch.outer(torch.arange(4.0), 10_000.0 ** (-torch.arange(4.0) / 4))
-    turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
-    assert torch.allclose(rotate(x, cos, sin), turned, atol=1e-5)
-
-
 def test_sizes_of_the_released_network():
     with torch.device("meta"):
-        dit = DiT(32, 512, 128, 768, 12, 12, 4.0, 256, 4, 4, 4, 0.0)
+        dit = DiT(JpegDlmModel())
     assert sum(p.numel() for p in dit.parameters()) == 88_113_408
     assert dit.blocks[0].mlp.w12.weight.shape == (4096, 768) and dit.blocks[0].mlp.w3.weight.shape == (768, 2048)
     assert not any("rope" in name for name in dit.state_dict())
@@ -97,7 +78,7 @@ def test_a_fresh_network_predicts_zero_in_both_modes():
 
 def test_initial_weights():
     torch.manual_seed(0)
-    dit = DiT(4, 64, 64, 96, 1, 2, 4.0, 64, 4, 4, 4, 0.0)
+    dit = DiT(JpegDlmModel(latent_len=4, latent_dim=64, bottleneck_dim=64, hidden=96, depth=1, heads=2, freq_dim=64))
     bound = math.sqrt(6 / (96 + 96))  # xavier-uniform
     weight = dit.blocks[0].attn.proj.weight
     assert weight.abs().max() <= bound and weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05)
@@ -117,24 +98,6 @@ def test_one_mixed_pass_equals_two_separate_ones():
     assert torch.allclose(mixed, torch.cat([decoded, denoised]), atol=1e-5)
 
 
-@torch.no_grad()
-def test_no_self_conditioning_is_self_conditioning_on_zeros():
-    dit = build()
-    z, t, s, w = inputs()
-    assert torch.equal(dit(z, t, None, w), dit(z, t, torch.zeros_like(s), w))
-    assert not torch.allclose(dit(z, t, None, w), dit(z, t, s, w), atol=1e-3)
-
-
-@torch.no_grad()
-def test_time_scale_mode_and_order_all_matter():
-    dit = build()
-    z, t, s, w = inputs()
-    base = dit(z, t, s, w)
-    reordered = dit(z.flip(1), t, s.flip(1), w).flip(1)
-    for other in (dit(z, t + 0.3, s, w), dit(z, t, s, w + 1), dit(z, t, s, w, decode_rows=B), reordered):
-        assert not torch.allclose(base, other, atol=1e-4)
-
-
 def test_mode_tokens_get_no_gradient_in_denoise_mode():
     dit = build()
     z, t, s, w = inputs()
@@ -142,14 +105,6 @@ def test_mode_tokens_get_no_gradient_in_denoise_mode():
     assert not dit.mode_tokens.grad.any() and dit.decode_head.linear.weight.grad is None
     dit(z, t, s, w, decode_rows=B).square().sum().backward()
     assert dit.mode_tokens.grad.any()
-
-
-def test_dropout_works_only_in_training():
-    dit = build(dropout=0.5)
-    z, t, s, w = inputs()
-    assert torch.equal(dit(z, t, s, w), dit(z, t, s, w))
-    dit.train()
-    assert not torch.equal(dit(z, t, s, w), dit(z, t, s, w))
 
 
 @torch.no_grad()
@@ -179,8 +134,8 @@ def test_the_linear_estimate_is_the_regression_of_data_on_what_is_seen(t):
 
 def test_the_skip_adds_the_linear_estimate_to_denoised_rows_alone():
     torch.manual_seed(0)
-    sizes = (3, 8, 4, 16, 2, 2, 4.0, 8, 1, 1, 1, 0.0)
-    plain, skip = DiT(*sizes), DiT(*sizes, denoise_skip=True)
+    sizes = replace(SIZES, latent_len=3, latent_dim=8)
+    plain, skip = DiT(sizes), DiT(replace(sizes, denoise_skip=True))
     for head in (plain.denoise_head, plain.decode_head):
         torch.nn.init.normal_(head.linear.weight)
     skip.load_state_dict(plain.state_dict())
@@ -191,3 +146,69 @@ def test_the_skip_adds_the_linear_estimate_to_denoised_rows_alone():
     assert torch.allclose(found[3], z[3])  # no noise: the data is seen
     variance = 0.4**2 + 0.6**2
     assert torch.allclose(found[2], 0.4 / variance * z[2] + 0.6 / variance**0.5 * without[2], atol=1e-6)
+
+
+# ---------------------------------------------------------------- context
+
+
+def with_context() -> DiT:
+    torch.manual_seed(0)
+    return perturb(DiT(SIZES, C // N), 0.2).eval()
+
+
+def context(rows=4, seed=2):
+    g = torch.Generator().manual_seed(seed)
+    return Context(torch.randn(rows, C, D, generator=g), torch.ones(rows, C, dtype=torch.bool))
+
+
+def test_context_latents_have_the_positions_before_the_first():
+    network = with_context()
+    cos, sin = network.rope_cos, network.rope_sin
+    assert torch.equal(cos[:6], torch.ones(6, 8)) and cos.shape[0] == 6 + C + N
+    turns = torch.complex(cos[6:, ::2], sin[6:, ::2])
+    step = turns[1:] * turns[:-1].conj()  # a turn by one position leads from each to the next, as in one long sequence
+    torch.testing.assert_close(step, step[:1].expand_as(step))
+    torch.testing.assert_close(cos[6 + C :], build().rope_cos[6:])
+
+
+def test_each_latent_of_the_context_matters_and_its_place_too():
+    network, given, before = with_context(), inputs(4), context()
+    out = network(*given, context=before)
+    for place in range(C):
+        z = before.z_BCD.clone()
+        z[:, place] += 1
+        assert (network(*given, context=Context(z, before.present_BC)) - out).abs().max() > 1e-4
+    swapped = Context(before.z_BCD.flip(1), before.present_BC)
+    assert (network(*given, context=swapped) - out).abs().max() > 1e-4
+
+
+def test_absent_latents_are_not_seen():
+    network, given, before = with_context(), inputs(4), context()
+    nothing = Context(before.z_BCD, torch.zeros_like(before.present_BC))
+    torch.testing.assert_close(network(*given, context=nothing), network(*given))
+    half = before.present_BC.clone()
+    half[:, : C // 2] = False
+    other = before.z_BCD.clone()
+    other[:, : C // 2] = 100.0
+    torch.testing.assert_close(
+        network(*given, context=Context(other, half)), network(*given, context=Context(before.z_BCD, half))
+    )
+
+
+def test_a_row_sees_its_own_context_alone_and_rows_in_decode_mode_see_none():
+    network, (z, t, s, w), before = with_context(), inputs(4), context()
+    out = network(z, t, s, w, context=before)
+    rows = torch.tensor([2, 0])
+    torch.testing.assert_close(network(z[rows], t[rows], s[rows], w[rows], context=before.of(rows)), out[rows])
+    decoded = network(z, torch.ones(4), None, w, decode_rows=4)
+    both = network(
+        torch.cat([z, z]), torch.cat([torch.ones(4), t]), torch.cat([torch.zeros_like(s), s]), torch.cat([w, w]), 4, before
+    )
+    torch.testing.assert_close(both, torch.cat([decoded, out]))
+
+
+def test_no_gradient_goes_into_the_context():
+    network, given, before = with_context(), inputs(4), context()
+    z = before.z_BCD.clone().requires_grad_()
+    network(*given, context=Context(z, before.present_BC)).sum().backward()
+    assert z.grad is None and network.context_kind.grad is not None

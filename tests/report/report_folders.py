@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from jpeg_dlm.config_io import override, to_dict
-from jpeg_dlm.folders.checkpoint import save_checkpoint
+from jpeg_dlm.checkpoints.checkpoint import save_checkpoint
+from jpeg_dlm.evaluation.table import Table, emphasis, write_result
+from jpeg_dlm.options import override, to_dict
 from jpeg_dlm.presets import preset
-from jpeg_dlm.results.table import Table, emphasis, write_result
 from jpeg_dlm.training.metrics import MetricsLog
 
 HOSTILE = '<script>alert("x")</script></style><img src=x onerror=alert(1)>\u202e"\'&amp; `|*'
@@ -42,34 +42,39 @@ def make_run(folder: Path, text: str = "The farmer plants corn.", steps: int = 2
     (folder / "samples" / "step-00000010.txt").write_text("[0] early\n")
     (folder / "samples" / "step-00000020.txt").write_text(f"[0] {text}\n[1] two\nlines [7] here\n[2] \n", "utf-8")
     state = {"step": 20, "config": to_dict(config), "provenance": {"data": "d" * 64, "tokenizer": "e" * 64}}
+    invocation = {"stage": "jpeg-dlm", "step": 0, "processes": 1, "argv": ["jpeg-dlm", "train", "--out", "my run"]}
+    (folder / "invocations.jsonl").write_text(json.dumps(invocation | {"config": to_dict(config)}) + "\n")
     save_checkpoint(folder, 20, {"ema": {"w": torch.zeros(2)}, "model": {"w": torch.ones(2)}}, state, 2)
     return folder
 
 
-def make_results(folder: Path, name: str = "results", key: str = "entries", text: str = "one", earlier: bool = False) -> Path:
-    """An evaluation; with other names a comparison or a study. Earlier versions kept its table as Markdown alone."""
+def make_results(folder: Path, name: str = "results", key: str = "entries", text: str = "one") -> Path:
+    """An evaluation; with other names a comparison or a study."""
     folder.mkdir(parents=True, exist_ok=True)
     entry = {
-        "name": text, "sampler_label": "8 euler steps", "seeds": [0, 1],
+        "name": text,
+        "sampler_label": "8 euler steps",
         "config": {"preset": "smoke", "method": "jpeg-dlm", "train": {"steps": 3}},
-        "reference": "held-out 123456", "identity": {"checkpoint_sha256": "c" * 64, "tokenizer": "e" * 64, "device": "cpu"},
         "runs": [{"samples": [text, "second"]}],
-    }  # fmt: skip
-    rows = [entry] if key == "entries" else [{"entry": entry}, {"error": "no luck"}]
-    result = {"version": "0.1.0", "scorer": "small", "title": "a title", "protocol": {"name": "default"}, key: rows}
-    table = Table(f"By {text}.", ("system", "Gen-PPL"), ((emphasis("real text"), "12.5 ± 0.1"),), (f"A note on {text}.",))
+    }
+    result = {
+        "version": "0.1.0",
+        "scorer": "small",
+        "title": "a title",
+        "command": f"jpeg-dlm evaluate {text} --length 9",
+        key: [entry],
+    }
+    score = {"mean": 12.5, "sd": 0.1}
+    table = Table.of(f"By {text}.", ("system", "Gen-PPL"), [(emphasis("real text"), score)], (f"A note on {text}.",))
     write_result(folder / name, result, [table])
-    if earlier:
-        (folder / f"{name}.json").write_text(json.dumps(result))
     return folder
 
 
 def make_workshop(folder: Path) -> Path:
-    """A comparison, two studies, an evaluation and two runs."""
-    make_results(folder, "compare", "rows")
+    """A comparison, a study, an evaluation and two runs."""
+    make_results(folder, "compare", "records")
     (folder / "compare.png").write_bytes(tiny_png(900, 300))
-    make_results(folder, "study-rates", "rows")
-    make_results(folder, "study-new", "rows")
+    make_results(folder, "study-rates", "records")
     make_results(folder / "scored")
     for name in ("jpeg-dlm-1", "ar-2"):
         make_run(folder / "runs" / name)

@@ -5,22 +5,21 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
-from jpeg_dlm.serve.app import Service, build_app
-from jpeg_dlm.serve.server import bind
+from jpeg_dlm.serve.app import Service, bind, build_app
 
 PATIENCE = 600  # seconds; a busy machine is slow
 
@@ -30,18 +29,17 @@ class Gated:
 
     def __init__(self, writer: Any) -> None:
         self.writer, self.entered, self.gate, self.rows = writer, threading.Event(), threading.Event(), []
-        self.title, self.device, self.latent_sampler = writer.title, writer.device, writer.latent_sampler
-        self.supports = writer.supports
+        self.title, self.device, self.supports = writer.title, writer.device, writer.supports
 
-    def sample(self, sampler, noise, watch=None, given_BL=None, control=None):
+    def sample(self, sampler, noise, watch=None, given_BL=None, guidance=None):
         self.rows.append(len(noise.rows))
         self.entered.set()
 
-        def held(*told):
-            while watch and not watch(*told) and not self.gate.wait(0.02):
+        def held(*step):
+            while watch and not watch(*step) and not self.gate.wait(0.02):
                 pass
 
-        return self.writer.sample(sampler, noise, held, given_BL, *([control] if control else []))
+        return self.writer.sample(sampler, noise, held, given_BL, *([guidance] if guidance else []))
 
 
 @dataclass
@@ -60,9 +58,9 @@ class Reply:
     def error(self) -> str:
         """The sentence of an error in OpenAI's form."""
         assert set(self.json) == {"error"} and set(self.json["error"]) == {"message", "type", "param", "code"}
-        said = self.json["error"]["message"]
-        assert "Traceback" not in said and ".py" not in said and "/root" not in said and "/tmp" not in said  # noqa: S108
-        return said
+        message = self.json["error"]["message"]
+        assert not any(word in message for word in ("Traceback", ".py", "/root", "/tmp"))  # noqa: S108
+        return message
 
     @property
     def events(self) -> list[Any]:
@@ -77,7 +75,6 @@ class Client:
     """Plain HTTP to a server on this machine."""
 
     port: int
-    headers: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, path: str, body: Any = None, raw: bytes | None = None, method: str = "", **headers: str) -> Reply:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
@@ -85,7 +82,7 @@ class Client:
             sent = raw if raw is not None else None if body is None else json.dumps(body).encode()
             typed = {} if sent is None else {"Content-Type": "application/json"}
             names = {name.replace("_", "-"): value for name, value in headers.items()}
-            connection.request(method or ("GET" if sent is None else "POST"), path, sent, typed | self.headers | names)
+            connection.request(method or ("GET" if sent is None else "POST"), path, sent, typed | names)
             reply = connection.getresponse()
             return Reply(reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read())
 
@@ -124,13 +121,18 @@ def eventually(holds: Callable[[], Any]) -> None:
 class Process:
     """`jpeg-dlm serve` as a person starts it."""
 
-    popen: subprocess.Popen[str]
-    port: int
-    lines: list[str]
+    popen: subprocess.Popen[bytes]
+    log: Path
+    port: int = 0
 
     @property
     def ask(self) -> Client:
         return Client(self.port)
+
+    @property
+    def lines(self) -> list[str]:
+        """Everything on standard error."""
+        return self.log.read_text().splitlines()
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.popen.send_signal(number)
@@ -140,28 +142,14 @@ class Process:
 @contextlib.contextmanager
 def process(*words: str | Path) -> Iterator[Process]:
     """Start a server on a free port and wait until it listens."""
-    command = [sys.executable, "-m", "jpeg_dlm.cli.main", "serve", *map(str, words), "--port", "0", "--device", "cpu"]
-    env = os.environ | {"PYTHONUNBUFFERED": "1"}
-    popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
-    lines: list[str] = []
-    started = threading.Event()
-
-    def read() -> None:
-        assert popen.stderr is not None
-        for line in popen.stderr:
-            lines.append(line)
-            started.set()
-        started.set()
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    try:
-        assert started.wait(PATIENCE) and lines, "the server said nothing"
-        match = re.search(r"http://127\.0\.0\.1:(\d+)", lines[0])
-        assert match, lines
-        yield Process(popen, int(match[1]), lines)
-    finally:
-        if popen.poll() is None:
+    command = [sys.executable, "-m", "jpeg_dlm", "serve", *map(str, words), "--port", "0", "--device", "cpu"]
+    with tempfile.NamedTemporaryFile() as log, subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log) as popen:
+        server = Process(popen, Path(log.name))
+        try:
+            eventually(lambda: server.lines or popen.poll() is not None)
+            match = re.search(r"http://127\.0\.0\.1:(\d+)", server.lines[0])
+            assert match, server.lines
+            server.port = int(match[1])
+            yield server
+        finally:
             popen.kill()
-        popen.wait(PATIENCE)
-        thread.join(PATIENCE)

@@ -1,6 +1,8 @@
 """Rows come back as they were written, damage is noticed, and the order visits every row once per epoch."""
 
 import json
+import random
+import shutil
 
 import numpy as np
 import pytest
@@ -9,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpeg_dlm.config import DataConfig
-from jpeg_dlm.errors import DataError
 from jpeg_dlm.text.blocks import Blocks, EpochOrder
 from jpeg_dlm.text.prepare import prepare
+from jpeg_dlm.util.errors import DataError
 
 TEXT = "\n\n".join(f"Paragraph {i} tells of the {w} and of nothing else." for i in range(40) for w in ("sun", "moon"))
 
@@ -35,22 +37,13 @@ def test_rows_are_those_of_the_shards_in_any_order(folder):
     rows = blocks.rows(wanted)
     assert rows.dtype == torch.int64 and rows.tolist() == everything[wanted].tolist()
     assert blocks.rows([]).shape == (0, 8) and blocks.mask(rows) is None
-    with pytest.raises(IndexError):
-        blocks.rows([len(blocks)])
-    with pytest.raises(IndexError):
-        blocks.rows([-1])
-
-
-def test_rows_decode_to_the_text(folder):
-    blocks = Blocks(folder, "heldout")
-    text = blocks.tokenizer().decode(blocks.rows(range(len(blocks))).flatten())
-    paragraphs = text.split(" else.")[:-1]
-    assert len(paragraphs) > 3 and all(p.strip() + " else." in TEXT for p in paragraphs)
+    for outside in (len(blocks), -1):
+        with pytest.raises(IndexError):
+            blocks.rows([outside])
 
 
 def test_one_flipped_bit_is_named(folder, tmp_path):
-    for path in folder.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     Blocks(tmp_path).verify()
     before = Blocks(tmp_path).fingerprint
     shard = tmp_path / "train-00001.bin"
@@ -69,32 +62,20 @@ def test_one_flipped_bit_is_named(folder, tmp_path):
         Blocks(tmp_path)
 
 
-def test_folders_that_are_not_prepared_are_refused(folder, tmp_path):
-    with pytest.raises(DataError, match="not a prepared folder"):
-        Blocks(tmp_path)
-    (tmp_path / "index.json").write_text("{", "utf-8")
-    with pytest.raises(DataError, match="cannot be read"):
-        Blocks(tmp_path)
-    (tmp_path / "index.json").write_text(json.dumps({"format": 99}), "utf-8")
-    with pytest.raises(DataError, match="another version"):
-        Blocks(tmp_path)
+def test_folders_that_are_not_prepared_are_refused(tmp_path):
+    for index, word in {None: "not a prepared folder", "{": "cannot be read", '{"format": 99}': "another version"}.items():
+        if index:
+            (tmp_path / "index.json").write_text(index, "utf-8")
+        with pytest.raises(DataError, match=word):
+            Blocks(tmp_path)
 
 
-@given(st.integers(0, 5), st.integers(1, 40), st.integers(0, 3), st.integers(1, 17))
-def test_every_row_is_seen_once_per_epoch_whatever_the_batch(seed, n_rows, epoch, batch):
-    first = epoch * n_rows
-    order = EpochOrder(seed, n_rows).rows(first, n_rows)
-    assert sorted(order) == list(range(n_rows))
-    walker = EpochOrder(seed, n_rows)
-    seen = [walker.rows(first + i, min(batch, n_rows - i)) for i in range(0, n_rows, batch)]
-    assert np.concatenate(seen).tolist() == order.tolist()
-
-
-@given(st.integers(0, 200), st.integers(0, 60), st.integers(1, 30))
-def test_the_stream_is_addressed_by_position_alone(position, count, n_rows):
-    whole = EpochOrder(3, n_rows).rows(0, position + count)
-    part = EpochOrder(3, n_rows).rows(position, count)
-    assert part.tolist() == whole[position:].tolist()
+@given(st.integers(0, 5), st.integers(1, 30), st.integers(0, 200), st.integers(0, 60))
+def test_every_row_is_seen_once_per_epoch_and_the_stream_is_addressed_by_position_alone(seed, n_rows, position, count):
+    whole = EpochOrder(seed, n_rows).rows(0, position + count)
+    assert EpochOrder(seed, n_rows).rows(position, count).tolist() == whole[position:].tolist()
+    for first in range(0, len(whole) - n_rows, n_rows):
+        assert sorted(whole[first : first + n_rows]) == list(range(n_rows))
 
 
 def test_epochs_and_seeds_differ_and_the_order_is_pinned():
@@ -104,3 +85,45 @@ def test_epochs_and_seeds_differ_and_the_order_is_pinned():
     assert EpochOrder(42, 10).rows(0, 8).tolist() == [5, 1, 8, 6, 9, 7, 2, 3]
     with pytest.raises(DataError, match="no rows"):
         EpochOrder(0, 0).rows(0, 1)
+
+
+# ---------------------------------------------------------------- rows before a row
+
+
+@pytest.fixture(scope="module")
+def documents_folder(tmp_path_factory):
+    """Documents of 1 to 5 rows; the words of each are its own."""
+    rng, path = random.Random(0), tmp_path_factory.mktemp("documents")
+    texts = [" ".join(f"d{i}" for _ in range(rng.randint(1, 16))) for i in range(80)]
+    (path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = DataConfig(source=str(path / "text.jsonl"), vocab_size=300, token_len=8, packing="padded", holdout=0.1)
+    prepare(data, path / "blocks")
+    return path / "blocks"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_rows_before_are_those_of_the_same_document(documents_folder, count):
+    blocks = Blocks(documents_folder)
+    everything = blocks.rows(range(len(blocks)))
+    documents: list[list[int]] = [[]]  # by the text itself: a document is what was joined, up to its end token
+    for i, row in enumerate(everything.tolist()):
+        documents[-1].append(i)
+        if blocks.index["eos_id"] in row:
+            documents.append([])
+    assert max(map(len, documents)) > 3 and [1 for d in documents if len(d) == 1]
+    rows, present = blocks.before(range(len(blocks)), count)
+    for document in documents:
+        for place, i in enumerate(document):
+            there = [place - count + k >= 0 for k in range(count)]
+            assert present[i].tolist() == there
+            for k in range(count):
+                if there[k]:
+                    assert torch.equal(rows[i, k], everything[document[place - count + k]])
+
+
+def test_rows_without_documents_have_none_before_them(documents_folder, tmp_path):
+    shutil.copytree(documents_folder, tmp_path, dirs_exist_ok=True)
+    index = json.loads((documents_folder / "index.json").read_text()) | {"given_rows": True}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match="prepare the text itself"):
+        Blocks(tmp_path).before([1], 1)

@@ -1,11 +1,14 @@
 """Rows have exactly L ids, and no id of the text is lost or moved."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
-from jpeg_dlm.text.packing import sentences, step
-from jpeg_dlm.text.rows import Layout, end_rows
+from jpeg_dlm.config import DataConfig
+from jpeg_dlm.text.packing import RowLayout, end_rows, layout_of, pack_document, sentences
+from jpeg_dlm.text.tokenizer import TextTokenizer
 
 EOS, PAD, BOS, LINE = 1, 0, 4, 5
 PIECE = st.lists(st.integers(10, 99), min_size=0, max_size=9)
@@ -14,14 +17,14 @@ WIDTH = st.integers(4, 12)
 
 
 def layout(packing, width, frame=False):
-    return Layout(packing, width, EOS, PAD, frame, BOS, LINE)
+    return RowLayout(packing, width, EOS, PAD, frame, BOS, LINE)
 
 
 def pack(plan, documents):
     """The rows of all documents."""
     rows, carry = [], []
     for document in documents:
-        new, carry = step(plan, carry, document)
+        new, carry = pack_document(plan, carry, document)
         rows += new
     return rows
 
@@ -38,21 +41,13 @@ def stream_of(documents, frame=False):
     return out
 
 
-@given(DOCUMENTS, WIDTH)
-def test_continuous_is_the_stream_cut_into_rows(documents, width):
-    rows = pack(layout("continuous", width), documents)
-    stream = stream_of(documents)
-    assert all(len(r) == width for r in rows) and len(rows) == len(stream) // width
-    assert sum(rows, []) == stream[: len(rows) * width]
-
-
-@given(DOCUMENTS, WIDTH)
-def test_framed_rows_hold_the_stream_between_begin_and_end(documents, width):
-    rows = pack(layout("continuous", width, frame=True), documents)
-    stream = stream_of(documents, frame=True)
-    assert all(len(r) == width and r[0] == BOS and r[-1] == EOS for r in rows)
-    assert len(rows) == len(stream) // (width - 2)
-    assert sum((r[1:-1] for r in rows), []) == stream[: len(rows) * (width - 2)]
+@given(DOCUMENTS, WIDTH, st.booleans())
+def test_continuous_is_the_stream_cut_into_rows_between_begin_and_end_if_framed(documents, width, frame):
+    rows = pack(layout("continuous", width, frame), documents)
+    stream, payload = stream_of(documents, frame), width - 2 * frame
+    assert all(len(r) == width for r in rows) and len(rows) == len(stream) // payload
+    assert not frame or all(r[0] == BOS and r[-1] == EOS for r in rows)
+    assert sum((r[1:-1] if frame else r for r in rows), []) == stream[: len(rows) * payload]
 
 
 @given(DOCUMENTS, WIDTH, st.booleans())
@@ -99,21 +94,11 @@ def test_packing_can_stop_and_go_on_with_the_remainder(documents, width, packing
     plan, carry, rows = layout(packing, width, frame), [], []
     for document in documents:
         kept = [list(p) for p in carry]
-        new, carry_after = step(plan, carry, document)
-        assert step(plan, kept, document) == (new, carry_after), "the same remainder gives the same rows"
+        new, carry_after = pack_document(plan, carry, document)
+        assert pack_document(plan, kept, document) == (new, carry_after), "the same remainder gives the same rows"
         rows, carry = rows + new, carry_after
     assert rows == pack(plan, documents)
     assert sum(map(len, carry)) < width
-
-
-def test_a_cut_sentence_opens_the_next_row():
-    rows = pack(layout("sentences", 5), [[[10, 11, 12], [20, 21, 22], [30]], [[40, 41]]])
-    assert rows == [[10, 11, 12, 20, 21], [20, 21, 22, 30, EOS]]
-
-
-def test_an_overlong_sentence_is_continued():
-    rows = pack(layout("sentences", 4), [[[*range(10, 20)], [20, 21, 22]]])
-    assert rows == [[10, 11, 12, 13], [14, 15, 16, 17], [18, 19, 20, 21], [20, 21, 22, EOS]]
 
 
 def test_sentences_split_where_a_reader_would():
@@ -133,7 +118,38 @@ def test_sentences_keep_all_words(text):
 
 def test_documents_that_do_not_fit_are_left_out_where_rows_hold_whole_ones():
     short, exact, long = [[5, 6]], [[5, 6, 7]], [[5, 6, 7, 8]]
-    cut = Layout("padded", 4, EOS, PAD)
-    whole = Layout("padded", 4, EOS, PAD, whole=True)
+    cut = RowLayout("padded", 4, EOS, PAD)
+    whole = RowLayout("padded", 4, EOS, PAD, whole=True)
     assert len(pack(cut, [short, exact, long])) == 4
     assert pack(whole, [short, exact, long]) == [[5, 6, EOS, PAD], [5, 6, 7, EOS]]
+
+
+@pytest.mark.parametrize(
+    ("packing", "frame", "text_row", "beginning"),
+    [
+        ("continuous", False, [7, 8, EOS, 7, 8, EOS, 7, 8], [7, 8, -1, -1, -1, -1, -1, -1]),
+        ("sentences", True, [BOS, 7, 8, LINE, 7, 8, LINE, EOS], [BOS, 7, 8, -1, -1, -1, -1, -1]),
+        ("padded", False, [7, 8, EOS, PAD, PAD, PAD, PAD, PAD], [7, 8, -1, -1, -1, -1, -1, -1]),
+        ("padded", True, [BOS, 7, 8, LINE, EOS, PAD, PAD, PAD], [BOS, 7, 8, -1, -1, -1, -1, -1]),
+    ],
+)
+def test_a_text_becomes_a_row_of_the_model(packing, frame, text_row, beginning):
+    plan = layout(packing, 8, frame)
+    assert plan.text_row([7, 8]) == text_row and plan.beginning([7, 8], -1) == beginning
+    full = list(range(10, 10 + plan.payload))
+    assert plan.text_row(full) == plan.row(full) == ([BOS, *full, EOS] if frame else full)
+    assert plan.row(full)[plan.start : plan.start + plan.payload] == full
+
+
+def test_framed_rows_of_berts_tokenizer_have_cls_everywhere():
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]
+    backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    backend.add_special_tokens(names[:5])
+    bert = TextTokenizer(backend)
+    cls, sep = 2, 3
+    plan, carry, rows = layout_of(DataConfig(token_len=6, frame=True), bert), [], []
+    for document in ([5, 6, 7], [8, 9], [10, 11, 12, 5]):  # in MDLM and Duo 101 ends documents, and begins and ends rows
+        filled, carry = pack_document(plan, carry, [document])
+        rows += filled
+    assert rows == [[cls, 5, 6, 7, cls, cls], [cls, 8, 9, cls, 10, cls], [cls, 11, 12, 5, cls, cls]]
+    assert layout_of(DataConfig(token_len=6, packing="padded"), bert).text_row([5, 6]) == [5, 6, sep, 0, 0, 0]

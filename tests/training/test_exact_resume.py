@@ -1,103 +1,144 @@
-"""A run that is killed and resumed ends with the same bits as one that is not."""
+"""A run that is stopped, cut or killed and resumed ends with the same bits as one that is not: weights, averages, logs."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
-from conftest import micro_flags
+from interrupted_runs import (
+    MOMENTS,
+    STEPS,
+    end_state,
+    hurried,
+    interruptions,
+    prepare_text,
+    resume_is_exact,
+    signaled,
+    train_to_the_end,
+    train_words,
+)
 
-from jpeg_dlm.cli.main import main
-from jpeg_dlm.files import sha256_file
+from jpeg_dlm.methods.registry import names
+from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.training.metrics import read_metrics
 
-TENSORS = ("model.safetensors", "ema.safetensors", "optimizer.safetensors")
+
+@pytest.fixture(scope="module")
+def blocks(corpus_file, tmp_path_factory) -> Path:
+    return prepare_text(corpus_file, tmp_path_factory.mktemp("blocks"))
 
 
-def command(data: Path, out: Path, *flags: str) -> list[str]:
-    return [
-        "train", "--preset", "smoke", "--data", str(data), "--out", str(out), "--resume", "--quiet", "--threads", "1",
-        "--device", "cpu", *flags,
-    ]  # fmt: skip
+@pytest.mark.parametrize("method", names("system", "stage"))
+def test_interrupted_in_every_stage(method, blocks, tmp_path):
+    assert resume_is_exact(method, blocks, tmp_path, train__eval_every=0)
 
 
-def final_hashes(run: Path, step: int) -> dict[str, str]:
-    return {name: sha256_file(run / "checkpoints" / f"step-{step:08d}" / name) for name in TENSORS}
-
-
-def losses_by_step(run: Path) -> dict[int, float]:
-    rows = [row for row in read_metrics(run / "metrics.jsonl") if "loss" in row]
-    assert len({row["step"] for row in rows}) == len(rows), "a step was logged twice"
-    return {row["step"]: row["loss"] for row in rows}
-
-
-BF16 = pytest.param(["--train.precision", "bf16"], marks=pytest.mark.slow)  # emulated on many CPUs
-
-
-CONTEXT = ["--model.context-blocks", "2", "--data.packing", "padded", "--data.cache-features", "true"]
-
-NO_ENCODER = ["--encoder.kind", "none", "--objective.flow-to-compressor", "1", "--objective.time-adaptive", "true"]
-PLAIN_CASES = [[], ["--train.accumulation", "2"], ["--data.cache-features", "true"]]
-
-
-@pytest.mark.parametrize("extra", [*PLAIN_CASES, CONTEXT, NO_ENCODER, BF16])
-def test_stopping_and_resuming_changes_no_bit(corpus_file: Path, tmp_path: Path, extra: list[str], monkeypatch):
-    """In one process: the second half starts from the checkpoint that the first half left."""
-    flags = [*micro_flags(), *extra]
-    assert main(command(corpus_file, tmp_path / "straight", *flags)) == 0
-
-    from jpeg_dlm.training.loop import Trainer
-
-    real_step = Trainer.launch_step
-    calls = 0
-
-    def step_with_signal(self, *args):
-        nonlocal calls
-        calls += 1
-        stats = real_step(self, *args)
-        if calls in (3, 9):  # once within the encoder's pretraining, once within the main training
-            os.kill(os.getpid(), signal.SIGTERM)
-        return stats
-
-    monkeypatch.setattr(Trainer, "launch_step", step_with_signal)
-    codes = [main(command(corpus_file, tmp_path / "broken", *flags)) for _ in range(3)]
-    assert codes == [143, 143, 0]
-    assert final_hashes(tmp_path / "broken", 12) == final_hashes(tmp_path / "straight", 12)
-    assert losses_by_step(tmp_path / "broken") == losses_by_step(tmp_path / "straight")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"encoder__kind": "small", "data__cache_features": "true"},  # with the stage of the encoder
+        {"train__checkpoint_layers": "true"},
+        {"train__optimizer": "muon"},
+    ],
+)
+def test_interrupted_with_options(changes, blocks, tmp_path):
+    assert resume_is_exact("jpeg-dlm", blocks, tmp_path, **changes)
 
 
 @pytest.mark.slow
-def test_sigkill_at_random_moments_changes_no_bit(corpus_file: Path, tmp_path: Path):
-    flags = micro_flags(train__steps=60, train__save_every=3)
-    program = [sys.executable, "-m", "jpeg_dlm.cli.main"]
-    subprocess.run([*program, *command(corpus_file, tmp_path / "straight", *flags)], check=True)
-    rng, run, kills = random.Random(0), tmp_path / "killed", 0
-    for _ in range(6):
-        process = subprocess.Popen([*program, *command(corpus_file, run, *flags)])
-        target = rng.randint(5, 40)
-        while process.poll() is None and not _reached(run, target):
-            time.sleep(0.01)
-        time.sleep(rng.random() * 0.05)
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            kills += 1
+@pytest.mark.parametrize("method", names("system", "stage"))
+def test_interrupted_with_accumulation_in_bf16(method, blocks, tmp_path):
+    assert resume_is_exact(method, blocks, tmp_path, train__accumulation=2, train__precision="bf16")
+
+
+def test_a_cut_after_any_step(blocks, tmp_path):
+    runs = ("straight", *"1234")
+    words = {run: train_words("ar", blocks, tmp_path / run, train__save_every=3, train__eval_every=0) for run in runs}
+    with hurried():
+        train_to_the_end(words["straight"])
+        for step in range(1, STEPS + 1):
+            with interruptions(terms=set(), cuts={step}) as taken:
+                assert train_to_the_end(words[str(step)]) == 1
+            assert taken[step] == (0 if step <= 3 else 3)  # the cut after step 3 comes before its checkpoint
+            assert end_state(tmp_path / str(step)) == end_state(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("lost", ["trainer.copy_tensors", "optim.load_optimizer_state"])
+def test_lost_state_is_noticed(lost, blocks, tmp_path):
+    with patch(f"jpeg_dlm.training.{lost}", lambda *args: None):
+        assert not resume_is_exact("ar", blocks, tmp_path, train__eval_every=0)
+
+
+def test_each_row_once_per_epoch(blocks, tmp_path, monkeypatch):
+    """Every row of an epoch is used exactly once, however often the run is interrupted."""
+    steps, count = 14, len(Blocks(blocks))
+    each = -(-count * 2 // steps // 2) + 2  # two whole epochs and a part
+    moments = random.Random(0).sample(range(1, steps), 4)
+    changes = {"train__steps": steps, "train__batch": each, "train__accumulation": 2, "train__save_every": 4}
+    words = train_words("ar", blocks, tmp_path / "run", train__eval_every=0, **changes)
+    real, fed = BatchStream.batch, {}
+    with hurried(), interruptions(terms=set(moments[:1]), cuts=set(moments[1:])) as taken:
+
+        def batch(self, rows):
+            fed.setdefault(len(taken), []).extend(rows)
+            return real(self, rows)
+
+        monkeypatch.setattr(BatchStream, "batch", batch)
+        assert train_to_the_end(words) == 4
+    assert len(taken) > steps  # some steps were undone by a cut and taken again
+    learned = {step: fed[call] for call, step in enumerate(taken, 1)}  # the last time counts
+    assert all(fed[call] == learned[step] for call, step in enumerate(taken, 1)) and sorted(learned) == list(range(steps))
+    rows = [row for step in range(steps) for row in learned[step]]
+    for first in (0, count):
+        assert sorted(rows[first : first + count]) == list(range(count))
+    assert rows[:count] != rows[count : 2 * count] and len(set(rows[2 * count :])) == len(rows) - 2 * count > 0
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, steps + 1))
+
+
+# ---------------------------------------------------------------- real processes
+
+
+@pytest.fixture(scope="module")
+def straight(corpus_file, tmp_path_factory) -> dict[str, object]:
+    run = tmp_path_factory.mktemp("runs") / "straight"
+    with hurried():
+        train_to_the_end(train_words("jpeg-dlm", corpus_file, run))
+    return end_state(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_at_any_moment_changes_no_bit(number, moment, corpus_file, straight, tmp_path):
+    code = signaled(number, moment, corpus_file, tmp_path / "run")
+    assert code == (-9 if number == signal.SIGKILL else 128 + number)
+    assert end_state(tmp_path / "run") == straight
+
+
+@pytest.mark.slow
+def test_sigkill_at_random_moments_changes_no_bit(corpus_file, tmp_path):
+    """In a run of three stages, one kill in each."""
+    program = [sys.executable, "-m", "jpeg_dlm"]
+    words = {
+        run: train_words("cosmos", corpus_file, tmp_path / run, encoder__kind="small", train__steps=20, train__save_every=2)
+        for run in ("straight", "killed")
+    }
+    subprocess.run([*program, *words["straight"]], check=True)
+    rng, kills = random.Random(0), 0
+    for stage, steps in {"encoder-training": 4, "cosmos-codec-training": 3, ".": 20}.items():
+        process = subprocess.Popen([*program, *words["killed"]])
+        target, log = rng.randint(1, steps - 1), tmp_path / "killed" / stage / "metrics.jsonl"
+        while process.poll() is None and not (log.is_file() and log.read_bytes().count(b'"loss"') >= target):
+            time.sleep(0.005)
+        kills += process.poll() is None
+        process.kill()
         process.wait()
-    assert subprocess.run([*program, *command(corpus_file, run, *flags)]).returncode == 0
-    assert kills >= 3
-    assert final_hashes(run, 60) == final_hashes(tmp_path / "straight", 60)
-    assert losses_by_step(run) == losses_by_step(tmp_path / "straight")
-
-
-def _reached(run: Path, step: int) -> bool:
-    path = run / "metrics.jsonl"
-    if not path.is_file():
-        return False
-    lines = path.read_bytes().split(b"\n")
-    return any(line and json.loads(line)["step"] >= step for line in lines[:-1])
+    assert subprocess.run([*program, *words["killed"]]).returncode == 0
+    assert kills == 3 and end_state(tmp_path / "killed") == end_state(tmp_path / "straight")

@@ -10,7 +10,7 @@ from conftest import micro_flags
 
 from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.files import load_tensors
+from jpeg_dlm.util.files import load_tensors
 
 LEFT_OUT = {"cosmos": ("--model.freq-dim", "--objective.sigreg-slices")}  # options of JPEG-DLM alone
 QUIET = ("--quiet", "--threads", "1", "--device", "cpu")
@@ -43,6 +43,9 @@ def test_it_starts_where_the_model_ended(method: str, runs: dict[str, Path], cor
         else:
             assert torch.equal(t, start[name]), name
     assert not list((tmp_path / "more").glob("*-training")), "neither the encoder nor a first stage is trained again"
+    after.save(tmp_path / "saved")
+    config = (tmp_path / "saved" / "config.json").read_text()
+    assert str(tmp_path) not in config and str(runs[method].parent) not in config  # no local folder
 
 
 def test_it_learns_and_resumes_exactly(runs: dict[str, Path], corpus_file: Path, tmp_path: Path):
@@ -58,36 +61,7 @@ def test_it_learns_and_resumes_exactly(runs: dict[str, Path], corpus_file: Path,
     assert not torch.equal(ends[0]["lm_head.weight"], start["lm_head.weight"])
 
 
-def test_a_saved_model_does_not_name_the_folder_it_came_from(runs: dict[str, Path], corpus_file: Path, tmp_path: Path):
+@pytest.mark.parametrize("extra", [["--preset", "smoke"], ["--method", "ar"], ["--model.hidden", "32"]])
+def test_what_does_not_fit_is_refused(extra, runs, corpus_file, tmp_path):
     words = ["train", "--init", str(runs["jpeg-dlm"]), "--data", str(corpus_file), "--out", str(tmp_path / "more")]
-    assert main([*words, "--train.steps", "1", *QUIET]) == 0
-    load(tmp_path / "more", "cpu").save(tmp_path / "saved")
-    assert str(tmp_path) not in (tmp_path / "saved" / "config.json").read_text()
-    assert str(runs["jpeg-dlm"].parent) not in (tmp_path / "saved" / "config.json").read_text()
-
-
-@pytest.mark.parametrize(
-    ("extra", "sentence"),
-    [
-        (["--preset", "smoke"], "leave out --teacher and --preset"),
-        (["--method", "ar"], "holds a model of jpeg-dlm"),
-        (["--model.hidden", "32"], "use the config it was trained with"),
-    ],
-)
-def test_what_does_not_fit_is_refused(extra, sentence, runs, corpus_file, tmp_path, capsys):
-    words = ["train", "--init", str(runs["jpeg-dlm"]), "--data", str(corpus_file), "--out", str(tmp_path / "more")]
-    assert main([*words, *extra, "--train.steps", "1", *QUIET]) != 0
-    assert sentence in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("method", ["distill", "finish"])
-def test_a_fine_tuned_model_can_be_a_teacher(method: str, runs: dict[str, Path], corpus_file: Path, tmp_path: Path):
-    """A student starts from its teacher, not from the model that the teacher started from, which may be gone."""
-    tuned, student = tmp_path / "tuned", tmp_path / "student"
-    shared = ["--data", str(corpus_file), "--train.steps", "1", *QUIET]
-    assert main(["train", "--init", str(runs["jpeg-dlm"]), "--out", str(tuned), *shared]) == 0
-    words = ["train", "--method", method, "--teacher", str(tuned), "--out", str(student)]
-    assert main([*words, *shared, "--train.lr", "1e-30"]) == 0
-    teacher, found = (load(path, "cpu").method.export_state() for path in (tuned, student))
-    assert torch.equal(found["lm_head.weight"], teacher["lm_head.weight"])
-    torch.testing.assert_close(found["dit.in_proj.proj2.weight"], teacher["dit.in_proj.proj2.weight"])
+    assert main([*words, *extra, "--train.steps", "1", *QUIET]) in (1, 2)

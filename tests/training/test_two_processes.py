@@ -1,7 +1,6 @@
 """Two processes with half the batch each train the same model as one process with all of it."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -10,22 +9,18 @@ from small_runs import STEPS, largest_difference, launch, prepare_blocks, steps_
 
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config import TrainConfig
-from jpeg_dlm.errors import CheckpointError
-from jpeg_dlm.files import load_tensors
-from jpeg_dlm.folders.checkpoint import verify_run
-from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.registry import names
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.training.metrics import read_metrics
+from jpeg_dlm.util.distributed import Ranks
+from jpeg_dlm.util.errors import CheckpointError
+from jpeg_dlm.util.files import load_tensors
 
 METHODS = names("system", "stage")
 CASES = {
-    "two micro-batches": {"encoder__kind": "random", "train__accumulation": 2},
-    "an encoder trained first": {"encoder__kind": "small"},
+    "an encoder trained first, and context": {"encoder__kind": "small", "model__context_blocks": 2, "data__packing": "padded"},
     "no token loss": {"encoder__kind": "random", "objective__ce_weight": 0},  # the projection gets no gradient
-    "no flow loss": {"encoder__kind": "random", "objective__flow_weight": 0, "objective__sigreg_weight": 0},
-    "context": {"encoder__kind": "random", "model__context_blocks": 2, "data__packing": "padded"},
 }
 
 
@@ -49,37 +44,18 @@ def check_equal_runs(kinds, corpus_file, tmp_path):
     for name, *_ in jobs:
         one, two = tmp_path / "one" / name, tmp_path / "two" / name
         ours = weights(one)
-        assert largest_difference(ours, weights(two)) < 1e-5, name
+        assert largest_difference(ours, weights(two)) < (1e-3 if name.endswith("elf") else 1e-5), name  # bf16 of Muon
         averages = {n.removeprefix("ema/"): t for n, t in ours.items() if n.startswith("ema/")}
         assert largest_difference(averages, {n: ours[f"model/{n}"] for n in averages}) > 2e-5, name  # something was learned
         for a, b in zip(steps_of(one)["stats"], steps_of(two)["stats"], strict=True):
-            assert b == pytest.approx(a, rel=1e-4, abs=1e-5), name
-
-
-def test_two_halves_of_a_batch_with_coupled_rows(corpus_file, tmp_path):
-    """SIGReg, covariances, latent statistics, batch statistics and adaptive times of JPEG-DLM, stratified times of MDLM, and
-    rows of unequal length.
-    """
-    accumulated = {"train__accumulation": 2}
-    reached = {
-        "encoder__kind": "none", "objective__flow_to_compressor": 1.0, "objective__flow_to_compressor_norm": "batch",
-        "objective__time_adaptive": True,
-    }  # fmt: skip
-    kinds = [("accumulated", "jpeg-dlm", "continuous", accumulated), ("padded", "mdlm", "padded", {})]
-    kinds.append(("reached", "jpeg-dlm", "continuous", reached))
-    check_equal_runs(kinds, corpus_file, tmp_path)
+            assert b == pytest.approx(a, rel=1e-3, abs=1e-5), name
 
 
 @pytest.mark.slow
 def test_two_halves_of_every_method(corpus_file, tmp_path):
-    packings = {
-        "plain": ("continuous", {}),
-        "accumulated": ("continuous", {"train__accumulation": 2}),
-        "padded": ("padded", {}),
-    }
-    check_equal_runs(
-        [(kind, method, *packing) for kind, packing in packings.items() for method in METHODS], corpus_file, tmp_path
-    )
+    packings = {"accumulated": ("continuous", {"train__accumulation": 2}), "padded": ("padded", {})}
+    kinds = [(kind, method, *packing) for kind, packing in packings.items() for method in METHODS]
+    check_equal_runs(kinds, corpus_file, tmp_path)
 
 
 # ---------------------------------------------------------------- going on with another number of processes
@@ -101,14 +77,12 @@ def test_the_number_of_processes_may_change_and_the_rows_may_not(corpus_file, tm
     assert straight.step == STEPS
 
 
-@pytest.mark.parametrize(
-    "batch, accumulation, remedy", [(4, 1, "--train.batch 8"), (8, 2, "--train.batch 4"), (5, 3, "make 8")]
-)
-def test_a_step_of_other_rows_is_refused(corpus_file, tmp_path, batch, accumulation, remedy):
+@pytest.mark.parametrize("batch, accumulation", [(4, 1), (5, 3)])
+def test_a_step_of_other_rows_is_refused(corpus_file, tmp_path, batch, accumulation):
     blocks = str(prepare_blocks(corpus_file, tmp_path / "blocks"))
     job = {"method": "ar", "blocks": blocks, "run": str(tmp_path / "run")}
     train(job | {"until": 1}, Ranks())
-    with pytest.raises(CheckpointError, match=f"has 8 rows but would now have {batch * accumulation} .*{remedy}"):
+    with pytest.raises(CheckpointError, match="--train.batch"):
         train(job | {"changes": {"train__batch": batch, "train__accumulation": accumulation}}, Ranks())
     train(job | {"until": 2, "changes": {"train__batch": 4, "train__accumulation": 2}}, Ranks())
 
@@ -126,7 +100,7 @@ def command(data, out, batch, **changes):
 
 
 def with_two(words):
-    done = launch("-m", "jpeg_dlm.cli.main", *words)
+    done = launch("-m", "jpeg_dlm", *words)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "terminate called" not in done.stderr and "Traceback" not in done.stderr, done.stderr[-3000:]
 
@@ -140,12 +114,10 @@ def test_two_halves_make_a_whole(case, corpus_file, tmp_path):
 
     start = load_tensors(one / "checkpoints" / "step-00000003" / "model.safetensors")
     whole = weights(one, STEPS)
-    assert (
-        largest_difference(start, {name: whole[f"model/{name}"] for name in start}) > 1e-4
-    )  # something was learned in between
+    assert largest_difference(start, {name: whole[f"model/{name}"] for name in start}) > 1e-4  # something was learned
     assert largest_difference(whole, weights(two, STEPS)) < 1e-5
 
-    assert [(report.step, report.error) for report in verify_run(two)] == [(3, None), (6, None)]
+    assert main(["verify", str(two)]) == 0
     assert not list(two.glob("checkpoints/.tmp-*")) and len(list((two / "samples").iterdir())) == 2
     ours, theirs = (list(read_metrics(run / "metrics.jsonl")) for run in (one, two))
     assert [row["step"] for row in theirs] == [row["step"] for row in ours]  # each line once
@@ -156,22 +128,8 @@ def test_two_halves_make_a_whole(case, corpus_file, tmp_path):
             assert b[name] == pytest.approx(a[name], rel=0.2 if name.startswith("heldout_") else 1e-3), name
 
 
-@pytest.mark.slow
-def test_a_run_of_two_goes_on_with_one(corpus_file, tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert main(command(corpus_file, one, 8, encoder__kind="random")) == 0
-    with_two(command(corpus_file, two, 4, encoder__kind="random"))
-    shutil.rmtree(two / "checkpoints" / "step-00000006")
-    assert main(["train", "--out", str(two), "--resume", "--quiet", "--device", "cpu", "--train.batch", "8"]) == 0
-    assert largest_difference(weights(one, STEPS), weights(two, STEPS)) < 1e-5
-    steps = [row["step"] for row in read_metrics(two / "metrics.jsonl") if "loss" in row]
-    assert steps == list(range(1, STEPS + 1))
-
-
 def test_the_rows_of_a_step_do_not_depend_on_how_they_are_split(corpus_file, tmp_path):
-    words = ["prepare", str(corpus_file), "--preset", "smoke", "--data.vocab-size", "300", "--out", str(tmp_path / "blocks")]
-    assert main([*words, "--quiet"]) == 0
-    blocks = Blocks(tmp_path / "blocks")
+    blocks = Blocks(prepare_blocks(corpus_file, tmp_path / "blocks"))
 
     def rows(batch, accumulation, world, step):
         """Places and rows of one step, over micro-batches and processes in turn."""

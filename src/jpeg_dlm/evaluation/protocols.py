@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from jpeg_dlm.errors import UsageError
-
-
-def choice(default: Any, help: str) -> Any:
-    """Return a field with a default and a help text."""
-    return field(default=default, metadata={"help": help})
+from jpeg_dlm.util.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -18,26 +13,31 @@ class Protocol:
     """The defaults are those of `default`."""
 
     name: str
-    bos: bool = choice(False, "prepend a beginning token, so that the first token is scored; otherwise it is context only")
-    text: Literal["plain", "specials", "ids"] = choice("plain", "input of the scorer: text, text with special tokens, raw ids")
-    lower: bool = choice(False, "convert generated and real texts to lower case first")
-    scored: Literal["all", "eos", "non_eos"] = choice("all", "every token; all but repeated end tokens; no end tokens")
-    aggregate: Literal["corpus", "sequence"] = choice("corpus", "exp(total nll / total tokens), or mean perplexity of texts")
-    entropy: Literal["scorer", "model"] = choice("scorer", "unigram entropy over the scorer's or the model's own token ids")
-    max_tokens: int = choice(1024, "most scored tokens of a text; 0 is the model's own length")
-    stride: int = choice(0, "step between windows for texts longer than the scorer's context; 0 cuts them to one window")
-    batch_rule: int = choice(0, "texts beyond the last full batch of this size are dropped; 0 keeps all")
-    mauve_tokens: int = choice(0, "tokens of both sides used for MAUVE; 0 is 75% of the shorter median length")
-    kmeans: Literal["mean", "first"] = choice("mean", "MAUVE: mean over k-means seeds 42 to 46, or that of 42 (released)")
-    n: int = choice(256, "texts per seed unless -n is given")
-    seeds: int = choice(1, "seeds unless --seeds is given")
+    bos: bool = False  # prepend a beginning token, so that the first token is scored; otherwise it is context only
+    text: Literal["plain", "specials", "ids"] = "plain"  # input of the scorer: text, text with special tokens, raw ids
+    lower: bool = False  # convert generated and real texts to lower case first
+    scored: Literal["all", "eos", "non_eos"] = "all"  # every token; all but repeated end tokens; no end tokens
+    aggregate: Literal["corpus", "sequence"] = "corpus"  # exp(total nll / total tokens), or mean perplexity of texts
+    entropy: Literal["scorer", "model"] = "scorer"  # unigram entropy over the scorer's or the model's own token ids
+    max_tokens: int = 1024  # most scored tokens of a text; 0 is the model's own length
+    stride: int = 0  # step between windows for texts longer than the scorer's context; 0 cuts them to one window
+    batch_rule: int = 0  # texts beyond the last full batch of this size are dropped; 0 keeps all
+    mauve_tokens: int = 0  # tokens of both sides used for MAUVE; 0 is 75% of the shorter median length
+    kmeans: Literal["mean", "first"] = "mean"  # MAUVE: mean over k-means seeds 42 to 46, or that of 42 (released)
+    n: int = 256  # texts per seed unless -n is given
+    seeds: int = 1  # seeds unless --seeds is given
 
 
 _PAPER: dict[str, Any] = {"kmeans": "first", "n": 1024, "seeds": 5}
 # Upstream drops an incomplete last batch of 8, cuts to the model's length and pads with the end token.
 _MDLM: dict[str, Any] = {
-    "text": "specials", "scored": "eos", "entropy": "model", "max_tokens": 0, "batch_rule": 8, **_PAPER,
-}  # fmt: skip
+    "text": "specials",
+    "scored": "eos",
+    "entropy": "model",
+    "max_tokens": 0,
+    "batch_rule": 8,
+    **_PAPER,
+}
 
 PROTOCOLS: dict[str, Protocol] = {
     p.name: p

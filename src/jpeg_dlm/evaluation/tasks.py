@@ -1,22 +1,368 @@
-"""Tasks beside free writing: held-out prompts that are continued, and templates of held-out text that are filled in."""
+"""Tasks beside free writing: held-out text that is continued or filled in, and its likelihood. Shapes: N rows, L tokens."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
-from jpeg_dlm.evaluation.continuation import continuation
+import numpy as np
+import torch
+from torch import Tensor
+
+from jpeg_dlm import __version__
+from jpeg_dlm.api import Model
+from jpeg_dlm.evaluation.cache import DiskCache
 from jpeg_dlm.evaluation.evaluate import Evaluation
-from jpeg_dlm.evaluation.infill import infill
-from jpeg_dlm.evaluation.sources import ModelSource
+from jpeg_dlm.evaluation.metrics import TextScore, perplexity, perplexity_interval, repetition_rate, summary
+from jpeg_dlm.evaluation.scorer import Scorer
+from jpeg_dlm.evaluation.texts import ModelSource, SourceTexts, batches
+from jpeg_dlm.flow.guidance import keep_given
+from jpeg_dlm.methods.base import FREE, Batch, Method, require_capability
+from jpeg_dlm.options import to_dict
+from jpeg_dlm.sampling.prompts import FixedTokenCounter
+from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.text.packing import RowLayout
+from jpeg_dlm.util.console import Console
+from jpeg_dlm.util.distributed import shared
+from jpeg_dlm.util.errors import DataError, counted
+from jpeg_dlm.util.rng import RowNoise, generator
+
+SHOWN = 8  # texts kept in the results
+SHORTEST = 2  # ids of a real continuation
+DRAWS = 8  # random times per row
+ROWS_PER_CHUNK = 4096  # rows whose tokens are counted at once
+LONGEST_RUN = 4  # tokens that are given, or hidden, in a row (assumed)
+
+
+def templates(rows_NL: Tensor, layout: RowLayout, seed: int) -> Tensor:
+    """Return rows in which given runs of 1 to 4 tokens alternate with runs that are FREE; the end of a row is given."""
+    given_NL = torch.full_like(rows_NL, FREE)
+    for i, row in enumerate(rows_NL):
+        g = generator(seed, "holes", i)
+        place, hidden = layout.start, bool(torch.randint(2, (), generator=g))
+        while place < layout.start + layout.payload:
+            size = int(torch.randint(1, LONGEST_RUN + 1, (), generator=g))
+            if not hidden:
+                given_NL[i, place : place + size] = row[place : place + size]
+            place, hidden = place + size, not hidden
+    given_NL = given_NL.masked_fill(~is_text(rows_NL, layout), FREE)
+    return torch.where(rows_NL == layout.eos_id, rows_NL, given_NL) if layout.packing == "padded" else given_NL
+
+
+def is_text(rows_NL: Tensor, layout: RowLayout) -> Tensor:
+    """Return True where rows hold text: not the frame, the end or padding."""
+    places_L = torch.arange(layout.token_len)
+    text_NL = ((places_L >= layout.start) & (places_L < layout.start + layout.payload)).expand_as(rows_NL)
+    if layout.packing != "padded":
+        return text_NL
+    return text_NL & (rows_NL != layout.eos_id) & (rows_NL != layout.pad_id)
+
+
+def infill(source: ModelSource, evaluation: Evaluation, n: int, seed: int, sampler: dict[str, Any]) -> dict[str, Any]:
+    """Fill in templates of the first n held-out rows, and score them beside real rows and holes filled from other texts."""
+    model, layout, heldout = source.model, source.model.layout, source.blocks
+    require_capability("templates", model.parts.writer)
+    rows_NL = heldout.rows(range(min(n, len(heldout))))
+    given_NL = templates(rows_NL, layout, seed)
+    about = _about(source, seed, sampler, len(rows_NL))
+
+    def write() -> dict[str, Any]:
+        evaluation.console.say(f"{source.name}: filling in {len(rows_NL):,} templates of seed {seed} ...")
+
+        def fill(rows: range) -> tuple[list[list[int]], int, int]:
+            options = {"seed": seed, "first": rows.start, "batch": source.batch, **sampler}
+            decoded = FixedTokenCounter(given := given_NL[rows.start : rows.stop])
+            return model.sample(len(rows), given=given, watch=decoded, **options).tolist(), decoded.kept, decoded.tokens
+
+        parts, kept, tokens = zip(*shared(batches(len(rows_NL), source.batch), fill), strict=True)
+        return {"tokens": [row for part in parts for row in part], "decoded": sum(kept) / max(1, sum(tokens))}
+
+    depends = about | {"kind": "infill", "version": __version__} | source.identity(seed, sampler)
+    written = evaluation.cache.get_or_compute(f"infill-{source.name}-seed{seed}", depends, write)
+    filled_NL = torch.tensor(written["tokens"])
+    other_NL = keep_given(_other(rows_NL, layout), given_NL)
+    text_NL = is_text(rows_NL, layout)
+    rows = {"filled": (filled_NL, given_NL), "real": (rows_NL, None), "other": (other_NL, given_NL)}
+    texts = {name: list(model.to_text(*pair)) for name, pair in rows.items()}
+    scorer = evaluation.scorer
+
+    def score() -> dict[str, Any]:
+        with evaluation.console.progress("Scoring filled-in texts", "texts") as progress:
+            return {name: summary(scorer.nll(some, progress=progress)) for name, some in texts.items()}
+
+    depends = {"kind": "infill-scores", "scorer": [scorer.hash, scorer.precision], "texts": texts}
+    return about | {
+        "given": int((text_NL & (given_NL >= 0)).sum()),
+        "hidden": int((text_NL & (given_NL < 0)).sum()),
+        "kept": _share(filled_NL == given_NL, given_NL >= 0),
+        "decoded": written["decoded"] if "guides" in model.supports else None,
+        "recovered": _share(filled_NL == rows_NL, text_NL & (given_NL < 0)),
+        "scores": evaluation.cache.get_or_compute(f"infill-scores-{source.name}-seed{seed}", depends, score),
+        "samples": [dict(zip(texts, some, strict=True)) for some in islice(zip(*texts.values(), strict=True), SHOWN)],
+    }
+
+
+def _about(source: ModelSource, seed: int, sampler: dict[str, Any], n: int) -> dict[str, Any]:
+    """Return what tells one row of a task from another."""
+    options = source.options(sampler)
+    return {
+        "name": source.name,
+        "title": source.model.method.title,
+        "heldout": source.blocks.fingerprint,
+        "n": n,
+        "seed": seed,
+        "sampler": to_dict(options),
+        "sampler_label": options.label(),
+    }
+
+
+def _share(right_NL: Tensor, where_NL: Tensor) -> float:
+    return int((right_NL & where_NL).sum()) / max(1, int(where_NL.sum()))
+
+
+def _other(rows_NL: Tensor, layout: RowLayout) -> Tensor:
+    """Return rows with the text of the next row; where that is shorter, it is repeated, so that holes get text."""
+    others = []
+    for row in torch.roll(rows_NL, 1, 0):
+        ids = row[is_text(row[None], layout)[0]].tolist() or [layout.eos_id]
+        others.append(layout.beginning((ids * layout.token_len)[: layout.payload], layout.eos_id))
+    return torch.where(is_text(rows_NL, layout), torch.tensor(others), rows_NL)
+
+
+# ---------------------------------------------------------------- continuation
+
+
+@dataclass(frozen=True)
+class Case:
+    """A held-out text in two parts: the prompt, and how it really goes on."""
+
+    prompt: list[int]
+    real: list[int]
+
+
+def block_cases(blocks: Blocks, count: int, n: int) -> list[Case]:
+    """Return the first n held-out rows with rows before them; up to `count` of those are the prompt."""
+
+    def cases(number: int) -> Iterator[Case]:
+        (row,), ((before,), (there,)) = blocks.rows([number]), blocks.before([number], count)
+        ids = [i for i in row.tolist() if i not in (blocks.index["eos_id"], blocks.pad_id)]
+        if there.any() and len(ids) >= SHORTEST:
+            yield Case(before[there].flatten().tolist(), ids)
+
+    return list(islice(chain.from_iterable(map(cases, range(len(blocks)))), n))
+
+
+def row_cases(blocks: Blocks, layout: RowLayout, n: int) -> list[Case]:
+    """Return the first n held-out rows cut in the middle, for models that see one row; shorter texts are left out."""
+    half = layout.payload // 2
+    rows = (blocks.rows([number]) for number in range(len(blocks)))
+    texts = (row_1L[is_text(row_1L, layout)].tolist() for row_1L in rows)
+    return list(islice((Case(ids[:half], ids[half:]) for ids in texts if half and len(ids) >= half + SHORTEST), n))
+
+
+def completed(model: Model, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+    """Return the ids of rows that begin with these prompts, after them."""
+    layout = model.layout
+    given = torch.tensor([layout.beginning(prompt, FREE) for prompt in prompts])
+    rows = model.sample(len(prompts), given=given, **options)
+    texts = is_text(rows, layout)
+    return [row[text].tolist()[len(prompt) :] for row, text, prompt in zip(rows, texts, prompts, strict=True)]
+
+
+def conditional(scorer: Scorer, prompts: Sequence[str], wholes: Sequence[str]) -> list[TextScore]:
+    """Score the texts after their prompts: the score of the whole without that of the ids which it shares with its prompt."""
+    limit, pairs = scorer.context, []
+    for prompt, whole in zip(prompts, wholes, strict=True):
+        ids, head = scorer.encode(whole, limit), scorer.encode(prompt, limit)
+        shared = next((i for i, (a, b) in enumerate(zip(ids, head, strict=False)) if a != b), min(len(ids), len(head)))
+        pairs.append((ids, ids[:shared]))
+    of_all, of_heads = (scorer.nll(wholes, limit, ids=list(rows)) for rows in zip(*pairs, strict=True))
+    return [
+        TextScore(a.nll_sum - b.nll_sum, a.n_tokens - b.n_tokens, tuple(ids[len(head) :]))
+        for a, b, (ids, head) in zip(of_all, of_heads, pairs, strict=True)
+    ]
+
+
+def continuation(
+    source: ModelSource, evaluation: Evaluation, n: int, seed: int, sampler: dict[str, Any], scale: float = 1.0
+) -> dict[str, Any]:
+    """Continue n held-out prompts, and score the texts beside the real ones, after their own prompts and after others.
+
+    A model with a context goes on by one block after the blocks that it sees; another one completes the second half of a row.
+    """
+    model, count = source.model, source.model.context_blocks
+    require_capability("prompts", model.parts.writer)
+    cases = block_cases(source.blocks, count, n) if count else row_cases(source.blocks, model.layout, n)
+    if len(cases) < 2:
+        raise DataError(f"The held-out texts of '{source.name}' are too short to be continued: give longer ones with --data.")
+    about = _about(source, seed, sampler, len(cases)) | {"scale": scale}
+
+    def write() -> dict[str, Any]:
+        evaluation.console.say(f"{source.name}: continuing {counted(len(cases), 'prompt')} with seed {seed} ...")
+
+        def proceed(rows: range) -> list[list[int]]:
+            prompts = [case.prompt for case in cases[rows.start : rows.stop]]
+            place = {"seed": seed, "first": rows.start, "batch": source.batch}
+            if not count:
+                return completed(model, prompts, **place, **sampler)
+            long = replace(model.blockwise(None, model.config.data.token_len, scale, **sampler), prompts=prompts)
+            return [ids[len(prompt) :] for ids, prompt in zip(long.tokens(len(prompts), **place), prompts, strict=True)]
+
+        return {"written": [ids for part in shared(batches(len(cases), source.batch), proceed) for ids in part]}
+
+    cache, scorer = evaluation.cache, evaluation.scorer
+    depends = about | {"kind": "continuation", "version": __version__} | source.identity(seed, sampler)
+    written = cache.get_or_compute(f"continuation-{source.name}-seed{seed}", depends, write)["written"]
+    depends = about | {"kind": "continuation-scores", "scorer": [scorer.hash, scorer.precision], "written": written}
+    depends |= {"mauve": evaluation.request.mauve}
+    label = f"continuation-scores-{source.name}-seed{seed}"
+    return about | cache.get_or_compute(label, depends, lambda: _score_continuations(source, evaluation, cases, written))
+
+
+def _score_continuations(
+    source: ModelSource, evaluation: Evaluation, cases: Sequence[Case], written: Sequence[list[int]]
+) -> dict[str, Any]:
+    decode, far = source.model.tokenizer.decode, max(1, len(cases) // 2)  # rows of one document are near to each other
+    prompts, real = [case.prompt for case in cases], [case.real for case in cases]
+    others = prompts[far:] + prompts[:far]
+    pairs = {"written": (prompts, written), "real": (prompts, real)}
+    pairs |= {"written_elsewhere": (others, written), "real_elsewhere": (others, real)}
+    scores: dict[str, list[TextScore]] = {}
+    for name, (before, after) in pairs.items():
+        with evaluation.console.progress(f"Scoring {name.replace('_', ' ')} continuations", "texts"):
+            wholes = [decode([*a, *b]) for a, b in zip(before, after, strict=True)]
+            scores[name] = conditional(evaluation.scorer, [decode(ids) for ids in before], wholes)
+    texts = {"written": [decode(ids) for ids in written], "real": [decode(ids) for ids in real]}
+    length = min(evaluation.scorer.context, source.model.config.data.token_len)
+    samples = zip(map(decode, prompts), texts["written"], texts["real"], strict=True)
+    return {
+        "scores": {name: summary(of_texts) for name, of_texts in scores.items()},
+        "repetition": {name: repetition_rate([s.token_ids for s in scores[name]]) for name in ("written", "real")},
+        "mauve": evaluation.mauve(SourceTexts(texts["written"]), SourceTexts(texts["real"]), length),
+        "samples": [{"prompt": prompt, "written": own, "real": true} for prompt, own, true in islice(samples, SHOWN)],
+    }
+
+
+# ---------------------------------------------------------------- likelihood
+
+Progress = Callable[[int, int | None], None]
+
+
+def has_likelihood(method: Method) -> bool:
+    """Return True if a method implements `likelihood`."""
+    return type(method).likelihood is not Method.likelihood
+
+
+def likelihood_row(
+    source: ModelSource, cache: DiskCache, console: Console, n: int | None, draws: int, seed: int
+) -> dict[str, Any]:
+    """Return the likelihood of a model's held-out text and the model's identity, or the reason why there is none."""
+    model, method = source.model, source.model.method
+    about = {
+        "name": source.name,
+        "method": model.config.method,
+        "title": method.title,
+        "checkpoint_sha256": source.sha256,
+        "tokenizer": model.tokenizer.fingerprint,
+    }
+    if not has_likelihood(method):
+        return about | {"kind": None, "reason": f"{method.title} gives no likelihood: score its text instead."}
+
+    def compute() -> dict[str, Any]:
+        with console.progress(f"Likelihood under {source.name}", "rows") as progress:
+            return heldout_likelihood(source, n, draws, seed, progress)
+
+    depends = about | {"kind": "likelihood", "version": __version__, "n": n, "draws": draws, "seed": seed}
+    depends |= {"batch": source.batch, "heldout": source.blocks.fingerprint}
+    return about | cache.get_or_compute(f"likelihood-{source.name}", depends, compute)
+
+
+def heldout_likelihood(
+    source: ModelSource, n: int | None = None, draws: int = DRAWS, seed: int = 0, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Return the perplexity of the first `n` held-out rows (None: all) with a 95% bootstrap interval over rows."""
+    heldout, model = source.blocks, source.model
+    n = min(n or len(heldout), len(heldout))
+    method = model.complete_method()
+    draws = 1 if method.exact_likelihood else draws
+    nats, tokens = row_nats(method, heldout, n, draws, seed, source.batch, progress)
+    scores = [TextScore(float(a), int(b), ()) for a, b in zip(nats, tokens, strict=True)]
+    low, high = perplexity_interval(scores, seed=seed)
+    rows = heldout.rows(range(n))
+    characters = sum(map(len, model.to_text(rows)))
+    return {
+        "kind": "exact" if method.exact_likelihood else "bound",
+        "perplexity": perplexity(scores),
+        "perplexity_low": low,
+        "perplexity_high": high,
+        "nats_per_token": float(nats.sum() / tokens.sum()),
+        "bits_per_character": float(nats.sum()) / math.log(2) / characters if characters else None,
+        "unigram_perplexity": unigram_perplexity(heldout, n),
+        "rows": n,
+        "tokens": int(tokens.sum()),
+        "characters": characters,
+        "draws": draws,
+        "seed": seed,
+        "heldout": heldout.fingerprint,
+    }
+
+
+@torch.no_grad()
+def row_nats(
+    method: Method, blocks: Blocks, n: int, draws: int, seed: int, batch: int, progress: Progress | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return nats and token counts of the first n rows; the nats are means over `draws` random times.
+
+    Draw d of row i is example `draws * i + d` of batches of `draws`, so that a method that stratifies its times draws one time
+    in each of `draws` equal intervals for every row.
+    """
+    device = method.device
+
+    def score(rows: range) -> tuple[np.ndarray, np.ndarray]:
+        nats, tokens = np.zeros(len(rows)), np.zeros(len(rows))
+        tokens_BL = blocks.rows(rows).to(device)
+        examples = Batch(tokens_BL, blocks.mask(tokens_BL))
+        for draw in range(draws):
+            noise = RowNoise(seed, [draws * row + draw for row in rows], 0, device, draws)
+            likelihood = method.likelihood(examples, noise)
+            if likelihood is None:
+                raise DataError(f"{method.title} gives no likelihood: score its text instead.")
+            nats += likelihood.nats_B.double().cpu().numpy() / draws
+            tokens = likelihood.tokens_B.cpu().numpy()
+        if progress is not None:
+            progress(rows.stop, n)
+        return nats, tokens
+
+    nats, tokens = zip(*shared(batches(n, batch), score), strict=True)
+    return np.concatenate(nats), np.concatenate(tokens).astype(float)
+
+
+def unigram_perplexity(heldout: Blocks, n: int) -> float:
+    """Return the perplexity of the first n held-out rows under the training split's token counts plus one."""
+    counts = token_counts(Blocks(heldout.folder, "train")) + 1
+    seen = token_counts(heldout, n)
+    return math.exp(-float(seen @ np.log(counts / counts.sum())) / seen.sum())
+
+
+def token_counts(blocks: Blocks, n: int | None = None) -> np.ndarray:
+    """Count each token id in the first n rows (None: all), without padding."""
+    counts = np.zeros(blocks.vocab_size, np.int64)
+    n = len(blocks) if n is None else n
+    for start in range(0, n, ROWS_PER_CHUNK):
+        tokens_BL = blocks.rows(range(start, min(start + ROWS_PER_CHUNK, n)))
+        mask_BL = blocks.mask(tokens_BL)
+        real = tokens_BL.flatten() if mask_BL is None else tokens_BL[mask_BL]
+        counts += np.bincount(real.numpy(), minlength=blocks.vocab_size)
+    return counts
 
 
 def task_results(task: str, source: ModelSource, evaluation: Evaluation, scale: float = 1.0) -> list[dict[str, Any]]:
-    """Return the results of 'continue' or 'infill' for every sampler and seed of a request; `scale` is over the context."""
+    """Return the rows of 'continue' or 'infill' for every sampler and seed of a request; `scale` is over the context."""
     request, n = evaluation.request, evaluation.request.n or evaluation.protocol.n
-    do = infill if task == "infill" else partial(continuation, mauve=request.mauve, scale=scale)
-    return [
-        do(source, evaluation.scorer, n, seed, sampler, evaluation.parts, evaluation.console)
-        for sampler in request.variants(source.model.config.sampler)
-        for seed in request.seeds
-    ]
+    run = infill if task == "infill" else partial(continuation, scale=scale)
+    variants = request.variants(source.model.config.sampler)
+    return [run(source, evaluation, n, seed, sampler) for sampler in variants for seed in request.seeds]

@@ -1,1 +1,1 @@
-"""Models that sample without torch's networks: ONNX and OpenVINO files, and Algorithm 2 on them."""
+"""JPEG-DLM in ONNX Runtime: graphs of its two networks, in fp32 and int8, and Algorithm 2 on them."""

@@ -1,135 +1,148 @@
-"""The two networks of Algorithm 2 as ONNX graphs, on the folded weights, for texts of one block.
+"""The two networks of Algorithm 2 as ONNX graphs, for texts of one block; `nn.dit` and `nn.perceiver` are the originals.
 
-The scale of attention goes into the gain of q, and pairs of rotary channels become halves.
-Shapes: B batch, N latents, D latent width, H hidden width, P prefix tokens, S = P + N, L tokens.
+Linears without anything between them become one, and gates go into the linear before them. The scale of attention goes into
+the gain of q, and pairs of rotary channels become halves.
+Shapes: B batch, N latents, D latent width, H hidden width, S prefix tokens and latents, L tokens.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from jpeg_dlm.export.interface import DECODE, DENOISE, OUTPUTS, input_sizes
+from jpeg_dlm.config import Config
 from jpeg_dlm.export.onnx_builder import Graph
-from jpeg_dlm.flow.latent_sampler import LatentNetworks
-from jpeg_dlm.nn.dit import NORM_EPS
+from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.nn.dit import NORM_EPS, Attention, DiT, DitBlock, Head, ScalarEmbedder
+from jpeg_dlm.nn.layers import scalar_frequencies
 from jpeg_dlm.nn.perceiver import NORM_EPS as CODEC_EPS
-from jpeg_dlm.sampling.folded import Folded, FoldedBlock, FoldedDecoder, FoldedDiT, FoldedLayer, FoldedScalar, Weights, fold
+from jpeg_dlm.nn.perceiver import Decompressor, DecompressorLayer, PerceiverAttention
+
+NETWORKS = ("denoise", "decode")
 
 
-def write_network(name: str, networks: LatentNetworks, path: Path) -> None:
-    """Write the network `name` as one ONNX file."""
-    g, folded = Graph(), fold(networks)
-    sizes = input_sizes(name, networks.config)
+def input_sizes(name: str, config: Config) -> dict[str, tuple[int, ...]]:
+    """Return the inputs of a network and their sizes after the batch."""
+    latents = (config.model.latent_len, config.model.latent_dim)
+    return {"z": latents, "t": (), "s": latents, "w": ()} if name == "denoise" else {"z": latents, "w": ()}
+
+
+@torch.no_grad()
+def network(name: str, networks: JpegDlm, int8: bool = False) -> bytes:
+    """Return a network as a serialized ONNX graph, with the weights as they are now."""
+    g, sizes = Graph(int8), input_sizes(name, networks.config)
     inputs = {key: g.input(key, *shape) for key, shape in sizes.items()}
-    if name == DENOISE:
-        g.save(path, denoise(g, folded, **inputs), OUTPUTS[name], sizes["z"], integers=False)
-    else:
-        tokens = g.op("ArgMax", logits(g, folded, **inputs), axis=-1, keepdims=0)
-        g.save(path, tokens, OUTPUTS[DECODE], [networks.config.data.token_len], integers=True)
+    if name == "denoise":
+        return g.serialized(denoise(g, networks.dit, **inputs), "x", sizes["z"], integers=False)
+    tokens = g.op("ArgMax", logits(g, networks, **inputs), axis=-1, keepdims=0)
+    return g.serialized(tokens, "tokens", [networks.config.data.token_len], integers=True)
 
 
-def denoise(g: Graph, folded: Folded, z: str, t: str, s: str, w: str) -> str:
+def denoise(g: Graph, dit: DiT, z: str, t: str, s: str, w: str) -> str:
     """x = f(z, t; s, w)."""
-    dit = folded.dit
-    mode = g.for_each_row(torch.zeros_like(dit.mode), z)
-    out = head(g, folded.denoise_head, states(g, dit, z, s, scalar_tokens(g, dit.time, t), w, mode))
-    return with_skip(g, out, z, t) if folded.denoise_skip else out
-
-
-def with_skip(g: Graph, out: str, z: str, t: str) -> str:
-    """c_skip(t) z_t + c_out(t) F, as `nn.dit.DiT.with_skip`."""
-    t = g.op("Unsqueeze", t, g.constant([1, 2]))
+    time = scalar_tokens(g, dit.t_emb_tokens, dit.t_embedder, t)
+    mode = g.for_each_row(torch.zeros_like(dit.mode_tokens), z)
+    out = head(g, dit.denoise_head, states(g, dit, z, s, time, w, mode))
+    if not dit.denoise_skip:
+        return out
+    t = g.op("Unsqueeze", t, g.constant([1, 2]))  # c_skip(t) z_t + c_out(t) F
     rest = g.op("Sub", g.constant(torch.ones(1)), t)
     variance = g.op("Add", g.op("Mul", t, t), g.op("Mul", rest, rest))
-    kept = g.op("Mul", g.op("Div", t, variance), z)
-    return g.op("Add", kept, g.op("Mul", g.op("Div", rest, g.op("Sqrt", variance)), out))
+    skip = g.op("Mul", g.op("Div", t, variance), z)
+    return g.op("Add", skip, g.op("Mul", g.op("Div", rest, g.op("Sqrt", variance)), out))
 
 
-def logits(g: Graph, folded: Folded, z: str, w: str) -> str:
+def logits(g: Graph, networks: JpegDlm, z: str, w: str) -> str:
     """f(z, t = 1) in decode mode, then D and W: (B, L, V)."""
-    dit = folded.predictor
-    time = g.for_each_row(dit.time.tokens_of(torch.ones(1, device=dit.mode.device)), z)
-    predicted = head(g, folded.decode_head, states(g, dit, z, None, time, w, g.for_each_row(dit.mode, z), folded.decode_seen))
-    if folded.decode_residual:
-        predicted = g.op("Add", predicted, z)
-    x = decompressed(g, folded.decoder, predicted)
-    h = g.linear(g.linear(x, *folded.decoder.down), *folded.decoder.up)
-    return g.linear(g.op("Gelu", h), *folded.decoder.lm_head)
+    dit = networks.predictor or networks.dit
+    ones = torch.ones(1, device=dit.mode_tokens.device)
+    time = g.for_each_row(dit.t_emb_tokens + dit.t_embedder(ones)[:, None], z)
+    zhat = head(g, dit.decode_head, states(g, dit, z, None, time, w, g.for_each_row(dit.mode_tokens, z)))
+    zhat = g.op("Add", zhat, z) if networks.config.model.decode_residual else zhat
+    zhat = g.op("Add", g.op("Mul", zhat, g.constant(1 / networks.latent_scale)), g.constant(networks.latent_mean))
+    down, up = networks.decompressor.out_proj.down.weight, networks.decompressor.out_proj.up.weight
+    h = g.linear(decompressed(g, networks.decompressor, zhat), down)
+    h = g.linear(h, networks.unembed_proj.weight @ up, networks.unembed_proj.bias)
+    return g.linear(g.op("Gelu", h), networks.lm_head.weight, networks.lm_head.bias)
 
 
-def states(
-    g: Graph, dit: FoldedDiT, z: str, s: str | None, time: str, w: str, mode: str, seen: Tensor | None = None
-) -> str:  # fmt: skip
+def states(g: Graph, dit: DiT, z: str, s: str | None, time: str, w: str, mode: str) -> str:
     """Hidden states (B, N, H) of the latents."""
-    x = g.linear(z, *dit.in_z)
-    x = x if s is None else g.op("Add", x, g.linear(s, *dit.in_s))
-    none = [g.for_each_row(dit.none, z)] if dit.none.shape[1] else []
-    x = g.op("Concat", time, scalar_tokens(g, dit.scale, w), mode, *none, g.linear(x, *dit.widen), axis=1)
-    for b in dit.blocks:
-        x = block(g, b, x, dit.cos, dit.sin, seen)
-    return g.op("Slice", x, g.constant([dit.prefix]), g.constant([len(dit.cos)]), g.constant([1]))
+    outer, narrow, widen = dit.self_cond_proj, dit.in_proj.proj1.weight, dit.in_proj.proj2
+    of_z, of_s = outer.weight.chunk(2, dim=1)
+    x = g.linear(z, narrow @ of_z, narrow @ outer.bias)
+    x = x if s is None else g.op("Add", x, g.linear(s, narrow @ of_s))
+    none = [g.for_each_row(dit.no_context, z)] if dit.context_len else []
+    scale = scalar_tokens(g, dit.sc_tokens, dit.sc_embedder, w)
+    x = g.op("Concat", time, scale, mode, *none, g.linear(x, widen.weight, widen.bias), axis=1)
+    cos, sin = cast(Tensor, dit.rope_cos), cast(Tensor, dit.rope_sin)
+    for module in dit.blocks:
+        block = cast(DitBlock, module)
+        x = g.op("Add", x, self_attention(g, block.attn, g.rms_norm(x, block.norm1.weight, NORM_EPS), cos, sin))
+        w12, w3 = block.mlp.w12, block.mlp.w3
+        gate_up = g.block_linear(g.rms_norm(x, block.norm2.weight, NORM_EPS), w12.weight, w12.bias)
+        gate, up = g.split(gate_up, [w3.in_features] * 2)
+        x = g.op("Add", x, g.block_linear(g.op("Mul", g.silu(gate), up), w3.weight, w3.bias, level=False))
+    return g.op("Slice", x, g.constant([dit.prefix]), g.constant([len(cos)]), g.constant([1]))
 
 
-def scalar_tokens(g: Graph, scalar: FoldedScalar, x_B: str) -> str:
-    """As `FoldedScalar.tokens_of`."""
-    angles = g.op("Mul", g.op("Unsqueeze", x_B, g.constant([1])), g.constant(scalar.frequencies))
+def scalar_tokens(g: Graph, learned: Tensor, embedder: ScalarEmbedder, x_B: str) -> str:
+    """Learned tokens plus the embedding of each scalar (B, P, H)."""
+    frequencies = scalar_frequencies(embedder.freq_dim, learned.device)
+    angles = g.op("Mul", g.op("Unsqueeze", x_B, g.constant([1])), g.constant(frequencies))
     waves = g.op("Concat", g.op("Cos", angles), g.op("Sin", angles), axis=-1)
-    y = g.linear(g.silu(g.linear(waves, *scalar.mlp_0)), *scalar.mlp_2)
-    return g.op("Add", g.op("Unsqueeze", y, g.constant([1])), g.constant(scalar.learned))
+    y = g.silu(g.linear(waves, embedder.mlp_0.weight, embedder.mlp_0.bias))
+    y = g.linear(y, embedder.mlp_2.weight, embedder.mlp_2.bias)
+    return g.op("Add", g.op("Unsqueeze", y, g.constant([1])), g.constant(learned))
 
 
-def block(g: Graph, b: FoldedBlock, x: str, cos: Tensor, sin: Tensor, seen: Tensor | None) -> str:
-    x = g.op("Add", x, self_attention(g, b, g.unit_rms(x, b.qkv.inputs, NORM_EPS), cos, sin, seen))
-    gate, up = g.split(g.linear(g.unit_rms(x, b.w12.inputs, NORM_EPS), *b.w12), [b.w3.inputs] * 2)
-    return g.op("Add", x, g.linear(g.op("Mul", g.silu(gate), up), *b.w3))
-
-
-def self_attention(g: Graph, b: FoldedBlock, x: str, cos: Tensor, sin: Tensor, seen: Tensor | None) -> str:
-    width, size = b.proj.inputs, len(b.q_gain)
+def self_attention(g: Graph, a: Attention, x: str, cos: Tensor, sin: Tensor) -> str:
+    width, size = a.proj.in_features, cos.shape[1]
     order = torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])
-    rows = (torch.arange(b.heads)[:, None] * size + order).flatten()  # the channels of all heads, halves for pairs
+    rows = (torch.arange(a.heads)[:, None] * size + order).flatten()  # the channels of all heads, halves for pairs
     rows = torch.cat([rows, width + rows, torch.arange(2 * width, 3 * width)])
-    q, k, v = g.split(g.linear(x, *b.qkv.reordered(rows)), [width] * 3)
+    q, k, v = g.split(g.block_linear(x, a.qkv.weight[rows], a.qkv.bias[rows]), [width] * 3)
     q, k = (
-        rotary(g, g.rms_norm(g.heads(y, b.heads), gain[order], NORM_EPS), cos[:, order], sin[:, order])
-        for y, gain in ((q, b.q_gain * size**-0.5), (k, b.k_gain))
+        rotary(g, g.rms_norm(g.heads(y, a.heads), gain[order], NORM_EPS), cos[:, order], sin[:, order])
+        for y, gain in ((q, a.q_norm.weight * size**-0.5), (k, a.k_norm.weight))
     )
-    return g.linear(g.attention(q, k, g.heads(v, b.heads), seen), *b.proj)
+    return g.block_linear(g.attention(q, k, g.heads(v, a.heads)), a.proj.weight, a.proj.bias)
 
 
 def rotary(g: Graph, x: str, cos: Tensor, sin: Tensor) -> str:
-    """Turns the channel i of the first half together with i of the second."""
+    """Turn the channel i of the first half together with i of the second."""
     first, second = g.split(x, [cos.shape[1] // 2] * 2)
     across = g.op("Concat", g.op("Neg", second), first, axis=-1)
     return g.op("Add", g.op("Mul", x, g.constant(cos)), g.op("Mul", across, g.constant(sin)))
 
 
-def head(g: Graph, weights: Weights, x: str) -> str:
-    return g.linear(g.unit_rms(x, weights.inputs, NORM_EPS), *weights)
+def head(g: Graph, m: Head, x: str) -> str:
+    return g.linear(g.rms_norm(x, m.norm_final.weight, NORM_EPS), m.linear.weight, m.linear.bias)
 
 
-def decompressed(g: Graph, decoder: FoldedDecoder, z: str) -> str:
+def decompressed(g: Graph, d: Decompressor, z: str) -> str:
     """The tokens' states (B, L, D) after the layers of D."""
-    width = len(decoder.spread)
-    ctx = g.op("Add", g.op("Mul", z, g.constant(decoder.spread)), g.constant(decoder.shift))
-    kv = g.split(g.linear(g.unit_rms(ctx, width, CODEC_EPS), *decoder.kv_ctx), [width] * 2 * len(decoder.layers))
-    x = g.for_each_row(decoder.queries[None], z)
-    for layer, ctx_k, ctx_v in zip(decoder.layers, kv[::2], kv[1::2], strict=True):
-        x = g.op("Add", x, cross_attention(g, layer, x, ctx_k, ctx_v, decoder.seen))
-        ones = g.constant(torch.ones(width))
-        h = g.op("LayerNormalization", x, ones, axis=-1, epsilon=layer.layer_norm_eps)
-        x = g.op("Add", x, g.linear(g.op("Gelu", g.linear(h, *layer.widen)), *layer.narrow))
+    ctx = g.op("Add", z, g.constant(d.position_scale * d.pos_latent.weight))
+    x = g.for_each_row(d.query_gate(d.query_ffn(d.base_query)) + d.position_scale * d.pos_emb.weight, z)
+    for module in d.layers:
+        layer = cast(DecompressorLayer, module)
+        attn_gate, ffn_gate = (gate(torch.ones((), device=d.base_query.device)) for gate in (layer.attn_gate, layer.ffn_gate))
+        x = g.op("Add", x, g.linear(cross_attention(g, layer.attn, x, ctx), layer.attn.out.weight * attn_gate))
+        norm, widen, narrow = (cast(nn.Linear, layer.ffn.net[i]) for i in (0, 1, 4))
+        h = g.op("LayerNormalization", x, g.constant(norm.weight), g.constant(norm.bias), epsilon=cast(nn.LayerNorm, norm).eps)
+        h = g.op("Gelu", g.linear(h, widen.weight, widen.bias))
+        x = g.op("Add", x, g.linear(h, narrow.weight * ffn_gate, narrow.bias * ffn_gate))
     return x
 
 
-def cross_attention(g: Graph, layer: FoldedLayer, x: str, ctx_k: str, ctx_v: str, seen: Tensor | None) -> str:
-    """Tokens attend to the latents, of which keys and values are given, and to themselves."""
-    width, size = layer.out.inputs, len(layer.q_gain)
-    q, own_k, own_v = g.split(g.linear(g.unit_rms(x, width, CODEC_EPS), *layer.qkv), [width] * 3)
-    k, v = (g.op("Concat", other, own, axis=1) for other, own in ((ctx_k, own_k), (ctx_v, own_v)))
-    q = g.rms_norm(g.heads(q, layer.heads), layer.q_gain * size**-0.5, CODEC_EPS)
-    k = g.unit_rms(g.heads(k, layer.heads), size, CODEC_EPS)
-    return g.linear(g.attention(q, k, g.heads(v, layer.heads), seen), *layer.out)
+def cross_attention(g: Graph, a: PerceiverAttention, x: str, ctx: str) -> str:
+    """Tokens attend to the latents and to themselves."""
+    width, size = a.out.in_features, len(a.q_norm.gamma)
+    own = torch.cat([a.to_q.weight, a.to_kv_latents.weight])
+    q, own_k, own_v = g.split(g.linear(g.rms_norm(x, a.norm_latents.gamma, CODEC_EPS), own), [width] * 3)
+    ctx_k, ctx_v = g.split(g.linear(g.rms_norm(ctx, a.norm_ctx.gamma, CODEC_EPS), a.to_kv_ctx.weight), [width] * 2)
+    k, v = (g.op("Concat", latents, tokens, axis=1) for latents, tokens in ((ctx_k, own_k), (ctx_v, own_v)))
+    q = g.rms_norm(g.heads(q, a.heads), a.q_norm.gamma * size**-0.5, CODEC_EPS)
+    return g.attention(q, g.rms_norm(g.heads(k, a.heads), a.k_norm.gamma, CODEC_EPS), g.heads(v, a.heads))

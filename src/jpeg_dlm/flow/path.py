@@ -1,9 +1,11 @@
-"""The linear probability path between Gaussian noise (t = 0) and clean embeddings (t = 1)."""
+"""The linear path between Gaussian noise (t = 0) and clean embeddings (t = 1), and the grids of times of a sampler."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+SC_PROB = 0.5  # probability of self-conditioning, per example (paper, ELF)
 
 
 def per_row(x_B: Tensor, like: Tensor) -> Tensor:
@@ -27,11 +29,39 @@ def logit_normal(normal: Tensor, mean: float, std: float) -> Tensor:
     return torch.sigmoid(mean + std * normal)
 
 
-def guidance_scale(uniform: Tensor, w_min: float, w_max: float) -> Tensor:
-    """Map uniform draws to w, log-uniform in 1 + w; for the range [0.5, 5] this is ELF's 1.5 * 4**u - 1."""
-    return (1 + w_min) * ((1 + w_max) / (1 + w_min)) ** uniform - 1
+def guidance_scale(uniform: Tensor) -> Tensor:
+    """Map uniform draws to w in [0.5, 5], log-uniform in 1 + w (ELF)."""
+    return 1.5 * 4.0**uniform - 1
 
 
 def guided_target(z_tgt: Tensor, second: Tensor, first: Tensor, w_B: Tensor) -> Tensor:
     """Return the self-conditioning target z_SC = z_tgt + (1 - 1/w) (second - first) (appendix, Self-Conditioning)."""
     return z_tgt + (1 - 1 / per_row(w_B, z_tgt)) * (second - first)
+
+
+# ---------------------------------------------------------------- times t_0 = 0 < ... < t_K = 1 of a sampler
+
+
+def quantile_grid(steps: int, mean: float, std: float) -> Tensor:
+    """Return a grid whose inner times are the i/K quantiles of the logit-normal, in float64 and then cast (released, OWT)."""
+    levels = torch.arange(1, steps, dtype=torch.float64) / steps
+    return _with_ends(torch.sigmoid(mean + std * torch.special.ndtri(levels)))
+
+
+def random_grid(steps: int, mean: float, std: float, generator: torch.Generator) -> Tensor:
+    """Return a grid whose inner times are K - 1 sorted draws of the logit-normal (released, LM1B)."""
+    normal = torch.randn(steps - 1, generator=generator, device=generator.device)
+    return _with_ends(torch.sigmoid(std * normal + mean).sort().values.cpu())
+
+
+def _with_ends(inner: Tensor) -> Tensor:
+    return torch.cat([inner.new_zeros(1), inner, inner.new_ones(1)]).float()
+
+
+def make_grid(kind: str, steps: int, mean: float, std: float, generator: torch.Generator) -> Tensor:
+    """Return the grid of a sampler config; only 'random' uses the generator."""
+    if kind == "uniform":
+        return torch.linspace(0.0, 1.0, steps + 1, dtype=torch.float64).float()
+    if kind == "quantile":
+        return quantile_grid(steps, mean, std)
+    return random_grid(steps, mean, std, generator)

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jpeg_dlm.config import Checks, Config, head_checks, opt
-from jpeg_dlm.errors import CheckpointError
-from jpeg_dlm.methods.base import FILLS_IN, FREE, Batch, Likelihood, Method, Publication, Watch
-from jpeg_dlm.methods.common.discrete import (
+from jpeg_dlm.config import Checks, Config, opt
+from jpeg_dlm.methods.base import FILL, FREE, Batch, CheckpointSignature, Likelihood, Method, Watch
+from jpeg_dlm.methods.discrete import (
+    CE_CHUNK,
     PAPER_TOKENIZERS,
     adapted,
     ddit_model,
@@ -27,10 +27,12 @@ from jpeg_dlm.methods.common.discrete import (
     nucleus,
     paper_data,
     reduce_loss,
+    with_mask,
 )
 from jpeg_dlm.nn import token_loss
-from jpeg_dlm.nn.ddit import CausalTransformer
-from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.nn.ddit import CausalTransformer, TransformerConfig
+from jpeg_dlm.util.errors import CheckpointError
+from jpeg_dlm.util.rng import RowNoise
 
 FORBIDDEN = -1e6  # logit of the mask token (Duo); its probability is zero even in float64
 START_IDS = {"bert-base-uncased": 101, "gpt2": 50_256}  # [CLS] and <|endoftext|>, which start framed rows (MDLM, Duo)
@@ -38,27 +40,25 @@ UNWRITTEN = 0  # placeholder for tokens to come: the padding of BERT's, T5's and
 
 
 @dataclass(frozen=True)
-class ArConfig:
+class ArConfig(TransformerConfig):
     """Sizes of the transformer and its two special ids."""
 
-    hidden: int = opt(768, "width (paper)")
-    depth: int = opt(12, "layers (MDLM)")
-    heads: int = opt(12, "attention heads (MDLM)")
-    mlp_ratio: float = opt(4.0, "feed-forward ratio (MDLM)")
-    dropout: float = opt(0.1, "dropout of both branches of a layer (MDLM)")
-    mask_id: int = opt(-1, "id that is never sampled; -1 adds an id for it after the tokenizer's (MDLM: GPT-2 -1, BERT 103)")
+    mask_id: int = opt(
+        -1, "id that is never sampled; -1 adds an id for it after the tokenizer's (MDLM: GPT-2 -1, BERT 103)", ge=-1, le=1 << 20
+    )
     start_id: int = opt(
-        -1, "id that starts every row and is not predicted (MDLM: GPT-2 50256, BERT 101); -1 puts the mask before each row"
+        -1,
+        "id that starts every row and is not predicted (MDLM: GPT-2 50256, BERT 101); -1 puts the mask before each row",
+        ge=-1,
+        le=1 << 20,
     )
 
     def checks(self, config: Config) -> Checks:
         vocab_size = config.data.vocab_size
         return [
-            *head_checks(self.hidden, self.heads),
-            (min(self.hidden, self.depth) >= 1 and self.mlp_ratio > 0, "model sizes must be positive"),
-            (0 <= self.dropout < 1, "model.dropout must lie in [0, 1)"),
-            (-1 <= self.mask_id < vocab_size, "model.mask_id must be -1 or an id of the tokenizer"),
-            (-1 <= self.start_id < vocab_size, "model.start_id must be -1 or an id of the tokenizer"),
+            *super().checks(config),
+            (self.mask_id < vocab_size, "model.mask_id must be -1 or an id of the tokenizer"),
+            (self.start_id < vocab_size, "model.start_id must be -1 or an id of the tokenizer"),
             (self.start_id == -1 or config.data.token_len >= 2, "model.start_id needs data.token_len of at least 2"),
         ]
 
@@ -70,29 +70,19 @@ class ArObjective:
     reduction: Literal["token_mean", "sequence_sum"] = opt(
         "token_mean", "mean over tokens (MDLM, Duo), or sum over a row's tokens and mean over rows"
     )
-    ce_chunk: int = opt(0, "token positions whose logits exist at once, recomputed in backward; 0 keeps all")
-
-    def checks(self, config: Config) -> Checks:
-        return []
+    ce_chunk: int = opt(0, CE_CHUNK, ge=0, le=1 << 30)
 
 
 @dataclass(frozen=True)
 class ArSampler:
     """Options for drawing the next token."""
 
-    temperature: float = opt(1.0, "divides the logits; 0 takes the most probable token")
-    top_k: int = opt(0, "draw from this many most probable tokens only; 0 is off")
+    temperature: float = opt(1.0, "divides the logits; 0 takes the most probable token", ge=0, le=1e6)
+    top_k: int = opt(0, "draw from this many most probable tokens only; 0 is off", ge=0, le=1 << 20)
     top_p: float = opt(
-        1.0, "draw from the fewest tokens with at least this probability; 1 is off (paper: nucleus, p not stated)"
+        1.0, "draw from the fewest tokens with at least this probability; 1 is off (paper: nucleus, p not stated)", gt=0, le=1
     )
     kv_cache: bool = opt(True, "cache keys and values; false reads the whole prefix for each token (paper's speed 1.00)")
-
-    def checks(self, config: Config) -> Checks:
-        return [
-            (self.temperature >= 0, "sampler.temperature must not be negative"),
-            (self.top_k >= 0, "sampler.top_k must not be negative"),
-            (0 < self.top_p <= 1, "sampler.top_p must lie above 0 and not above 1"),
-        ]
 
     def label(self) -> str:
         """Return the name in tables."""
@@ -114,31 +104,26 @@ class Ar(Method):
 
     title = "AR"
     groups = {"model": ArConfig, "objective": ArObjective, "sampler": ArSampler}
-    supports = FILLS_IN
+    supports = FILL
     exact_likelihood = True
-    publication = Publication(("ar",), "ar", tensors=("backbone.vocab_embed.embedding",))
+    signature = CheckpointSignature(("ar",), "ar", tensors=("backbone.vocab_embed.embedding",))
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        m: ArConfig = config.model
         self.config = config
-        vocab_size = config.data.vocab_size
-        ids, self.mask_id = (vocab_size + 1, vocab_size) if m.mask_id == -1 else (vocab_size, m.mask_id)
-        self.backbone = CausalTransformer(ids, m.hidden, m.depth, m.heads, m.mlp_ratio, m.dropout)
+        ids, self.mask_id = with_mask(config.model.mask_id, config.data.vocab_size)
+        self.backbone = CausalTransformer(ids, config.model)
         # Exactly one is 1: positions before a row, or positions of a row that are not predicted.
-        self.before, self.unpredicted = (1, 0) if m.start_id == -1 else (0, 1)
+        self.before, self.unpredicted = (1, 0) if config.model.start_id == -1 else (0, 1)
         self.loss_weights = {"ce": 1.0}
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
         data, mask_id = paper_data(base)
-        sizes = ddit_model(base)
+        sizes = {key: value for key, value in ddit_model(base).items() if key in ("hidden", "depth", "heads", "dropout")}
         start_id = START_IDS.get(data.tokenizer, -1) if data.frame else -1
-        model = ArConfig(
-            hidden=sizes["hidden"], depth=sizes["depth"], heads=sizes["heads"], dropout=sizes["dropout"],
-            mask_id=mask_id, start_id=start_id,
-        )  # fmt: skip
-        return adapted(base, name, ArObjective(ce_chunk=base.objective.ce_chunk), ArSampler(), model, data)
+        model, objective = ArConfig(**sizes, mask_id=mask_id, start_id=start_id), ArObjective(ce_chunk=base.objective.ce_chunk)
+        return adapted(base, name, objective=objective, sampler=ArSampler(), model=model, data=data)
 
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
@@ -156,18 +141,16 @@ class Ar(Method):
     # ------------------------------------------------------------ reading
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
-        nll_BL, mask_BL = self._predicted(batch)
-        return {"ce": reduce_loss(nll_BL, mask_BL, self.config.objective.reduction)}
+        return {"ce": reduce_loss(self._predicted(batch), batch, self.config.objective.reduction, self.unpredicted)}
 
     @torch.no_grad()
     def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
         """Compute the exact likelihood; a first token that is never predicted does not count."""
-        return Likelihood.over(self._predicted(batch)[0].double(), batch.real_BL[:, self.unpredicted :])
+        return Likelihood.over(self._predicted(batch).double(), batch.real_BL[:, self.unpredicted :])
 
-    def _predicted(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return the NLL of the predicted tokens of each row, and the mask of the real ones."""
-        nll_BL = self.token_nll(batch.tokens_BL)[:, self.unpredicted :]
-        return nll_BL, None if batch.mask_BL is None else batch.mask_BL[:, self.unpredicted :]
+    def _predicted(self, batch: Batch) -> Tensor:
+        """Return the NLL of the predicted tokens of each row."""
+        return self.token_nll(batch.tokens_BL)[:, self.unpredicted :]
 
     def token_nll(self, tokens_BL: Tensor) -> Tensor:
         """Return -log p(x_i | x_<i) for rows of any length (B, L), with 0 for a first token that is not predicted."""

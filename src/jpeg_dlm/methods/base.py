@@ -6,23 +6,21 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from jpeg_dlm.config import Config
-from jpeg_dlm.errors import CheckpointError, UsageError
-from jpeg_dlm.flow.control import Control
-from jpeg_dlm.flow.latent_sampler import Ability, LatentSampler, Watch, Writer
+from jpeg_dlm.config import Config, TrainConfig
+from jpeg_dlm.flow.guidance import Guidance
 from jpeg_dlm.flow.path import interpolate, per_sample
-from jpeg_dlm.machine.collectives import all_mean
-from jpeg_dlm.methods.jpeg_dlm_config import GROUPS
-from jpeg_dlm.methods.registry import systems_that
-from jpeg_dlm.rng import RowNoise
-from jpeg_dlm.wording import either
+from jpeg_dlm.flow.sampler import Capability, TextSampler, Watch
+from jpeg_dlm.methods.layout import CheckpointSignature, copy_tensors
+from jpeg_dlm.methods.registry import method_class, names
+from jpeg_dlm.util.distributed import all_mean
+from jpeg_dlm.util.errors import UsageError
+from jpeg_dlm.util.rng import RowNoise
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,8 @@ class Batch:
     features_BLF: Tensor | None = None
     before: Batch | None = None
     present_BK: Tensor | None = None
+    # Real tokens at each position of an average micro-batch of the optimizer step; None: of this batch.
+    step_counts_L: Tensor | None = None
 
     @property
     def real_BL(self) -> Tensor:
@@ -46,14 +46,37 @@ class Batch:
 
     @property
     def token_shares(self) -> Tensor:
-        """The weight of each position in `masked_mean`."""
+        """The weight of each position in `token_mean`."""
         if self.mask_BL is None:
             return torch.full(self.tokens_BL.shape, 1 / self.tokens_BL.numel(), device=self.tokens_BL.device)
-        return self.mask_BL / all_mean(self.mask_BL.float().sum()).clamp_min(1)
+        return self.mask_BL / self._mean_count(self.mask_BL)
+
+    def token_mean(self, x_BL: Tensor, first: int = 0) -> Tensor:
+        """Return the mean over the real tokens from position `first`, where x_BL begins, of the whole optimizer step.
+
+        Micro-batches and processes with more real tokens weigh more, so the mean does not depend on how a step is split.
+        """
+        if self.mask_BL is None:
+            return x_BL.mean()
+        mask_BL = self.mask_BL[:, first:]
+        return (x_BL * mask_BL).sum() / self._mean_count(mask_BL, first)
+
+    def token_weight(self) -> Tensor | float:
+        """Return the number of real tokens of this micro-batch relative to the mean of the optimizer step."""
+        if self.mask_BL is None or self.step_counts_L is None:
+            return 1.0
+        return all_mean(self.mask_BL.float().sum()) / self._mean_count(self.mask_BL)
+
+    def _mean_count(self, mask_BL: Tensor, first: int = 0) -> Tensor:
+        counts = all_mean(mask_BL.float().sum()) if self.step_counts_L is None else self.step_counts_L[first:].sum()
+        return counts.clamp_min(1)
 
     def first(self, rows: int) -> Batch:
         """Return the first rows."""
-        return Batch(self.tokens_BL[:rows], None if self.mask_BL is None else self.mask_BL[:rows])
+        per_row = ("tokens_BL", "mask_BL", "features_BLF", "present_BK")
+        kept = {name: x[:rows] for name in per_row if (x := getattr(self, name)) is not None}
+        blocks = 0 if self.present_BK is None else self.present_BK.shape[1]
+        return Batch(**kept, before=None if self.before is None else self.before.first(rows * blocks))
 
     def accuracy(self, tokens_BL: Tensor) -> Tensor:
         """Return the share of real tokens that equal these."""
@@ -69,13 +92,15 @@ class ParameterGroup:
     factor: float = 1.0
 
 
+ENCODER_LR = 3e-3  # of the small encoder's pretraining (measured)
+
 FROZEN = "encoder."  # the frozen encoder is stored once beside a model, never among its tensors
 
 FREE = -1  # in `given`: a position the sampler fills
 
-FILLS_IN: frozenset[Ability] = frozenset({"prompts", "templates"})  # `sample` keeps given tokens
-GUIDED: frozenset[Ability] = frozenset({"prompts", "templates", "guides", "edits"})  # `sample` also takes a `Control`
-GUIDED_LONG: frozenset[Ability] = frozenset({*GUIDED, "long text"})  # and blocks may have a context
+FILL: frozenset[Capability] = frozenset({"prompts", "templates"})  # `sample` keeps given tokens
+GUIDE: frozenset[Capability] = frozenset({"prompts", "templates", "guides", "edits"})  # `sample` also takes `Guidance`
+GUIDE_LONG: frozenset[Capability] = frozenset({*GUIDE, "long text"})  # and blocks may have a context
 
 
 @dataclass(frozen=True)
@@ -91,16 +116,6 @@ class Likelihood:
         return cls((nats_BL * real_BL).sum(1), real_BL.sum(1))
 
 
-@dataclass(frozen=True)
-class Latents:
-    """Clean latents on the scale on which noise is N(0, I), and the functions that use latents of that scale."""
-
-    z_BND: Tensor
-    decode: Callable[[Tensor], Tensor]  # latents to token ids
-    predict: Callable[[Tensor, float], Tensor] | None = None  # one estimate of z from z_t = t z + (1 - t) eps, if there is any
-    logits: Callable[[Tensor, Tensor], Tensor] | None = None  # of a decoder that reads tokens too, if it does
-
-
 def linear_time(ratio: float) -> float:
     """Return the time of the linear path at which noise and signal have the ratio sigma / alpha."""
     return 1 / (1 + ratio)
@@ -112,8 +127,8 @@ def linear_state(z_BND: Tensor, eps_BND: Tensor, ratio: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LatentView:
-    """Functions that studies of the latent space use, in the standardized coordinates in which a model generates.
+class LatentModel:
+    """Functions of the latent space of a method, in the standardized coordinates in which it generates.
 
     Noise is given as sigma / alpha = SNR**-0.5, the same number on every path. The self-conditioning scale is 1 (paper).
     """
@@ -124,31 +139,23 @@ class LatentView:
     noisy: Callable[[Tensor, Tensor, float], Tensor] = linear_state  # the state of the model's own path with this noise
     branch: Callable[[Tensor], Tensor] | None = None  # what sampling does to its last state before decoding
 
-
-@dataclass(frozen=True)
-class Publication:
-    """Facts about the authors' own checkpoints of a system: how to recognize and read them."""
-
-    algo: tuple[str, ...] = ()  # patterns of its names in config.algo.name of Lightning's hyperparameters (Duo, FLM)
-    parameterization: str = ""  # its name in config.parameterization there (MDLM)
-    hub: str = ""  # its name in model_type, architectures or auto_map of a config on the Hugging Face hub
-    keys: frozenset[str] = frozenset()  # keys that its config alone has
-    tensors: tuple[str, ...] = ()  # names, or their ends, of tensors that it has
-    fixed: Mapping[tuple[str, ...], str | bool] = field(default_factory=dict)  # must hold where it is said: no variant of it
-    untold: tuple[str, ...] = ("data.token_len", "model.heads")  # options that leave no trace in the tensors
-    preset: str = "owt1024"  # where options start from, unless the vocabulary is BERT's
+    def tokens(self, z_BND: Tensor) -> Tensor:
+        """Decode latents as sampling does."""
+        return self.decode(self.branch(z_BND) if self.branch else z_BND)
 
 
 class Trainable(nn.Module, ABC):
     """Interface of everything that the trainer trains: a system, a student of one, or a stage before it."""
 
     title: str  # as the paper's tables name it
-    groups: ClassVar[dict[str, type]] = GROUPS
+    groups: ClassVar[dict[str, type]]  # classes of the options `model`, `objective` and `sampler`
     rate_group: ClassVar[str] = "flow"  # key of the learning rate in the config, unless `parameter_groups` says otherwise
     uses_encoder: ClassVar[bool] = False
     uses_context: ClassVar[bool] = False  # whether `model.context_blocks` rows before each row are given in a batch
+    learns_latents: ClassVar[bool] = False  # whether evaluations measure its latents
     has_phases: ClassVar[bool] = False  # whether training ends in another way than it begins, after a share of its steps
     loss_weights: dict[str, float]  # the trainer minimizes the weighted sum; other terms are only reported
+    token_heads: ClassVar[tuple[str, ...]] = ("lm_head", "unembed", "output_layer.linear")  # names, or their ends, of layers
 
     # ------------------------------------------------------------ from options to a first step
 
@@ -168,28 +175,21 @@ class Trainable(nn.Module, ABC):
         return dataclasses.replace(base, method=name)
 
     @classmethod
-    def first_stage(cls, config: Config) -> Config | None:
-        """Return the config of what must be trained before this method; None: nothing."""
-        return None
+    def stages(cls, config: Config) -> list[Config]:
+        """Return the configs of what is trained before this method, in order: its encoder, unless a trained one is named."""
+        own_encoder = cls.needs_encoder(config) and config.encoder.kind == "small" and not config.encoder.name
+        return [encoder_stage(config)] if own_encoder else []
 
     @classmethod
     def with_stage_steps(cls, config: Config, steps: int) -> Config:
-        """Return `config` with so many optimizer steps for its first stage."""
-        raise UsageError(f"{cls.title} has no first stage.")
-
-    @classmethod
-    def student_config(cls, teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None) -> Config:
-        """Return the config of this method as one that goes on from a trained model in `path`."""
-        raise UsageError(f"{cls.title} does not go on from a trained model: leave out --teacher.")
-
-    @classmethod
-    def trained_stage(cls, config: Config) -> Path | None:
-        """Return the path of a model that was trained already and that this method begins with; None: there is none."""
-        return None
+        """Return `config` with so many optimizer steps for the stage before it that is not the encoder."""
+        raise UsageError(f"{cls.title} has no stage before it.")
 
     def start_from(self, stage: Trainable, batches: Iterable[Batch]) -> None:
-        """Take over what the trained first stage learned, before the first step; `batches` are rows to measure it on."""
-        raise UsageError(f"{self.title} has no first stage.")
+        """Take over the weights of a trained model, before the first step; `batches` are rows to measure it on."""
+        if type(stage) is not type(self):
+            raise UsageError(f"{self.title} cannot start from a model of {stage.title}: name one of its own method.")
+        self.import_state(stage.export_state(), f"the trained {stage.title}")
 
     # ------------------------------------------------------------ steps
 
@@ -201,6 +201,14 @@ class Trainable(nn.Module, ABC):
         """Return all trainable parameters, by group."""
         trained = {n: p for n, p in self.named_parameters() if p.requires_grad and not n.startswith(FROZEN)}
         return [ParameterGroup(self.rate_group, trained)]
+
+    def hidden_matrices(self) -> frozenset[str]:
+        """Return the names of the parameters that map vectors to vectors: what Muon may orthogonalize.
+
+        Embeddings, position tables, learned tokens, heads over the vocabulary, scalar gates, norms and biases are none.
+        """
+        linear = {n: m for n, m in self.named_modules() if isinstance(m, nn.Linear) and not n.endswith(self.token_heads)}
+        return frozenset(f"{name}.weight" for name, layer in linear.items() if min(layer.weight.shape) > 1)
 
     def after_step(self, step: int, total: int) -> None:
         """Do what follows an optimizer step, such as a target network's moving average."""
@@ -237,8 +245,8 @@ class Trainable(nn.Module, ABC):
         """Return the share of tokens that survive encoding and decoding with these options; None if the method has neither."""
         return None
 
-    def latent_space(self, batch: Batch) -> Latents | None:
-        """Return the latents of a batch of text; None for a method that learns no latent space."""
+    def latent_model(self) -> LatentModel | None:
+        """Return the functions of its latent space; None for a method that denoises no latents."""
         return None
 
     # ------------------------------------------------------------ files
@@ -252,12 +260,21 @@ class Trainable(nn.Module, ABC):
         copy_tensors({name: t for name, t in self.state_dict().items() if not name.startswith(FROZEN)}, tensors, origin)
 
 
+def encoder_stage(config: Config) -> Config:
+    """Return the config of the encoder's pretraining within a run, the same for every method."""
+    t, plain = config.train, TrainConfig()
+    constant = {"schedule": "cosine", "warmup": 0, "lr_floor": 0.0, "compile": False, "optimizer": "adamw", "init": ""}
+    decay = {"weight_decay": plain.weight_decay, "adam_eps": plain.adam_eps}
+    train = dataclasses.replace(t, steps=t.encoder_steps, lr=ENCODER_LR, **constant, **decay)
+    return dataclasses.replace(config, method="encoder", train=train)
+
+
 class Method(Trainable):
     """A generative model of token rows: it also writes."""
 
-    supports: frozenset[Ability] = frozenset()  # requests that `sample` fulfils
+    supports: frozenset[Capability] = frozenset()  # requests that `sample` fulfils
     exact_likelihood: ClassVar[bool] = False  # whether `likelihood` is the model's own, not a bound with random times
-    publication: ClassVar[Publication | None] = None  # of the authors' checkpoints that `config_of` reads
+    signature: ClassVar[CheckpointSignature | None] = None  # of the authors' checkpoints that `config_of` reads
 
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
@@ -266,62 +283,40 @@ class Method(Trainable):
 
     @abstractmethod
     def sample(
-        self, sampler: Any, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None,
-        control: Control | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        sampler: Any,
+        noise: RowNoise,
+        watch: Watch | None = None,
+        given_BL: Tensor | None = None,
+        guidance: Guidance | None = None,
+    ) -> Tensor:
         """Write token ids (B, L), a row for each of the noise; `given_BL` holds ids to keep and FREE elsewhere.
 
-        `control` is passed only to methods that support guides or edits; the others may leave it out of their signature.
+        `guidance` is passed only to methods that support guides or edits; the others may leave it out of their signature.
         """
 
     def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood | None:
         """Compute how probable the model finds rows; None if it cannot say."""
         return None
 
-    @property
-    def latent_sampler(self) -> LatentSampler | None:
-        """Algorithm 2 of JPEG-DLM on this method's networks; None for a method that samples in another way."""
-        return None
 
-    def latent_view(self) -> LatentView | None:
-        """Return what studies of the latent space use; None for a method that does not denoise latents."""
-        return None
+def require_capability(capability: Capability, writer: TextSampler, condition: str = "") -> None:
+    """Refuse a request that a model does not take; `condition` says which models of its method do."""
+    if capability not in writer.supports:
+        remedy = condition or "docs/methods.md lists what each system takes"
+        raise UsageError(f"This model of {writer.title} does not take {capability}: {remedy}.")
 
 
-@torch.no_grad()
-def copy_tensors(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], origin: str) -> None:
-    """Fill `own` in place; missing, extra and misshapen tensors are refused before anything changes."""
-    for problem, names in (("lacks", own.keys() - tensors.keys()), ("has the unknown", tensors.keys() - own.keys())):
-        if names:
-            raise CheckpointError(
-                f"'{origin}' {problem} tensor '{min(names)}' (one of {len(names)}): it is of another model or method."
-            )
-    for name, tensor in tensors.items():
-        if own[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"'{origin}' has {tuple(tensor.shape)} for '{name}' where the config needs {tuple(own[name].shape)}: "
-                "use the config it was trained with."
-            )
-        if own[name].is_floating_point() != tensor.is_floating_point():
-            raise CheckpointError(f"'{origin}' has {tensor.dtype} for '{name}' where {own[name].dtype} is needed: restore it.")
-    for name, tensor in tensors.items():
-        own[name].copy_(tensor)
-
-
-def require(ability: Ability, writer: Writer, condition: str = "") -> None:
-    """Refuse a request that a writer does not take, and name the methods that do, and on which condition."""
-    if ability in writer.supports:
-        return
-    if writer.latent_sampler is not None and writer.latent_sampler.logits is None:
-        raise UsageError(f"{writer.title} has no gradient and takes no {ability}: use the model that it was exported from.")
-    able = systems_that(lambda system: ability in system.supports)
-    instead = " ".join(["use", either(able), *filter(None, [condition])]) if able else "no method does"
-    who = f"This model of {writer.title}" if condition else writer.title
-    raise UsageError(f"{who} does not take {ability}: {instead}.")
+def system_class(name: str) -> type[Method]:
+    """Return the class of a method that writes."""
+    cls = method_class(name)
+    if not issubclass(cls, Method):
+        raise UsageError(f"'{name}' writes no text: choose one of {', '.join(names('system'))}.")
+    return cls
 
 
 def masked_mean(x_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
-    """Return the mean over real tokens of the global batch."""
+    """Return the mean over chosen tokens of this micro-batch on all processes."""
     if mask_BL is None:
         return x_BL.mean()
     return (x_BL * mask_BL).sum() / all_mean(mask_BL.float().sum()).clamp_min(1)

@@ -1,33 +1,177 @@
 """COSMOS: diffusion in the latent space of a codec that is trained first and then frozen (2506.21170).
 
-This is stage two; stage one is `methods.cosmos_codec`. Time runs from data (t = 0) to noise (t = 1).
-Shapes: B batch, L tokens, N latents, D latent width.
+Stage one is `CosmosCodec`, an autoencoder of frozen text features with augmentations for robust latents; its networks are those
+of JPEG-DLM (paper). Stage two is `Cosmos`, a variance-preserving diffusion z_t = alpha z_0 + sigma eps, whose time runs from
+data (t = 0) to noise (t = 1). (COSMOS) marks values of its public code, (paper) values of the comparison with JPEG-DLM.
+Shapes: B batch, L tokens, N latents, D latent width, F feature width.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.config import Config
-from jpeg_dlm.errors import UsageError
-from jpeg_dlm.flow.control import Control, Origin, Steering, keep_given, steering
+from jpeg_dlm.config import LARGEST_STEPS, Checks, Config, StepSampler, codec_checks, opt
+from jpeg_dlm.flow.guidance import EditSource, Guidance, GuidedDecoder, guided_decoder, keep_given
 from jpeg_dlm.flow.path import per_row, per_sample
+from jpeg_dlm.flow.sampler import Watch
 from jpeg_dlm.flow.vp import TanSchedule
-from jpeg_dlm.machine.collectives import all_mean
-from jpeg_dlm.methods.base import GUIDED, Batch, Latents, LatentView, Method, Trainable, Watch, copy_tensors
-from jpeg_dlm.methods.common.standardization import VARIANCE_FLOOR, Standardization
-from jpeg_dlm.methods.cosmos_codec import Codec, CosmosCodec
-from jpeg_dlm.methods.cosmos_config import GROUPS, CosmosModel, CosmosObjective, CosmosSampler, codec_stage, cosmos_preset
+from jpeg_dlm.methods.base import GUIDE, Batch, LatentModel, Method, Trainable
+from jpeg_dlm.methods.discrete import CE_CHUNK
+from jpeg_dlm.methods.jpeg_dlm_config import CodecSizes
+from jpeg_dlm.methods.layout import copy_tensors
+from jpeg_dlm.methods.regularizers import VARIANCE_FLOOR, Standardization
+from jpeg_dlm.nn.perceiver import Compressor, Decompressor
+from jpeg_dlm.nn.token_loss import most_probable, token_nll
 from jpeg_dlm.nn.unet_transformer import UNetTransformer
-from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.util.distributed import all_mean
+from jpeg_dlm.util.errors import UsageError
+from jpeg_dlm.util.rng import RowNoise
+
+PAPER_PRESETS = ("lm1b", "owt1024", "owt128")
+CODEC_CLIP = 10.0  # largest gradient norm of stage one (COSMOS)
+MASK_SHARE, MASK_PROB = 0.5, 0.3  # share of rows that hide tokens from the compressor, probability of hiding one (paper)
+NOISE_SHARE, DELTA = 0.5, 0.7  # share of rows with features delta * h + sqrt(1 - delta**2) * eps (paper)
+LATENT_MASK_PROB = 0.4  # probability of zeroing a coordinate of the latents, not rescaled (paper)
+T_MIN, T_END = 1e-5, 0.05  # smallest time in training, and the time at which the reverse SDE ends (COSMOS)
+SC_PROB = 0.5  # probability of self-conditioning, one coin per batch (COSMOS)
+
+
+@dataclass(frozen=True)
+class CosmosModel(CodecSizes):
+    """Sizes of the codec, as in JPEG-DLM (paper), and of the diffusion network."""
+
+    hidden: int = opt(768, "H, width of the diffusion network (COSMOS)", ge=1, le=1 << 16)
+    depth: int = opt(12, "layers of the diffusion network (COSMOS)", ge=1, le=1024)
+    heads: int = opt(12, "attention heads of the diffusion network (COSMOS)", ge=1, le=1024)
+
+    def checks(self, config: Config) -> Checks:
+        return codec_checks(self, config.data.token_len)
+
+
+@dataclass(frozen=True)
+class CosmosObjective:
+    """Budget of stage one, and memory of its token loss."""
+
+    codec_steps: int = opt(
+        0, "optimizer steps of stage one; 0: train.steps, as in stage two (COSMOS: 200k)", ge=0, le=LARGEST_STEPS
+    )
+    ce_chunk: int = opt(0, CE_CHUNK, ge=0, le=1 << 30)
+
+
+@dataclass(frozen=True)
+class CosmosSampler(StepSampler):
+    """Options of the reverse SDE."""
+
+    steps: int = opt(200, "Euler steps of the reverse SDE (paper)", ge=1, le=100_000)
+
+    def label(self) -> str:
+        return f"{self.steps} SDE steps"
+
+
+GROUPS: dict[str, type] = {"model": CosmosModel, "objective": CosmosObjective, "sampler": CosmosSampler}
+
+
+def cosmos_preset(base: Config) -> Config:
+    """Adapt COSMOS to a preset: JPEG-DLM's data, encoder and sizes, with COSMOS's own recipe at the paper's sizes."""
+    model = CosmosModel(**{f.name: getattr(base.model, f.name) for f in fields(CosmosModel)})
+    objective, train = CosmosObjective(ce_chunk=base.objective.ce_chunk), base.train
+    if base.preset in PAPER_PRESETS:
+        objective = replace(objective, codec_steps=200_000)
+        batch, accumulation = (64, 1) if base.data.token_len <= 128 else (16, 4)  # 512 rows per step on 8 devices (COSMOS)
+        adam = {"lr": 2e-4, "codec_lr": 2e-4, "beta2": 0.98, "adam_eps": 1e-6, "weight_decay": 1e-5, "clip": 1.0}
+        budget = {"steps": 500_000, "batch": batch, "accumulation": accumulation}
+        train = replace(train, **adam, **budget, warmup=1000, schedule="constant", ema=0.9999)
+    encoder = replace(base.encoder, scale="per_channel")  # (COSMOS); also correct for layers with another scale than ELF's
+    groups = {"model": model, "objective": objective, "sampler": CosmosSampler()}
+    return replace(base, method="cosmos", encoder=encoder, train=train, **groups)
+
+
+def codec_stage(config: Config) -> Config:
+    """Return the config of stage one of a run of COSMOS."""
+    train = config.train
+    floor = 0.5 if config.preset in PAPER_PRESETS else 0.0  # (COSMOS: from 2e-4 to 1e-4)
+    steps = config.objective.codec_steps or train.steps
+    train = replace(train, steps=steps, clip=CODEC_CLIP, schedule="cosine", lr_floor=floor)
+    return replace(config, method="cosmos-codec", train=train)
+
+
+# ---------------------------------------------------------------- stage one
+
+
+class Codec(nn.Module):
+    """Maps features to latents, latents to features, and features to logits; its latents are not standardized."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        m: CosmosModel = config.model
+        self.compressor = Compressor(m, config.data.token_len, config.encoder.feature_dim)
+        self.decompressor = Decompressor(m, config.data.token_len, config.encoder.feature_dim)
+        self.unembed_proj = nn.Linear(config.encoder.feature_dim, m.proj_dim)
+        self.lm_head = nn.Linear(m.proj_dim, config.data.vocab_size)
+
+    def project(self, h: Tensor) -> Tensor:
+        """Map features to logits through two linear layers with a GELU between them."""
+        return self.lm_head(F.gelu(self.unembed_proj(h)))
+
+    def greedy(self, z_BND: Tensor) -> Tensor:
+        """Decode latents to the most probable tokens."""
+        return most_probable(self.project, self.decompressor(z_BND), self.lm_head.out_features)
+
+
+class CosmosCodec(Trainable):
+    """Training of the codec, which does not generate text."""
+
+    title = "COSMOS codec"
+    groups = GROUPS
+    rate_group = "codec"
+    uses_encoder = True
+
+    def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
+        super().__init__()
+        self.config, self.encoder = config, encoder
+        self.codec = Codec(config)
+        self.loss_weights = {"ce": 1.0, "feat": 1.0}  # (COSMOS)
+
+    @classmethod
+    def adapt(cls, base: Config, name: str) -> Config:
+        return codec_stage(cosmos_preset(base))
+
+    def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
+        h_BLF = self.features(batch)
+        z_BND = self.codec.compressor(*self.corrupt(h_BLF, batch.mask_BL, noise))
+        z_BND = z_BND * (noise.uniform("latent-mask", *z_BND.shape[1:]) >= LATENT_MASK_PROB)
+        hhat_BLF = self.codec.decompressor(z_BND)
+        nll_BL = token_nll(self.codec.project, hhat_BLF, batch.tokens_BL, self.config.objective.ce_chunk)
+        return {"ce": batch.token_mean(nll_BL), "feat": batch.token_mean(((hhat_BLF - h_BLF) ** 2).mean(-1))}
+
+    def corrupt(self, h_BLF: Tensor, mask_BL: Tensor | None, noise: RowNoise) -> tuple[Tensor, Tensor]:
+        """Return the augmented features and mask for the compressor.
+
+        The first rows of the global batch have hidden tokens, which are not attended to, the next ones noisy features.
+        """
+        total, place_B = noise.total or len(noise.rows), noise.places_B
+        masked_B = place_B < MASK_SHARE * total
+        noisy_B = ~masked_B & (place_B < (MASK_SHARE + NOISE_SHARE) * total)
+        hidden_BL = masked_B[:, None] & (noise.uniform("token-mask", h_BLF.shape[1]) < MASK_PROB)
+        noisy_BLF = DELTA * h_BLF + (1 - DELTA**2) ** 0.5 * noise.normal("feature", *h_BLF.shape[1:])
+        seen_BL = ~hidden_BL if mask_BL is None else mask_BL & ~hidden_BL
+        return torch.where(per_row(noisy_B, h_BLF), noisy_BLF, h_BLF), seen_BL
+
+    @torch.no_grad()
+    def reconstruction(self, batch: Batch, sampler: Any = None) -> Tensor:
+        """Return the share of real tokens that are reconstructed from their own latents, without augmentation."""
+        return batch.accuracy(self.codec.greedy(self.codec.compressor(self.features(batch), batch.mask_BL)))
+
+
+# ---------------------------------------------------------------- stage two
 
 
 class Cosmos(Standardization, Method):
@@ -36,33 +180,25 @@ class Cosmos(Standardization, Method):
     title = "COSMOS"
     groups = GROUPS
     uses_encoder = True
-    supports = GUIDED
+    learns_latents = True
+    supports = GUIDE
 
     def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
         super().__init__()
-        m: CosmosModel = config.model
         self.config, self.encoder = config, encoder
         self.codec = Codec(config).requires_grad_(False)
-        self.network = UNetTransformer(m.latent_dim, m.hidden, m.depth, m.heads, m.mlp_ratio)
-        self.schedule = TanSchedule(config.objective.schedule_d)
-        self.start_statistics(m.latent_len, m.latent_dim)
+        self.network = UNetTransformer(config.model)
+        self.schedule = TanSchedule()
+        self.start_statistics(config.model.latent_len, config.model.latent_dim)
         self.loss_weights = {"x0": 1.0}
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
         return cosmos_preset(base)
 
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode of the network; the frozen codec stays in eval mode, without dropout."""
-        super().train(mode)
-        self.codec.eval()
-        return self
-
-    # ------------------------------------------------------------ after stage one
-
     @classmethod
-    def first_stage(cls, config: Config) -> Config:
-        return codec_stage(config)
+    def stages(cls, config: Config) -> list[Config]:
+        return [*super().stages(config), *([] if config.train.init else [codec_stage(config)])]
 
     @classmethod
     def with_stage_steps(cls, config: Config, steps: int) -> Config:
@@ -70,7 +206,7 @@ class Cosmos(Standardization, Method):
 
     def start_from(self, stage: Trainable, batches: Iterable[Batch]) -> None:
         if not isinstance(stage, CosmosCodec):
-            raise UsageError(f"COSMOS starts from the codec of its own first stage, not from {stage.title}.")
+            return super().start_from(stage, batches)
         copy_tensors(self.codec.state_dict(), stage.codec.state_dict(), "the first stage")
         self.measure(batches)
 
@@ -88,64 +224,65 @@ class Cosmos(Standardization, Method):
         for buffer, value in ((self.latent_mean, mean), (self.latent_scale, scale)):
             buffer.copy_(all_mean(value.to(buffer)))  # already equal up to rounding on different devices
 
-    # ------------------------------------------------------------ training
-
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
-        o: CosmosObjective = self.config.objective
         z_0 = self.encode(batch)
-        t = o.t_min + (1 - o.t_min) * noise.uniform("time")
+        t = T_MIN + (1 - T_MIN) * noise.uniform("time")
         alpha, sigma = self.schedule.alpha_sigma(per_row(t, z_0))
         z_t = alpha * z_0 + sigma * noise.normal("latent", *z_0.shape[1:])
         s = None
-        if noise.shared_coin("self_condition", o.sc_prob):
+        if noise.shared_coin("self_condition", SC_PROB):
             with torch.no_grad():
-                s = self.predict(z_t, t)
-        return {"x0": F.mse_loss(self.predict(z_t, t, s), z_0)}
-
-    def predict(self, z_t: Tensor, t: Tensor, s: Tensor | None = None) -> Tensor:
-        """Predict the clean standardized latents from z_t at times t (B), given an earlier prediction s (None: zeros)."""
-        return self.network(z_t, t, s)
+                s = self.network(z_t, t, None)
+        return {"x0": F.mse_loss(self.network(z_t, t, s), z_0)}
 
     # ------------------------------------------------------------ sampling
 
     @torch.no_grad()
     def sample(
-        self, sampler: CosmosSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None,
-        control: Control | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        sampler: CosmosSampler,
+        noise: RowNoise,
+        watch: Watch | None = None,
+        given_BL: Tensor | None = None,
+        guidance: Guidance | None = None,
+    ) -> Tensor:
         """Write rows; `watch` sees what the latents themselves decode to."""
-        steer = steering(self.logits, given_BL, control)
-        z = self.sample_latents(sampler, noise, watch, steer, control.origin if control else None)
-        tokens = self.greedy(steer.refined(z) if steer else z)
+        guided = guided_decoder(self.logits, given_BL, guidance)
+        z = self.sample_latents(sampler, noise, watch, guided, guidance.source if guidance else None)
+        tokens = self.greedy(guided.refine(z) if guided else z)
         if watch:
             watch(sampler.steps, sampler.steps, 1.0, lambda: tokens)
         return keep_given(tokens, given_BL)
 
     @torch.no_grad()
     def sample_latents(
-        self, sampler: CosmosSampler, noise: RowNoise, watch: Watch | None = None, steer: Steering | None = None,
-        origin: Origin | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Run Euler steps of the reverse SDE from noise or an origin, self-conditioned; the last step adds no noise."""
+        self,
+        sampler: CosmosSampler,
+        noise: RowNoise,
+        watch: Watch | None = None,
+        guided: GuidedDecoder | None = None,
+        source: EditSource | None = None,
+    ) -> Tensor:
+        """Run Euler steps of the reverse SDE from noise or a text, self-conditioned; the last step adds no noise."""
         draw, shape, begin = noise.streams("sample"), self.latent_mean.shape, 1.0
         mean, std, x0 = torch.zeros(()), 1.0, None
-        if origin:
-            mean = origin.clean(self.logits)
-            begin = self.schedule.time(origin.noise / origin.time) if origin.time else 1.0
-            if begin <= sampler.t_end:
+        if source:
+            mean = source.clean(self.logits)
+            begin = self.schedule.time(source.noise / source.time) if source.time else 1.0
+            if begin <= T_END:
                 return mean
             alpha, std = map(float, self.schedule.alpha_sigma(torch.tensor(begin, dtype=torch.float64)))
             mean = alpha * mean
-        times = torch.linspace(begin, sampler.t_end, sampler.steps + 1, dtype=torch.float64).tolist()
+        times = torch.linspace(begin, T_END, sampler.steps + 1, dtype=torch.float64).tolist()
         for step, (t, after) in enumerate(pairwise(times)):
             z = mean + std * draw.normal(*shape)
-            x0 = self.predict(z, torch.full((len(z),), t, device=z.device), x0)
-            if steer:
-                x0 = steer.moved(x0, self.linear_time(t))
+            x0 = self.network(z, torch.full((len(z),), t, device=z.device), x0)
+            if guided:
+                x0 = guided.nudge(x0, self.linear_time(t))
             mean, std = self.schedule.reverse_step(z, x0, t, after - t)
             if watch:
                 watch(step, sampler.steps, self.linear_time(t), lambda x0=x0: self.greedy(x0))
-        return x0 if x0 is not None and sampler.result == "x0" else mean
+        return mean
 
     def linear_time(self, t: float) -> float:
         """Return the time of the linear path at which noise and signal have the ratio that they have here at t."""
@@ -165,30 +302,22 @@ class Cosmos(Standardization, Method):
 
     def greedy(self, z_standardized: Tensor) -> Tensor:
         """Decode standardized latents to the most probable tokens."""
-        return self.logits(z_standardized).argmax(-1)
+        return self.codec.greedy(self.unstandardize(z_standardized))
 
     def logits(self, z_standardized: Tensor) -> Tensor:
         """Decode standardized latents."""
-        return self.codec.logits(self.unstandardize(z_standardized))
+        return self.codec.project(self.codec.decompressor(self.unstandardize(z_standardized)))
 
     @torch.no_grad()
     def reconstruction(self, batch: Batch, sampler: CosmosSampler | None = None) -> Tensor:
         """Return the share of real tokens that are reconstructed from their own latents."""
         return batch.accuracy(self.greedy(self.encode(batch)))
 
-    def latent_space(self, batch: Batch) -> Latents:
-        def predict(z_t: Tensor, t: float) -> Tensor:
-            """Predict from the state of COSMOS's own path with the same SNR."""
-            return self.predict_once(z_t / math.hypot(t, 1 - t), (1 - t) / t)
-
-        return Latents(self.encode(batch), self.greedy, predict)
-
-    def latent_view(self) -> LatentView:
-        """Return the functions that studies use; states are variance-preserving."""
-        return LatentView(
-            self.encode, self.predict_once, self.greedy, noisy=lambda z, eps, ratio: (z + ratio * eps) / math.hypot(1, ratio)
+    def latent_model(self) -> LatentModel:
+        """Return the functions of its latent space; states are variance-preserving."""
+        return LatentModel(
+            self.encode,
+            predict=lambda z_t, ratio: self.network(z_t, per_sample(self.schedule.time(ratio), z_t)),
+            decode=self.greedy,
+            noisy=lambda z, eps, ratio: (z + ratio * eps) / math.hypot(1, ratio),
         )
-
-    def predict_once(self, z_t: Tensor, ratio: float) -> Tensor:
-        """Predict the clean latents behind a state with this sigma / alpha, with zero self-conditioning (paper)."""
-        return self.predict(z_t, per_sample(self.schedule.time(ratio), z_t))

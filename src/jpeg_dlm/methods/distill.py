@@ -10,47 +10,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.config import Checks, Config, TrainConfig, opt, with_files
-from jpeg_dlm.errors import UsageError
-from jpeg_dlm.flow.grids import make_grid
-from jpeg_dlm.flow.path import interpolate, per_row
-from jpeg_dlm.flow.sampler_config import SamplerConfig
+from jpeg_dlm.config import Checks, Config, TrainConfig, opt
+from jpeg_dlm.flow.path import SC_PROB, interpolate, make_grid, per_row
 from jpeg_dlm.methods.base import Batch, Trainable, copy_tensors
-from jpeg_dlm.methods.jpeg_dlm import JpegDlm, build_dit
-from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel, JpegDlmObjective
-from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.methods.jpeg_dlm_config import GROUPS, JpegDlmModel, JpegDlmObjective, SamplerConfig
+from jpeg_dlm.nn.dit import DiT
+from jpeg_dlm.util.errors import UsageError
+from jpeg_dlm.util.rng import RowNoise
 
 NESTED = ("uniform", "quantile")  # grids in which every m-th time forms the grid with m times fewer steps
 
 
 @dataclass(frozen=True)
-class StudentObjective(JpegDlmObjective):
-    """The objective of the trained model that a student starts from."""
-
-    teacher: str = opt("", "model folder, run or checkpoint to start from")
-
-    def checks(self, config: Config) -> Checks:
-        return [*super().checks(config), (bool(self.teacher), "a student needs a trained model: name it with --teacher")]
-
-
-@dataclass(frozen=True)
-class DistillObjective(StudentObjective):
+class DistillObjective(JpegDlmObjective):
     """Options of distillation; sampler.steps is the number of the student's steps."""
 
-    sub_steps: int = opt(4, "teacher steps per student step (ELF: 4 to 64)")
+    sub_steps: int = opt(4, "teacher steps per student step (ELF: 4 to 64)", ge=1, le=1024)
 
     def checks(self, config: Config) -> Checks:
         return [
             *super().checks(config),
+            (bool(config.train.init), "a student needs a trained model: name it with --teacher"),
             (not config.model.context_blocks, "a student writes without context: choose a teacher with model.context_blocks 0"),
-            (self.sub_steps >= 1, "objective.sub_steps must be at least 1"),
             (not config.model.shared, "a student needs --model.shared false, as its decode branch is the teacher's"),
             (
                 config.sampler.grid in NESTED and config.sampler.solver == "euler",
@@ -59,89 +46,55 @@ class DistillObjective(StudentObjective):
         ]
 
 
-def continued(
-    teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None, method: str, objective: type[StudentObjective]
-) -> Config:  # fmt: skip
-    """Return the config of a method that continues from a trained JPEG-DLM, with its sizes, text, tokenizer and encoder."""
-    if not isinstance(teacher.objective, JpegDlmObjective):
-        raise UsageError(f"'{path}' holds a model of {teacher.method}: a student needs a teacher of jpeg-dlm.")
-    plain = {f.name: getattr(teacher.objective, f.name) for f in fields(JpegDlmObjective)}
-    student = replace(
-        teacher, method=method, objective=objective(**plain, teacher=str(path)),
-        train=replace(teacher.train, init=""),  # where the teacher itself started
-    )  # fmt: skip
-    return with_files(student, tokenizer, encoder)
-
-
 def jump_target(z_s: Tensor, z_t: Tensor, t_s: Tensor, t_t: Tensor) -> Tensor:
     """Return the clean prediction at (z_s, t_s) whose straight path passes through z_t at t_t (ELF)."""
     return z_s + per_row((1 - t_s) / (t_t - t_s), z_s) * (z_t - z_s)
 
 
-class Student(JpegDlm):
-    """A JPEG-DLM that starts from a trained one and keeps its codec."""
-
-    @classmethod
-    def adapt(cls, base: Config, name: str) -> Config:
-        raise UsageError("A student takes its sizes from a trained model: name it with --teacher.")
-
-    @classmethod
-    def trained_stage(cls, config: Config) -> Path:
-        return Path(config.objective.teacher)
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode of networks that are trained; frozen modules stay in eval mode, without dropout."""
-        super().train(False)
-        self.training = mode
-        for network in (self.dit, self.predictor):
-            if network is not None and any(p.requires_grad for p in network.parameters()):
-                network.train(mode)
-        return self
-
-    def after_step(self, step: int, total: int) -> None:
-        """Do nothing: the target compressor is frozen too."""
-
-
-class Distill(Student):
+class Distill(JpegDlm):
     """The student. It holds its teacher's network while it trains, which is not saved in a model folder."""
 
     title = "JPEG-DLM, distilled"
-    groups = {"model": JpegDlmModel, "objective": DistillObjective, "sampler": SamplerConfig}
+    groups = {**GROUPS, "objective": DistillObjective}
+    config: Config[JpegDlmModel, DistillObjective, SamplerConfig]
 
     def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
         super().__init__(config, encoder)
-        self.teacher = build_dit(config)
+        self.teacher = DiT(config.model)
         trained = {id(p) for p in self.dit.parameters() if p.requires_grad}
         for parameter in self.parameters():
             parameter.requires_grad_(id(parameter) in trained)
         self.loss_weights = {"jump": 1.0}
 
     @classmethod
-    def student_config(cls, teacher: Config, path: Path, tokenizer: Path | None, encoder: Path | None) -> Config:
+    def adapt(cls, base: Config, name: str) -> Config:
         """Return the config of a student with 4 steps, and a tenth of the teacher's optimizer steps and rate (assumed)."""
-        config = continued(teacher, path, tokenizer, encoder, "distill", DistillObjective)
-        s: SamplerConfig = teacher.sampler
-        grid = s.grid if s.grid in NESTED else "quantile"
-        sampler = replace(s, steps=4, solver="euler", grid=grid, times=(), protocol="default")
-        t: TrainConfig = config.train
+        if not isinstance(base.objective, JpegDlmObjective):
+            raise UsageError(f"A student needs a teacher of jpeg-dlm, not of {base.method}.")
+        plain = {f.name: getattr(base.objective, f.name) for f in fields(JpegDlmObjective)}
+        s: SamplerConfig = base.sampler
+        sampler = replace(s, steps=4, solver="euler", grid=s.grid if s.grid in NESTED else "quantile")
+        t: TrainConfig = base.train
         train = replace(t, steps=max(1, t.steps // 10), lr=t.lr / 10, schedule="constant", warmup=0, ema_warmup=True)
-        return replace(config, train=train, sampler=sampler, model=replace(teacher.model, shared=False))
+        model, objective = replace(base.model, shared=False), DistillObjective(**plain)
+        return replace(base, method=name, train=train, sampler=sampler, model=model, objective=objective)
 
     def start_from(self, stage: Trainable, batches: Iterable[Batch]) -> None:
         """Initialize the student with the weights of its teacher."""
         if not isinstance(stage, JpegDlm):
             raise UsageError(f"A student needs a teacher of jpeg-dlm, not of {stage.title}.")
-        own = self.export_state()
-        decode = stage.dit if stage.predictor is None else stage.predictor
-        branches = {"dit.": stage.dit, "predictor.": decode}
-        given = {name: t for name, t in stage.export_state().items() if not name.startswith(tuple(branches))}
+        branches = {"dit.": stage.dit, "predictor.": stage.predictor or stage.dit}
+        tensors = {name: t for name, t in stage.export_state().items() if not name.startswith(tuple(branches))}
         for prefix, network in branches.items():
-            given |= {prefix + name: t for name, t in network.state_dict().items()}
-        copy_tensors(own, given, "the teacher")
+            tensors |= {prefix + name: t for name, t in network.state_dict().items()}
+        copy_tensors(self.export_state(), tensors, "the teacher")
         self.compressor.load_state_dict(self.target.state_dict())
         self.teacher.load_state_dict(stage.dit.state_dict())
 
     # ------------------------------------------------------------ training
+
+    def after_step(self, step: int, total: int) -> None:
+        """Do nothing: the target compressor is frozen too."""
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         z_1 = self.target_latents(self.features(batch), batch.mask_BL)
@@ -167,7 +120,7 @@ class Distill(Student):
     @torch.no_grad()
     def earlier_prediction(self, z_s: Tensor, t_s: Tensor, w: Tensor, noise: RowNoise) -> Tensor:
         """Return the self-conditioning input: zeros at t = 0 and in some other rows, else the teacher's prediction."""
-        none = (t_s == 0) | (noise.uniform("self_condition") >= self.config.objective.sc_prob)
+        none = (t_s == 0) | (noise.uniform("self_condition") >= SC_PROB)
         return self.teacher(z_s, t_s, None, w) * per_row(~none, z_s)
 
     @torch.no_grad()

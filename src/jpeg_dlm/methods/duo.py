@@ -19,17 +19,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from jpeg_dlm.config import Checks, Config, opt
-from jpeg_dlm.errors import CheckpointError
-from jpeg_dlm.flow.control import keep_given
-from jpeg_dlm.methods.base import FILLS_IN, Batch, Likelihood, Method, Publication, Watch
-from jpeg_dlm.methods.common.discrete import (
+from jpeg_dlm.config import LARGEST_STEPS, Checks, Config, StepSampler, opt
+from jpeg_dlm.flow.guidance import keep_given
+from jpeg_dlm.methods.argmax_noise import gamma_of, survival
+from jpeg_dlm.methods.base import FILL, Batch, CheckpointSignature, Likelihood, Method, Watch
+from jpeg_dlm.methods.discrete import (
     DIFFUSION_TENSORS,
     PAPER_TOKENIZERS,
     POSITIONS_AT_ONCE,
     T_MIN_SAMPLING,
     DiscreteObjective,
-    ExtendedNetwork,
+    ExtendedDdit,
     LogLinear,
     adapted,
     ddit_model,
@@ -41,12 +41,11 @@ from jpeg_dlm.methods.common.discrete import (
     sampling_times,
     training_times,
 )
-from jpeg_dlm.methods.common.gaussian_argmax import gamma_of, survival
-from jpeg_dlm.methods.common.shared_options import StepSampler
 from jpeg_dlm.nn.ddit import DDiT
-from jpeg_dlm.nn.precision import fp32_island
+from jpeg_dlm.nn.layers import fp32_island
 from jpeg_dlm.nn.token_loss import in_parts
-from jpeg_dlm.rng import RowNoise
+from jpeg_dlm.util.errors import CheckpointError
+from jpeg_dlm.util.rng import RowNoise
 
 BELOW_ONE = math.nextafter(1, 0)  # 1 would always draw the last id, however improbable
 MOST_EXTRA = 128  # assumed: a checkpoint with more extra ids belongs to another tokenizer
@@ -63,34 +62,31 @@ class DuoObjective(DiscreteObjective):
     curriculum: Literal["none", "simple"] = opt(
         "simple", "Gaussian latents in the first part of training (Duo), or tokens only"
     )
-    curriculum_steps: int = opt(0, "steps of the curriculum; 0 is half of train.steps (Duo: 500k of 1M)")
-    gamma_min: float = opt(0.0, "its lowest noise level (Duo: LM1B -3.5, OWT -3.55); both 0: the level with alpha = 0.945")
-    gamma_max: float = opt(0.0, "its highest noise level (Duo: LM1B -1.75, OWT -1.85); both 0: the level with alpha = 0.05")
-    tau: float = opt(1e-3, "temperature of the softmax that the network sees in place of the argmax (Duo)")
+    curriculum_steps: int = opt(
+        0, "steps of the curriculum; 0 is half of train.steps (Duo: 500k of 1M)", ge=0, le=LARGEST_STEPS
+    )
+    gamma_min: float = opt(
+        0.0, "its lowest noise level (Duo: LM1B -3.5, OWT -3.55); both 0: the level with alpha = 0.945", ge=-100, le=100
+    )
+    gamma_max: float = opt(
+        0.0, "its highest noise level (Duo: LM1B -1.75, OWT -1.85); both 0: the level with alpha = 0.05", ge=-100, le=100
+    )
+    tau: float = opt(1e-3, "temperature of the softmax that the network sees in place of the argmax (Duo)", gt=0, le=1e3)
 
     def checks(self, config: Config) -> Checks:
-        return [
-            *super().checks(config),
-            (self.curriculum_steps >= 0 and self.tau > 0, "objective.curriculum_steps must be >= 0 and objective.tau positive"),
-            (
-                self.gamma_min < self.gamma_max or self.gamma_min == self.gamma_max == 0,
-                "objective.gamma_min must be below objective.gamma_max, or both 0",
-            ),
-        ]
+        ordered = self.gamma_min < self.gamma_max or self.gamma_min == self.gamma_max == 0
+        return [(ordered, "objective.gamma_min must be below objective.gamma_max, or both 0")]
 
 
 @dataclass(frozen=True)
 class DuoSampler(StepSampler):
     """Ancestral sampling, in which every token may change at every step."""
 
-    steps: int = opt(128, "steps of equal time (paper: 128 on LM1B, 1024 on OWT)")
+    steps: int = opt(128, "steps of equal time (paper: 128 on LM1B, 1024 on OWT)", ge=1, le=100_000)
     final: Literal["ancestral", "greedy"] = opt(
         "ancestral", "last evaluation: draw from the posterior of clean tokens, or take the most probable tokens (Duo)"
     )
-    top_p: float = opt(1.0, "nucleus sampling: keep the fewest tokens with this probability mass; 1 is off (Duo)")
-
-    def checks(self, config: Config) -> Checks:
-        return [*super().checks(config), (0 < self.top_p <= 1, "sampler.top_p must lie in (0, 1]")]
+    top_p: float = opt(1.0, "nucleus sampling: keep the fewest tokens with this probability mass; 1 is off (Duo)", gt=0, le=1)
 
     def label(self) -> str:
         greedy = ", greedy tail" if self.final == "greedy" else ""
@@ -115,28 +111,26 @@ class Duo(Method):
     """The whole system; only training uses the curriculum, likelihood and sampler do not."""
 
     title = "Duo"
-    supports = FILLS_IN
-    publication = Publication(("duo", "duo_base"), hub="duo", tensors=DIFFUSION_TENSORS)
-    groups = {"model": ExtendedNetwork, "objective": DuoObjective, "sampler": DuoSampler}
+    supports = FILL
+    signature = CheckpointSignature(("duo", "duo_base"), hub="duo", tensors=DIFFUSION_TENSORS)
+    groups = {"model": ExtendedDdit, "objective": DuoObjective, "sampler": DuoSampler}
     has_phases = True  # the curriculum
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        m: ExtendedNetwork = config.model
-        o: DuoObjective = config.objective
         self.config = config
-        self.ids = config.data.vocab_size + m.extra_ids
+        self.ids = config.data.vocab_size + config.model.extra_ids
         self.schedule = LogLinear()
-        self.gammas = curriculum_range(o, self.ids)
-        self.backbone = DDiT(self.ids, m.hidden, m.depth, m.heads, m.cond_dim, m.freq_dim, m.mlp_ratio, m.dropout)
+        self.gammas = curriculum_range(config.objective, self.ids)
+        self.backbone = DDiT(self.ids, config.model)
         self.loss_weights = {"nelbo": 1.0}
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
         gamma_min, gamma_max = PAPER_GAMMAS.get(base.preset, (0.0, 0.0))
         objective = DuoObjective(ce_chunk=base.objective.ce_chunk, gamma_min=gamma_min, gamma_max=gamma_max)
-        model = ExtendedNetwork(**ddit_model(base), extra_ids=int(base.preset == "owt1024"))
-        return adapted(base, name, objective, DuoSampler(sampler_steps(base)), model)
+        model = ExtendedDdit(**ddit_model(base), extra_ids=int(base.preset == "owt1024"))
+        return adapted(base, name, objective=objective, sampler=DuoSampler(sampler_steps(base)), model=model)
 
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
@@ -160,7 +154,7 @@ class Duo(Method):
         t_B = training_times(noise, o).double()
         corrupt = self.gaussian_noised if self.in_curriculum(noise.step) else self.noised
         nats_BL = self.nelbo(batch.tokens_BL, corrupt(batch.tokens_BL, t_B, noise))
-        return {"nelbo": reduce_loss(nats_BL, batch.mask_BL, o.reduction).float()}
+        return {"nelbo": reduce_loss(nats_BL, batch, o.reduction).float()}
 
     def in_curriculum(self, step: int) -> bool:
         """Return True if an optimizer step belongs to the curriculum; evaluation never does."""

@@ -2,49 +2,53 @@
 
 JPEG-DLM's DiT derives from this network, which has one head for the clean features x and a factored unembedding to
 tokens. Each row of a batch trains one of two modes: denoise (x from the noisy z_t) or decode (tokens from features with a
-different amount of noise per token). (ELF) marks values of its paper and code.
+different amount of noise per token). (ELF) marks values of its paper and code, (paper) those of the comparison.
 Shapes: B batch, L tokens, F feature width, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
-from itertools import pairwise
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.config import Config
-from jpeg_dlm.flow.control import Control, keep_given, steering
-from jpeg_dlm.flow.grids import make_grid
-from jpeg_dlm.flow.path import guidance_scale, guided_target, logit_normal, per_row, per_sample
-from jpeg_dlm.flow.solvers import step_back
-from jpeg_dlm.methods.base import (
-    FROZEN,
-    GUIDED,
-    Batch,
-    LatentView,
-    Method,
-    Publication,
-    Watch,
-    copy_tensors,
-    linear_time,
-    masked_mean,
-)
-from jpeg_dlm.methods.common.released_layout import repeated, shapes_of
-from jpeg_dlm.methods.elf_config import GROUPS, ElfSampler, elf_preset
+from jpeg_dlm.config import Config, TrainConfig, opt
+from jpeg_dlm.flow.guidance import Guidance
+from jpeg_dlm.flow.path import SC_PROB, guidance_scale, guided_target, logit_normal, per_row, per_sample
+from jpeg_dlm.flow.sampler import Watch, sample
+from jpeg_dlm.methods.base import FROZEN, GUIDE, Batch, LatentModel, Method, linear_time
+from jpeg_dlm.methods.jpeg_dlm_config import DitSizes, SamplerConfig
+from jpeg_dlm.methods.layout import CheckpointSignature, copy_tensors, repeated, shapes_of
 from jpeg_dlm.nn.dit import Head, LatentTransformer
-from jpeg_dlm.nn.precision import fp32_island
-from jpeg_dlm.nn.token_loss import token_nll
-from jpeg_dlm.rng import RowNoise, chosen_rows
+from jpeg_dlm.nn.layers import fp32_island
+from jpeg_dlm.nn.token_loss import most_probable, token_nll
+from jpeg_dlm.util.rng import RowNoise, chosen_rows
+
+DECODE_PROB = 0.2  # share of rows in decode mode (ELF)
+DECODE_MEAN, DECODE_STD = 0.8, 0.8  # of logit(lambda), the share of clean features in a token to decode (ELF)
+V_FLOOR = 0.05  # smallest 1 - t in a velocity (ELF)
+
+# Half an epoch of 512 rows per step: on OpenWebText 95,000 / 5 / 2 (ELF), on OWT-128 eight times as many shorter rows, and on
+# LM1B about 8.3 M rows of 128 (assumed).
+WARMUP = {"lm1b": 8_100, "owt1024": 9_500, "owt128": 76_000}
+PUBLISHED_FEATURES = 512  # channels of T5-small
+SMALL_STEPS = 32  # least solver steps of small presets: bigram perplexity in nats 8.6, with 8 steps 9.0 (measured)
 
 
-def euler_step(z: Tensor, x: Tensor, t: float, u: float, floor: float) -> Tensor:
-    """Step from t to u along v = (x - z) / max(1 - t, floor)."""
-    return z + (u - t) * (x - z) / max(1 - t, floor)
+@dataclass(frozen=True)
+class ElfObjective:
+    """Options of the two modes, their noise, and self-conditioning."""
+
+    noise_scale: float = opt(2.0, "deviation of the noise at t = 0 (ELF)", gt=0, le=1e3)
+    time_mean: float = opt(-1.5, "mean of logit(t) (ELF)", ge=-100, le=100)
+    time_std: float = opt(0.8, "deviation of logit(t) (ELF)", gt=0, le=100)
+    decode_noise_scale: float = opt(5.0, "deviation of the decode mode's noise (ELF: 5, conditional tasks 1)", ge=0, le=1e3)
+    ce_chunk: int = opt(
+        0, "token positions whose logits exist at once, recomputed in backward; 0 keeps all (assumed)", ge=0, le=1 << 30
+    )
 
 
 class ElfNetwork(LatentTransformer):
@@ -52,10 +56,7 @@ class ElfNetwork(LatentTransformer):
 
     def __init__(self, config: Config) -> None:
         m, width = config.model, config.encoder.feature_dim
-        super().__init__(
-            config.data.token_len, width, m.bottleneck_dim, m.hidden, m.depth, m.heads, m.mlp_ratio,
-            m.freq_dim, m.time_tokens, m.sc_tokens, m.mode_tokens, dropout=0.0,
-        )  # fmt: skip
+        super().__init__(m, config.data.token_len, width)
         self.denoise_head = Head(m.hidden, width)
         self.proj = nn.Linear(m.hidden, m.proj_dim)
         self.unembed = nn.Linear(m.proj_dim, config.data.vocab_size)
@@ -76,10 +77,10 @@ class Elf(Method):
     """The whole system. `encoder` is frozen and may be None for a model that only samples."""
 
     title = "ELF"
-    publication = Publication(tensors=("unembed_kernel",), untold=("data.token_len",))
-    groups = GROUPS
+    signature = CheckpointSignature(tensors=("unembed_kernel",), not_in_tensors=("data.token_len",))
+    groups = {"model": DitSizes, "objective": ElfObjective, "sampler": SamplerConfig}
     uses_encoder = True
-    supports = GUIDED
+    supports = GUIDE
 
     def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
         super().__init__()
@@ -87,10 +88,27 @@ class Elf(Method):
         self.encoder = encoder
         self.dit = ElfNetwork(config)
         self.loss_weights = {"flow": 1.0, "ce": 1.0}
+        self.latent_shape = (config.data.token_len, config.encoder.feature_dim)
+        self.noise_scale, self.v_floor = config.objective.noise_scale, V_FLOOR
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
-        return elf_preset(base)
+        """Return a preset's encoder, tokens and DiT, with ELF's recipe at the paper's sizes or a small preset's budget."""
+        model = DitSizes(**{f.name: getattr(base.model, f.name) for f in fields(DitSizes)})
+        sampler = SamplerConfig(base.sampler.steps, gamma=gamma_for(base.sampler.steps), grid="random")  # (ELF; w is 3)
+        objective = ElfObjective(ce_chunk=base.objective.ce_chunk)
+        if base.preset in WARMUP:
+            train = paper_training(base)
+        else:  # better texts than AdamW at the preset's rate and noise of scale 2 (measured on smoke)
+            train = replace(base.train, optimizer="muon", lr=1e-2, weight_decay=0.0)
+            # Narrow features bear less noise: matched with their own noisy versions, 73% of the tokens of a 128-wide encoder
+            # are identified at the published 5, and 90% at 2.5, as with 512 independent channels at 5 (measured).
+            decode_noise = objective.decode_noise_scale * (base.encoder.feature_dim / PUBLISHED_FEATURES) ** 0.5
+            objective = replace(objective, noise_scale=1.0, decode_noise_scale=decode_noise)
+            # With a few steps, random times leave gaps, and samples were worse than shuffled text (measured).
+            steps = max(SMALL_STEPS, base.sampler.steps)
+            sampler = SamplerConfig(steps, gamma=gamma_for(steps), grid="uniform")
+        return replace(base, method="elf", model=model, objective=objective, sampler=sampler, train=train)
 
     # ------------------------------------------------------------ training
 
@@ -98,30 +116,30 @@ class Elf(Method):
         """Return `flow` and `ce`, each summed over the rows of its mode and divided by the tokens of all rows (ELF)."""
         o = self.config.objective
         x = self.features(batch)
-        decodes = noise.coins("mode", o.decode_prob)
+        decodes = noise.coins("mode", DECODE_PROB)
         decode, rows = chosen_rows(decodes, x.device)
         t = logit_normal(noise.normal("time"), o.time_mean, o.time_std)
         z = self.corrupted(x, t, decode, noise)
-        w = guidance_scale(noise.uniform("scale"), o.w_min, o.w_max)
-        _, conditioned = chosen_rows(~decodes & noise.coins("self_condition", o.sc_prob), x.device)
+        w = guidance_scale(noise.uniform("scale"))
+        _, conditioned = chosen_rows(~decodes & noise.coins("self_condition", SC_PROB), x.device)
         s, target = self.self_condition(x, z, t, w, conditioned)
 
         xhat, hidden = self.dit(z, torch.where(decode, 1.0, t), s, w, decode)
 
         # The error of the velocity (x - z) / (1 - t): z cancels.
-        error = ((xhat - target) ** 2).mean(-1) / ((1 - t).clamp_min(o.v_floor) ** 2)[:, None]
+        error = ((xhat - target) ** 2).mean(-1) / ((1 - t).clamp_min(V_FLOOR) ** 2)[:, None]
         # If no row decodes, the unembedding gets an empty input but stays in the graph, so its gradient exists.
         nll = torch.zeros_like(error)
         nll[rows] = token_nll(self.dit.logits, hidden[rows], batch.tokens_BL[rows], o.ce_chunk)
         return {
-            "flow": masked_mean(error * ~decode[:, None], batch.mask_BL),
-            "ce": masked_mean(nll, batch.mask_BL),
+            "flow": batch.token_mean(error * ~decode[:, None]),
+            "ce": batch.token_mean(nll),
         }
 
     def corrupted(self, x: Tensor, t: Tensor, decode: Tensor, noise: RowNoise) -> Tensor:
         """Return the network's input: one time per row in denoise mode, one share lambda per token in decode mode."""
         o = self.config.objective
-        share = logit_normal(noise.normal("decode_share", x.shape[1]), o.decode_mean, o.decode_std)
+        share = logit_normal(noise.normal("decode_share", x.shape[1]), DECODE_MEAN, DECODE_STD)
         clean = torch.where(decode[:, None], share, t[:, None])[..., None]
         scale = torch.where(decode, o.decode_noise_scale, o.noise_scale)
         return clean * x + (1 - clean) * per_row(scale, x) * noise.normal("latent", *x.shape[1:])
@@ -137,67 +155,51 @@ class Elf(Method):
             s[rows], target[rows] = first, guided_target(x[rows], second, first, w[rows])
         return s, target
 
-    # ------------------------------------------------------------ sampling
+    # ------------------------------------------------------------ sampling: the loop is `flow.sampler.sample`
 
-    @torch.no_grad()
     def sample(
-        self, sampler: ElfSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None,
-        control: Control | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Write rows; `watch` sees what the features themselves decode to."""
-        o, shape = self.config.objective, (self.config.data.token_len, self.config.encoder.feature_dim)
-        z = o.noise_scale * noise.normal("sample", *shape)
+        self,
+        sampler: SamplerConfig,
+        noise: RowNoise,
+        watch: Watch | None = None,
+        given_BL: Tensor | None = None,
+        guidance: Guidance | None = None,
+    ) -> Tensor:
         # One grid for all rows of a seed; the authors draw one per batch, so a text depends on its batch.
-        grid = make_grid(sampler.grid, sampler.steps, sampler.grid_mean, sampler.grid_std, noise.shared("grid"))
-        w = torch.full((len(z),), sampler.w, device=z.device)
-        logits = partial(self.logits, w=w)
-        if control and control.origin:
-            z, grid = control.origin.state(control.origin.clean(logits), z), control.origin.rest(grid)
-        steer, steps = steering(logits, given_BL, control), len(grid) - 1
-        streams = noise.streams("sde")
-        s: Tensor | None = None
-        for k, (t, u) in enumerate(pairwise(grid.tolist())):
-            if sampler.solver == "sde" and k < steps - 1:
-                z, t = step_back(z, t, u, sampler.gamma, o.noise_scale * streams.normal(*shape))
-            x = self.predict(z, t, s, w)
-            s = x = steer.moved(x, t) if steer else x
-            if watch:
-                watch(k, steps, t, lambda x=x: self.greedy(x, w))
-            z = euler_step(z, x, t, u, o.v_floor)
-        tokens = self.greedy(steer.refined(z) if steer else z, w)
-        if watch:
-            watch(steps, steps, 1.0, lambda: tokens)
-        return keep_given(tokens, given_BL)
+        return sample(self, sampler, noise, watch, given_BL, guidance)
 
-    def predict(self, z: Tensor, t: float, s: Tensor | None, w: Tensor) -> Tensor:
+    def denoise(self, z: Tensor, t: float, s: Tensor | None, w: float) -> Tensor:
         """Predict clean features from the state at time t."""
-        return self.dit(z, torch.full_like(w, t), s, w, torch.zeros_like(w, dtype=torch.bool))[0]
+        w_B = per_sample(w, z)
+        return self.dit(z, torch.full_like(w_B, t), s, w_B, torch.zeros_like(w_B, dtype=torch.bool))[0]
 
-    def greedy(self, z: Tensor, w: Tensor) -> Tensor:
+    def decoded_states(self, z: Tensor, w: float) -> Tensor:
+        """Return the hidden states of the decode evaluation at t = 1, without self-conditioning."""
+        w_B = per_sample(w, z)
+        return self.dit(z, torch.ones_like(w_B), None, w_B, torch.ones_like(w_B, dtype=torch.bool))[1]
+
+    def logits(self, z: Tensor, w: float = 1.0) -> Tensor:
+        return self.dit.logits(self.decoded_states(z, w))
+
+    def tokens(self, z: Tensor, w: float = 1.0) -> Tensor:
         """Return the most probable token at every position."""
-        return self.logits(z, w).argmax(-1)
-
-    def logits(self, z: Tensor, w: Tensor) -> Tensor:
-        """Decode at t = 1 without self-conditioning."""
-        _, hidden = self.dit(z, torch.ones_like(w), None, w, torch.ones_like(w, dtype=torch.bool))
-        return self.dit.logits(hidden)
+        return most_probable(self.dit.logits, self.decoded_states(z, w), self.config.data.vocab_size)
 
     @torch.no_grad()
-    def reconstruction(self, batch: Batch, sampler: ElfSampler | None = None) -> Tensor:
+    def reconstruction(self, batch: Batch, sampler: SamplerConfig | None = None) -> Tensor:
         """Return the share of real tokens that are reconstructed from their own clean features."""
-        x = self.features(batch)
-        return batch.accuracy(self.greedy(x, per_sample(1.0, x)))
+        return batch.accuracy(self.tokens(self.features(batch)))
 
-    def latent_view(self) -> LatentView:
+    def latent_model(self) -> LatentModel:
         """Return the functions that studies use, on the encoder's features as latents (not in the paper)."""
 
         def time(ratio: float) -> float:
             return linear_time(ratio / self.config.objective.noise_scale)  # the noise has this deviation at t = 0
 
-        return LatentView(
+        return LatentModel(
             self.features,
-            predict=lambda z_t, ratio: self.predict(z_t, time(ratio), None, per_sample(1.0, z_t)),
-            decode=lambda z: self.greedy(z, per_sample(1.0, z)),
+            predict=lambda z_t, ratio: self.denoise(z_t, time(ratio), None, 1.0),
+            decode=self.tokens,
             noisy=lambda z, eps, ratio: time(ratio) * (z + ratio * eps),
         )
 
@@ -221,20 +223,31 @@ class Elf(Method):
         hidden, proj_dim = shape("proj_kernel")
         bottleneck_dim, feature_dim = shape("text_proj.proj1.weight")
         model = replace(
-            base.model, bottleneck_dim=bottleneck_dim, proj_dim=proj_dim, hidden=hidden, depth=repeated(tensors, "blocks"),
-            heads=hidden // shape("blocks.0.attn.q_norm.weight", 1)[0], freq_dim=shape("t_embedder.mlp_0.weight")[1],
-            time_tokens=shape("t_emb_tokens", 3)[1], sc_tokens=shape("self_cond_cfg_tokens", 3)[1],
+            base.model,
+            bottleneck_dim=bottleneck_dim,
+            proj_dim=proj_dim,
+            hidden=hidden,
+            depth=repeated(tensors, "blocks"),
+            heads=hidden // shape("blocks.0.attn.q_norm.weight", 1)[0],
+            freq_dim=shape("t_embedder.mlp_0.weight")[1],
+            time_tokens=shape("t_emb_tokens", 3)[1],
+            sc_tokens=shape("self_cond_cfg_tokens", 3)[1],
             mode_tokens=shape("mode_tokens", 3)[1],
-        )  # fmt: skip
+        )
         data = replace(base.data, vocab_size=shape("unembed_kernel")[1])
         return replace(base, data=data, model=model, encoder=replace(base.encoder, feature_dim=feature_dim))
 
 
 PUBLISHED = {
-    "in_proj.": "text_proj.", "sc_embedder.": "self_cond_cfg_embedder.", "sc_tokens": "self_cond_cfg_tokens",
-    "denoise_head.": "final_layer.", "proj.weight": "proj_kernel", "proj.bias": "proj_bias",
-    "unembed.weight": "unembed_kernel", "unembed.bias": "unembed_bias",
-}  # fmt: skip
+    "in_proj.": "text_proj.",
+    "sc_embedder.": "self_cond_cfg_embedder.",
+    "sc_tokens": "self_cond_cfg_tokens",
+    "denoise_head.": "final_layer.",
+    "proj.weight": "proj_kernel",
+    "proj.bias": "proj_bias",
+    "unembed.weight": "unembed_kernel",
+    "unembed.bias": "unembed_bias",
+}
 
 
 def published_name(name: str) -> str:
@@ -244,3 +257,33 @@ def published_name(name: str) -> str:
         if name.startswith(ours):
             return theirs + name.removeprefix(ours)
     return name
+
+
+# ---------------------------------------------------------------- recipes
+
+
+def gamma_for(steps: int) -> float:
+    """Return ELF's gamma for a number of steps, or for the next lower number that ELF lists."""
+    return 2.0 if steps < 32 else 1.5 if steps < 64 else 1.0
+
+
+def paper_training(base: Config) -> TrainConfig:
+    """Return ELF's recipe: 512 rows per step, 5 epochs, Muon at 1e-3 * 512/256, constant after warm-up, no decay.
+
+    ELF has published no settings for LM1B and OWT-128: those of OpenWebText are assumed for them.
+    """
+    batch, accumulation = (16, 4) if base.preset == "owt1024" else (64, 1)  # on 8 devices
+    return replace(
+        base.train,
+        epochs=5,
+        batch=batch,
+        accumulation=accumulation,
+        devices=8,
+        optimizer="muon",
+        lr=2e-3,
+        weight_decay=0.0,
+        warmup=WARMUP[base.preset],
+        schedule="constant",
+        ema=0.9999,
+        ema_warmup=False,
+    )

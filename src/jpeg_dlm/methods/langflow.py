@@ -11,38 +11,35 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.config import Checks, Config, opt
-from jpeg_dlm.flow.control import keep_given
+from jpeg_dlm.config import LARGEST_STEPS, Config, StepSampler, logit_rows, opt
+from jpeg_dlm.flow.guidance import keep_given
 from jpeg_dlm.flow.path import per_row
 from jpeg_dlm.methods.base import (
-    FILLS_IN,
+    FILL,
     Batch,
+    CheckpointSignature,
     Method,
     ParameterGroup,
-    Publication,
     Watch,
-    masked_mean,
     rounded_up_share,
 )
-from jpeg_dlm.methods.common.discrete import (
+from jpeg_dlm.methods.discrete import (
+    CE_CHUNK,
     DIFFUSION_TENSORS,
     PAPER_TOKENIZERS,
-    NetworkConfig,
     adapted,
     published_config,
     sampler_steps,
 )
-from jpeg_dlm.methods.common.shared_options import StepSampler
-from jpeg_dlm.nn.ddit import DDiT
-from jpeg_dlm.nn.precision import fp32_island
+from jpeg_dlm.nn.ddit import DDiT, DditConfig
+from jpeg_dlm.nn.layers import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll
-from jpeg_dlm.rng import RowNoise, chosen_rows
+from jpeg_dlm.util.rng import RowNoise, chosen_rows
 
 GUMBEL_LOC, GUMBEL_SCALE, GUMBEL_ENTROPY = 4.723, 0.852, 7.02  # initial proposal (released)
 RELEASED_WIDTH, RELEASED_VOCAB = 768, 50_257  # sizes of the model of these three values
@@ -58,31 +55,28 @@ MIN_SCALE = 0.05  # assumed: keeps the proposal valid if an optimizer step overs
 class LangFlowObjective:
     """Options of the proposal of times, self-conditioning and the skip logits."""
 
-    gumbel_loc: float = opt(GUMBEL_LOC, "initial mode of the proposal of gamma (released); it is learned")
-    gumbel_scale: float = opt(GUMBEL_SCALE, "initial scale of the proposal (released); it is learned")
-    gumbel_entropy: float = opt(GUMBEL_ENTROPY, "initial loss of pure noise in nats (released); it is learned")
-    proposal_weight: float = opt(1.0, "weight of the proposal's own loss (third party)")
-    proposal_rate: float = opt(1.0, "learning rate of the proposal as a multiple of the network's (third party: the same)")
-    sc_prob: float = opt(0.25, "probability of self-conditioning (third party), per example (assumed)")
-    skip_ramp: int = opt(0, "steps over which the skip logits fade in; 0: half of the run, at most 5000 (third party: 5000)")
-    ce_chunk: int = opt(0, "token positions whose logits exist at once, recomputed in backward; 0 keeps all")
-
-    def checks(self, config: Config) -> Checks:
-        return [
-            (self.gumbel_scale >= MIN_SCALE, f"objective.gumbel_scale must be at least {MIN_SCALE}"),
-            (self.gumbel_entropy > 0, "objective.gumbel_entropy must be positive"),
-            (self.proposal_weight > 0, "objective.proposal_weight must be positive: the proposal has no other gradient"),
-            (self.proposal_rate > 0, "objective.proposal_rate must be positive"),
-            (0 <= self.sc_prob <= 1, "objective.sc_prob must lie between 0 and 1"),
-            (self.skip_ramp >= 0, "objective.skip_ramp must not be negative"),
-        ]
+    gumbel_loc: float = opt(GUMBEL_LOC, "initial mode of the proposal of gamma (released); it is learned", ge=-100, le=100)
+    gumbel_scale: float = opt(GUMBEL_SCALE, "initial scale of the proposal (released); it is learned", ge=MIN_SCALE, le=100)
+    gumbel_entropy: float = opt(GUMBEL_ENTROPY, "initial loss of pure noise in nats (released); it is learned", gt=0, le=1e3)
+    proposal_weight: float = opt(1.0, "weight of the proposal's own loss, its only gradient (third party)", gt=0, le=1e6)
+    proposal_rate: float = opt(
+        1.0, "learning rate of the proposal as a multiple of the network's (third party: the same)", gt=0, le=1e6
+    )
+    sc_prob: float = opt(0.25, "probability of self-conditioning (third party), per example (assumed)", ge=0, le=1)
+    skip_ramp: int = opt(
+        0,
+        "steps over which the skip logits fade in; 0: half of the run, at most 5000 (third party: 5000)",
+        ge=0,
+        le=LARGEST_STEPS,
+    )
+    ce_chunk: int = opt(0, CE_CHUNK, ge=0, le=1 << 30)
 
 
 @dataclass(frozen=True)
 class LangFlowSampler(StepSampler):
     """Deterministic steps along the proposal's quantiles."""
 
-    steps: int = opt(128, "network evaluations (paper: 128 on LM1B, 1024 on OWT)")
+    steps: int = opt(128, "network evaluations (paper: 128 on LM1B, 1024 on OWT)", ge=1, le=100_000)
 
 
 # ---------------------------------------------------------------- the process
@@ -143,9 +137,9 @@ class GumbelProposal(nn.Module):
 class SelfConditionedDDiT(DDiT):
     """The shared transformer on embeddings, conditioned on an earlier prediction of them."""
 
-    def __init__(self, vocab: int, hidden: int, **sizes: Any) -> None:
-        super().__init__(vocab, hidden, **sizes)
-        self.self_cond_proj = nn.Linear(2 * hidden, hidden, bias=False)
+    def __init__(self, vocab: int, m: DditConfig) -> None:
+        super().__init__(vocab, m)
+        self.self_cond_proj = nn.Linear(2 * m.hidden, m.hidden, bias=False)
         nn.init.zeros_(self.self_cond_proj.weight)
 
     def embeddings(self) -> Tensor:
@@ -166,16 +160,16 @@ class LangFlow(Method):
     """The whole system."""
 
     title = "LangFlow"
-    publication = Publication(hub="langflow", tensors=(*DIFFUSION_TENSORS, "backbone.self_cond_proj.weight"))
-    supports = FILLS_IN
-    groups = {"model": NetworkConfig, "objective": LangFlowObjective, "sampler": LangFlowSampler}
+    signature = CheckpointSignature(hub="langflow", tensors=(*DIFFUSION_TENSORS, "backbone.self_cond_proj.weight"))
+    supports = FILL
+    groups = {"model": DditConfig, "objective": LangFlowObjective, "sampler": LangFlowSampler}
     has_phases = True  # the skip logits, which are whole in sampling
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         o: LangFlowObjective = config.objective
         self.config = config
-        self.backbone = SelfConditionedDDiT(config.data.vocab_size, **config.model.arguments())
+        self.backbone = SelfConditionedDDiT(config.data.vocab_size, config.model)
         self.proposal = GumbelProposal(o.gumbel_loc, o.gumbel_scale, o.gumbel_entropy)
         self.loss_weights = {"ce": 1.0, "proposal": o.proposal_weight}
 
@@ -188,10 +182,13 @@ class LangFlow(Method):
             # of V normal numbers, about sqrt(2 log V). The loss of pure noise scales with log V. (assumed; smoke learns 3.3
             # from 3.2)
             objective = replace(
-                objective, gumbel_loc=GUMBEL_LOC + math.log(base.model.hidden / RELEASED_WIDTH) - math.log(vocab),
-                gumbel_entropy=GUMBEL_ENTROPY * vocab, proposal_weight=SMALL_WEIGHT, proposal_rate=SMALL_RATE,
-            )  # fmt: skip
-        return adapted(base, name, objective, LangFlowSampler(sampler_steps(base)))
+                objective,
+                gumbel_loc=GUMBEL_LOC + math.log(base.model.hidden / RELEASED_WIDTH) - math.log(vocab),
+                gumbel_entropy=GUMBEL_ENTROPY * vocab,
+                proposal_weight=SMALL_WEIGHT,
+                proposal_rate=SMALL_RATE,
+            )
+        return adapted(base, name, objective=objective, sampler=LangFlowSampler(sampler_steps(base)))
 
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
@@ -209,10 +206,9 @@ class LangFlow(Method):
         x_BLH = self.self_condition(z_BLH, gamma_B, E, skip, noise)
         states = self.states(z_BLH, gamma_B, x_BLH, skip)
         nll_BL = token_nll(lambda s: self.logits(s, E), states, batch.tokens_BL, self.config.objective.ce_chunk)
-        return {
-            "ce": masked_mean(nll_BL, batch.mask_BL),
-            "proposal": self.proposal_loss(row_means(nll_BL.detach(), batch.mask_BL), gamma_B),
-        }
+        real_BL = batch.real_BL
+        nll_B = (nll_BL.detach() * real_BL).sum(1) / real_BL.sum(1).clamp_min(1)
+        return {"ce": batch.token_mean(nll_BL), "proposal": self.proposal_loss(nll_B, gamma_B)}
 
     def proposal_loss(self, nll_B: Tensor, gamma_B: Tensor) -> Tensor:
         """Return the squared error of the proposal's model of the loss; gamma and the loss get no gradient."""
@@ -243,11 +239,11 @@ class LangFlow(Method):
         self.proposal.project()
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        parts: dict[str, dict[str, nn.Parameter]] = {"backbone": {}, "proposal": {}}
-        for name, parameter in self.named_parameters():
-            parts[name.partition(".")[0]][name] = parameter
+        backbone, proposal = (
+            {f"{part}.{name}": p for name, p in getattr(self, part).named_parameters()} for part in ("backbone", "proposal")
+        )
         factor = self.config.objective.proposal_rate
-        return [ParameterGroup("flow", parts["backbone"]), ParameterGroup("proposal", parts["proposal"], factor)]
+        return [ParameterGroup("flow", backbone), ParameterGroup("proposal", proposal, factor)]
 
     # ------------------------------------------------------------ the denoiser
 
@@ -267,7 +263,7 @@ class LangFlow(Method):
         """Return (x_hat (B, L, H), most probable tokens (B, L)), computed in chunks of positions."""
         rows = states_BLS.flatten(0, 1)
         means, tokens = [], []
-        for part in rows.split(self.config.objective.ce_chunk or len(rows)):
+        for part in rows.split(logit_rows(self.config.objective.ce_chunk, len(E))):
             logits = self.logits(part, E)
             tokens.append(logits.argmax(-1))
             with fp32_island(logits):
@@ -281,12 +277,8 @@ class LangFlow(Method):
     def sample(
         self, sampler: LangFlowSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
     ) -> Tensor:
-        z = noise.normal("sample", self.config.data.token_len, self.config.model.hidden)
-        return self.integrate(z, sampler.steps, watch, given_BL)
-
-    @torch.no_grad()
-    def integrate(self, z: Tensor, steps: int, watch: Watch | None = None, given_BL: Tensor | None = None) -> Tensor:
-        """Integrate from the noise z to tokens, each evaluation conditioned on the previous one; given tokens are predicted."""
+        """Integrate from noise to tokens, each evaluation conditioned on the previous one; given tokens are predicted."""
+        z, steps = noise.normal("sample", self.config.data.token_len, self.config.model.hidden), sampler.steps
         E = self.backbone.embeddings()
         q = torch.linspace(1 - CUTOFF, CUTOFF, steps, dtype=torch.float64)
         gammas = self.proposal.quantile(q.to(z.device)).tolist()
@@ -303,10 +295,3 @@ class LangFlow(Method):
         if watch:
             watch(steps, steps, 1.0, lambda: tokens)
         return tokens
-
-
-def row_means(x_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
-    """Return the mean over the real tokens of each row."""
-    if mask_BL is None:
-        return x_BL.mean(1)
-    return (x_BL * mask_BL).sum(1) / mask_BL.sum(1).clamp_min(1)

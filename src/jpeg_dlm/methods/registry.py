@@ -1,6 +1,6 @@
 """The methods by name: adding one is its file and a line here, or a line in the metadata of another package.
 
-Such a package names its class as an entry point of the group `jpeg_dlm.systems` (or `stages`, `students`):
+Such a package names the class of its system as an entry point:
 
     [project.entry-points."jpeg_dlm.systems"]
     mine = "my_package.mine:Mine"
@@ -10,69 +10,48 @@ Names are known without torch; a class is loaded when it is asked for. Only what
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from jpeg_dlm.config import Config
-from jpeg_dlm.errors import UsageError
+from jpeg_dlm.util.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from jpeg_dlm.methods.base import Method, Trainable
+    from jpeg_dlm.methods.base import Trainable
 
 # A system can be compared with others; a stage is trained for the sake of a system and writes no text; a student is made
 # from a trained model.
 Kind = Literal["system", "stage", "student"]
-KINDS: tuple[Kind, ...] = ("system", "stage", "student")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Kind of a method and the place of its class, `module:Class`."""
+    """Kind of a method, the place of its class, `module:Class`, and that of its option groups if it needs no torch."""
 
     kind: Kind
     place: str
-    solvers: tuple[str, ...] = ()  # names that `--solver` takes for it
-    options: str = ""  # place of its option groups where they can be read without torch
-
-    def load(self) -> type[Trainable]:
-        """Import the class."""
-        return _imported(self.place)
-
-    def groups(self) -> dict[str, type]:
-        """Return the classes of its option groups."""
-        return dict(_imported(self.options) if self.options else self.load().groups)
-
-
-def _imported(place: str) -> Any:
-    module, _, attribute = place.partition(":")
-    return getattr(import_module(module), attribute)
+    options: str = ""
 
 
 # Systems in the paper's order; COSMOS is in its Figure 4 instead of Table 1.
 METHODS = {
     "ar": Entry("system", "jpeg_dlm.methods.ar:Ar"),
-    "mdlm": Entry("system", "jpeg_dlm.methods.mdlm:Mdlm"),
-    "sedd": Entry("system", "jpeg_dlm.methods.sedd:Sedd", ("euler", "analytic")),
+    "mdlm": Entry("system", "jpeg_dlm.methods.masked_diffusion:Mdlm"),
+    "sedd": Entry("system", "jpeg_dlm.methods.masked_diffusion:Sedd"),
     "duo": Entry("system", "jpeg_dlm.methods.duo:Duo"),
     "flm": Entry("system", "jpeg_dlm.methods.flm:Flm"),
     "langflow": Entry("system", "jpeg_dlm.methods.langflow:LangFlow"),
-    "elf": Entry("system", "jpeg_dlm.methods.elf:Elf", ("ode", "sde")),
+    "elf": Entry("system", "jpeg_dlm.methods.elf:Elf"),
     "cosmos": Entry("system", "jpeg_dlm.methods.cosmos:Cosmos"),
-    "jpeg-dlm": Entry(
-        "system",
-        "jpeg_dlm.methods.jpeg_dlm:JpegDlm",
-        ("euler", "heun", "multistep", "sde"),
-        options="jpeg_dlm.methods.jpeg_dlm_config:GROUPS",
-    ),
-    "cosmos-codec": Entry("stage", "jpeg_dlm.methods.cosmos_codec:CosmosCodec"),
+    "ldlm": Entry("system", "jpeg_dlm.methods.ldlm:Ldlm"),
+    "jpeg-dlm": Entry("system", "jpeg_dlm.methods.jpeg_dlm:JpegDlm", "jpeg_dlm.methods.jpeg_dlm_config:GROUPS"),
+    "cosmos-codec": Entry("stage", "jpeg_dlm.methods.cosmos:CosmosCodec"),
     "encoder": Entry("stage", "jpeg_dlm.methods.encoder_pretraining:EncoderPretraining"),
     "distill": Entry("student", "jpeg_dlm.methods.distill:Distill"),
-    "finish": Entry("student", "jpeg_dlm.methods.finish:Finish"),
 }
 
 
@@ -81,8 +60,8 @@ def methods() -> dict[str, Entry]:
     """Return every method by name: those above, then those of installed packages, which cannot replace them."""
     from importlib.metadata import entry_points
 
-    installed = {point.name: Entry(kind, point.value) for kind in KINDS for point in entry_points(group=f"jpeg_dlm.{kind}s")}
-    return METHODS | {name: entry for name, entry in installed.items() if name not in METHODS}
+    installed = {point.name: Entry("system", point.value) for point in entry_points(group="jpeg_dlm.systems")}
+    return METHODS | installed | METHODS
 
 
 def names(*kinds: Kind) -> tuple[str, ...]:
@@ -102,34 +81,25 @@ def _entry(name: str) -> Entry:
     return known[name]
 
 
+def _imported(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    return getattr(import_module(module), attribute)
+
+
 def method_class(name: str) -> type[Trainable]:
     """Return the class of a method, loaded only when it is asked for."""
-    return _entry(name).load()
+    return _imported(_entry(name).place)
 
 
 def groups_of(name: str) -> dict[str, type]:
     """Return the classes of the option groups `model`, `objective` and `sampler` of a method."""
-    return _entry(name).groups()
+    options = _entry(name).options
+    return dict(_imported(options) if options else method_class(name).groups)
 
 
 def default_config(name: str = "jpeg-dlm", **groups: Any) -> Config:
     """Return the config of a method with the defaults of all options, except the groups given."""
     return Config(method=name, **{group: cls() for group, cls in groups_of(name).items()} | groups)
-
-
-def system_class(name: str) -> type[Method]:
-    """Return the class of a method that writes."""
-    from jpeg_dlm.methods.base import Method
-
-    cls = method_class(name)
-    if not issubclass(cls, Method):
-        raise UsageError(f"'{name}' writes no text: choose one of {', '.join(names('system'))}.")
-    return cls
-
-
-def systems_that(holds: Callable[[type[Method]], bool]) -> list[str]:
-    """Return the names of the systems for whose class `holds`."""
-    return [name for name in names("system") if holds(system_class(name))]
 
 
 def for_method(base: Config, name: str) -> Config:
@@ -141,7 +111,7 @@ def build_method(config: Config, encoder: nn.Module | None = None) -> Trainable:
     """Build the method a config names, with weights drawn from its seed; the global random state is left as it was."""
     import torch
 
-    from jpeg_dlm.rng import derive_seed
+    from jpeg_dlm.util.rng import derive_seed
 
     cls = method_class(config.method)
     with torch.random.fork_rng(devices=[]):

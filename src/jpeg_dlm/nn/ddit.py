@@ -14,22 +14,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.nn.attention import attend
-from jpeg_dlm.nn.dit import scalar_embedding
-from jpeg_dlm.nn.precision import fp32_island
+from jpeg_dlm.config import Checks, Config, head_checks, opt
+from jpeg_dlm.nn.layers import attend, fp32_island, rotary_table, rotate_halves, scalar_embedding, zero_linear
+
+MLP_RATIO = 4  # (MDLM)
 
 
-def rotary_table(length: int, head_dim: int, device: torch.device, start: int = 0) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (L, head_dim) of the positions from `start`, with the same angles in both halves of a head."""
-    inv = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
-    angles = torch.outer(torch.arange(start, start + length, dtype=torch.float32, device=device), inv).repeat(1, 2)
-    return angles.cos(), angles.sin()
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes of the transformer."""
+
+    hidden: int = opt(768, "width (paper)", ge=1, le=1 << 16)
+    depth: int = opt(12, "layers (paper)", ge=1, le=1024)
+    heads: int = opt(12, "attention heads (paper)", ge=1, le=1024)
+    dropout: float = opt(0.1, "dropout of both branches of a layer (MDLM)", ge=0, lt=1)
+
+    def checks(self, config: Config) -> Checks:
+        return head_checks(self.hidden, self.heads)
 
 
-def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + head_dim / 2) of the last axis."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+@dataclass(frozen=True)
+class DditConfig(TransformerConfig):
+    """Sizes of the transformer with a noise level."""
+
+    cond_dim: int = opt(128, "width of the noise level embedding (MDLM)", ge=1, le=1 << 16)
+    freq_dim: int = opt(256, "sinusoid width of the noise level, an even number (MDLM)", ge=2, le=1 << 16)
+
+    def checks(self, config: Config) -> Checks:
+        return [*super().checks(config), (self.freq_dim % 2 == 0, "model.freq_dim must be even")]
 
 
 class Norm(nn.Module):
@@ -90,21 +102,16 @@ class KvCache:
 class DditBlock(nn.Module):
     """A transformer layer; with `cond_dim` the condition modulates and gates it, otherwise it is plain."""
 
-    def __init__(
-        self, hidden: int, heads: int, ratio: float, dropout: float, cond_dim: int | None,
-        causal: bool = False, softcap: float = 0.0,
-    ) -> None:  # fmt: skip
+    def __init__(self, m: TransformerConfig, cond_dim: int | None, causal: bool = False, softcap: float = 0.0) -> None:
         super().__init__()
-        if causal and softcap:
-            raise ValueError("capped attention is bidirectional: leave out causal or softcap")
-        self.heads, self.dropout, self.causal, self.softcap = heads, dropout, causal, softcap
-        inner = int(hidden * ratio)
-        self.norm1 = Norm(hidden)
-        self.attn_qkv = nn.Linear(hidden, 3 * hidden, bias=False)
-        self.attn_out = nn.Linear(hidden, hidden, bias=False)
-        self.norm2 = Norm(hidden)
-        self.mlp = nn.Sequential(nn.Linear(hidden, inner), nn.GELU(approximate="tanh"), nn.Linear(inner, hidden))
-        self.adaLN_modulation = None if cond_dim is None else zero_linear(cond_dim, 6 * hidden)
+        self.heads, self.dropout, self.causal, self.softcap = m.heads, m.dropout, causal, softcap
+        inner = MLP_RATIO * m.hidden
+        self.norm1 = Norm(m.hidden)
+        self.attn_qkv = nn.Linear(m.hidden, 3 * m.hidden, bias=False)
+        self.attn_out = nn.Linear(m.hidden, m.hidden, bias=False)
+        self.norm2 = Norm(m.hidden)
+        self.mlp = nn.Sequential(nn.Linear(m.hidden, inner), nn.GELU(approximate="tanh"), nn.Linear(inner, m.hidden))
+        self.adaLN_modulation = None if cond_dim is None else zero_linear(cond_dim, 6 * m.hidden)
 
     def forward(self, x: Tensor, c_BC: Tensor | None, cos: Tensor, sin: Tensor, cache: KvCache | None = None) -> Tensor:
         if self.adaLN_modulation is None:
@@ -155,14 +162,6 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale) + shift
 
 
-def zero_linear(inputs: int, outputs: int) -> nn.Linear:
-    """Return a linear layer that is initialized to zero."""
-    layer = nn.Linear(inputs, outputs)
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
 class OutputLayer(nn.Module):
     """Norm, modulation if there is a condition, and the vocabulary head, initialized to zero."""
 
@@ -183,16 +182,13 @@ class OutputLayer(nn.Module):
 class DDiT(nn.Module):
     """Maps tokens and noise levels to logits. The parts are public for methods whose inputs are not tokens."""
 
-    def __init__(
-        self, vocab: int, hidden: int = 768, depth: int = 12, heads: int = 12, cond_dim: int = 128, freq_dim: int = 256,
-        ratio: float = 4.0, dropout: float = 0.1, softcap: float = 0.0,
-    ) -> None:  # fmt: skip
+    def __init__(self, vocab: int, m: DditConfig, softcap: float = 0.0) -> None:
         super().__init__()
-        self.head_dim = hidden // heads
-        self.vocab_embed = Embedding(vocab, hidden)
-        self.sigma_map = NoiseLevel(freq_dim, cond_dim)
-        self.blocks = nn.ModuleList(DditBlock(hidden, heads, ratio, dropout, cond_dim, softcap=softcap) for _ in range(depth))
-        self.output_layer = OutputLayer(hidden, vocab, cond_dim)
+        self.head_dim = m.hidden // m.heads
+        self.vocab_embed = Embedding(vocab, m.hidden)
+        self.sigma_map = NoiseLevel(m.freq_dim, m.cond_dim)
+        self.blocks = nn.ModuleList(DditBlock(m, m.cond_dim, softcap=softcap) for _ in range(m.depth))
+        self.output_layer = OutputLayer(m.hidden, vocab, m.cond_dim)
 
     def condition(self, sigma_B: Tensor) -> Tensor:
         """Return the condition c (B, C) of the noise level, in fp32."""
@@ -218,14 +214,12 @@ class DDiT(nn.Module):
 class CausalTransformer(nn.Module):
     """The same network with causal attention and without a condition."""
 
-    def __init__(
-        self, vocab: int, hidden: int = 768, depth: int = 12, heads: int = 12, ratio: float = 4.0, dropout: float = 0.1
-    ) -> None:
+    def __init__(self, vocab: int, m: TransformerConfig) -> None:
         super().__init__()
-        self.heads, self.head_dim = heads, hidden // heads
-        self.vocab_embed = Embedding(vocab, hidden)
-        self.blocks = nn.ModuleList(DditBlock(hidden, heads, ratio, dropout, None, causal=True) for _ in range(depth))
-        self.output_layer = OutputLayer(hidden, vocab, None)
+        self.heads, self.head_dim = m.heads, m.hidden // m.heads
+        self.vocab_embed = Embedding(vocab, m.hidden)
+        self.blocks = nn.ModuleList(DditBlock(m, None, causal=True) for _ in range(m.depth))
+        self.output_layer = OutputLayer(m.hidden, vocab, None)
 
     def new_cache(self, batch: int, length: int) -> list[KvCache]:
         """Return empty caches for sequences of at most `length` positions."""

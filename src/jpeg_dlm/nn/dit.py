@@ -1,26 +1,24 @@
 """The latent DiT f: a transformer over [time, scale and mode tokens, context, N latents] with two heads (paper, after ELF).
 
 The context, which the paper does not have, is the clean latents of the blocks before in the same document.
-`sampling.folded` mirrors the DiT for sampling: a change here belongs there too.
+`export.onnx_networks` mirrors the DiT: a change here belongs there too.
 Shapes: B batch, N latents, C latents of the context, D latent width, H hidden width, P prefix tokens with the context,
 S = P + N.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.nn.attention import attend
-from jpeg_dlm.nn.lean import norm_linear, rms_norm, swiglu_linear
-from jpeg_dlm.nn.precision import fp32_island
-from jpeg_dlm.nn.spans import sequence_mask
+from jpeg_dlm.nn.layers import attend, fp32_island, rotary_angles, scalar_embedding
 
 NORM_EPS = 1e-6  # (released)
+MLP_RATIO = 4  # of the SwiGLU, before the two-thirds rule (paper)
 
 
 @dataclass(frozen=True)
@@ -35,27 +33,10 @@ class Context:
         return Context(self.z_BCD[rows], self.present_BC[rows])
 
 
-def scalar_frequencies(dim: int, device: torch.device, period: float = 10_000.0) -> Tensor:
-    """Return `dim / 2` frequencies from 1 down to 1 / period (released: 1e-4)."""
-    half = dim // 2
-    return torch.exp(-math.log(period) * torch.arange(half, device=device, dtype=torch.float32) / half)
-
-
-def scalar_embedding(x_B: Tensor, dim: int, period: float = 10_000.0) -> Tensor:
-    """Return cosines then sines of x at all frequencies; x is not multiplied by 1000 (released)."""
-    angles = x_B.float()[:, None] * scalar_frequencies(dim, x_B.device, period)
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
-
-
-def rope_table(prefix: int, length: int, head_dim: int, before: int = 0) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (S, head_dim) for interleaved pairs; the prefix is not rotated, latents start at 0 (released).
-
-    The `before` latents of a context have the positions up to -1, as in one long sequence.
-    """
-    inv = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(-before, length, dtype=torch.float32), inv).repeat_interleave(2, dim=-1)
-    angles = torch.cat([torch.zeros(prefix, head_dim), angles])
-    return angles.cos(), angles.sin()
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (2i, 2i + 1) of the last axis; the tables hold each angle twice."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return x * cos + torch.stack([-odd, even], dim=-1).flatten(-2) * sin
 
 
 def linear_estimate(t_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +72,7 @@ class InputProjection(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention with RMS-normed q and k, then rotary positions; bidirectional, unless a mask is given."""
+    """Self-attention with RMS-normed q and k, then rotary positions; bidirectional."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -101,42 +82,36 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(hidden // heads, eps=NORM_EPS)
         self.proj = nn.Linear(hidden, hidden)
 
-    def forward(self, x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Norm x with `gain`, then attend."""
-        (qkv,) = norm_linear(x, gain, NORM_EPS, (self.qkv.weight, self.qkv.bias))
-        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)  # B S heads head_dim
-        rope = cos[:, None], sin[:, None]
-        q = rms_norm(q, self.q_norm.weight, NORM_EPS, rope).to(v.dtype)
-        k = rms_norm(k, self.k_norm.weight, NORM_EPS, rope).to(v.dtype)
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen)
-        return self.proj(y.transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # B heads S head_dim
+        q = rotate(self.q_norm(q.float()), cos, sin).to(v.dtype)
+        k = rotate(self.k_norm(k.float()), cos, sin).to(v.dtype)
+        return self.proj(attend(q, k, v).transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, hidden: int, ratio: float) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        inner = int(int(hidden * ratio) * 2 / 3)
+        inner = int(MLP_RATIO * hidden * 2 / 3)
         self.w12 = nn.Linear(hidden, 2 * inner)
         self.w3 = nn.Linear(inner, hidden)
 
-    def forward(self, x: Tensor, gain: Tensor) -> Tensor:
-        """Norm x with `gain`, then apply the MLP."""
-        (gate_up,) = norm_linear(x, gain, NORM_EPS, (self.w12.weight, self.w12.bias))
-        return swiglu_linear(gate_up, self.w3.weight, self.w3.bias)
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.w12(x).chunk(2, dim=-1)
+        return self.w3(F.silu(gate) * up)
 
 
 class DitBlock(nn.Module):
-    def __init__(self, hidden: int, heads: int, ratio: float, dropout: float) -> None:
+    def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.norm1 = nn.RMSNorm(hidden, eps=NORM_EPS)
         self.attn = Attention(hidden, heads)
         self.norm2 = nn.RMSNorm(hidden, eps=NORM_EPS)
-        self.mlp = SwiGLU(hidden, ratio)
-        self.dropout = dropout
+        self.mlp = SwiGLU(hidden)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
-        x = x + F.dropout(self.attn(x, self.norm1.weight, cos, sin, seen), self.dropout, self.training)
-        return x + F.dropout(self.mlp(x, self.norm2.weight), self.dropout, self.training)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x), cos, sin)
+        return x + self.mlp(self.norm2(x))
 
 
 class Head(nn.Module):
@@ -148,34 +123,32 @@ class Head(nn.Module):
         self.linear = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        (y,) = norm_linear(x, self.norm_final.weight, NORM_EPS, (self.linear.weight, self.linear.bias))
-        return y
+        return self.linear(self.norm_final(x))
 
 
 class LatentTransformer(nn.Module):
-    """The DiT without its heads. A subclass adds them and then calls `initialize`."""
+    """The DiT without its heads, with the sizes of the options `m`. A subclass adds them and then calls `initialize`."""
 
-    def __init__(
-        self, latent_len: int, dim: int, bottleneck: int, hidden: int, depth: int, heads: int, ratio: float,
-        freq_dim: int, time_tokens: int, sc_tokens: int, mode_tokens: int, dropout: float, context_len: int = 0,
-    ) -> None:  # fmt: skip
+    def __init__(self, m: Any, latent_len: int, dim: int, context_len: int = 0) -> None:
         super().__init__()
-        self.context_len = context_len
-        self.prefix = time_tokens + sc_tokens + mode_tokens + context_len
-        self.t_emb_tokens = nn.Parameter(torch.empty(1, time_tokens, hidden))
-        self.sc_tokens = nn.Parameter(torch.empty(1, sc_tokens, hidden))
-        self.mode_tokens = nn.Parameter(torch.empty(1, mode_tokens, hidden))
+        self.context_len, hidden = context_len, m.hidden
+        self.prefix = m.time_tokens + m.sc_tokens + m.mode_tokens + context_len
+        self.t_emb_tokens = nn.Parameter(torch.empty(1, m.time_tokens, hidden))
+        self.sc_tokens = nn.Parameter(torch.empty(1, m.sc_tokens, hidden))
+        self.mode_tokens = nn.Parameter(torch.empty(1, m.mode_tokens, hidden))
         self.self_cond_proj = nn.Linear(2 * dim, dim)
-        self.in_proj = InputProjection(dim, bottleneck, hidden)
-        self.t_embedder = ScalarEmbedder(freq_dim, hidden)
-        self.sc_embedder = ScalarEmbedder(freq_dim, hidden)
-        self.blocks = nn.ModuleList(DitBlock(hidden, heads, ratio, dropout) for _ in range(depth))
+        self.in_proj = InputProjection(dim, m.bottleneck_dim, hidden)
+        self.t_embedder = ScalarEmbedder(m.freq_dim, hidden)
+        self.sc_embedder = ScalarEmbedder(m.freq_dim, hidden)
+        self.blocks = nn.ModuleList(DitBlock(hidden, m.heads) for _ in range(m.depth))
         if context_len:
             self.context_kind = nn.Parameter(torch.empty(1, 1, hidden))
             self.no_context = nn.Parameter(torch.empty(1, context_len, hidden))
-        cos, sin = rope_table(self.prefix - context_len, latent_len, hidden // heads, context_len)
-        self.register_buffer("rope_cos", cos, persistent=False)
-        self.register_buffer("rope_sin", sin, persistent=False)
+        # Latents start at 0, those of a context end at -1, as in one long sequence; other prefix tokens are not rotated.
+        unrotated, rotated = torch.zeros(self.prefix - context_len), torch.arange(-context_len, latent_len).float()
+        angles = rotary_angles(torch.cat([unrotated, rotated]), hidden // m.heads).repeat_interleave(2, dim=-1)
+        self.register_buffer("rope_cos", angles.cos(), persistent=False)
+        self.register_buffer("rope_sin", angles.sin(), persistent=False)
 
     def initialize(self) -> None:
         """Set Xavier-uniform weights and zero biases, N(0, 0.02) embedders and tokens, and zero heads (released)."""
@@ -195,9 +168,8 @@ class LatentTransformer(nn.Module):
                 nn.init.zeros_(module.linear.weight)
 
     def states(
-        self, z_BND: Tensor, t_B: Tensor, s_BND: Tensor | None, w_B: Tensor, decode_B: Tensor, context: Context | None = None,
-        seen: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, z_BND: Tensor, t_B: Tensor, s_BND: Tensor | None, w_B: Tensor, decode_B: Tensor, context: Context | None = None
+    ) -> Tensor:
         """Return fp32 hidden states (B, N, H) of the latents; rows with `decode_B` are in decode mode."""
         with fp32_island(z_BND):
             z_BND = z_BND.float()
@@ -206,7 +178,7 @@ class LatentTransformer(nn.Module):
             before = [self._context(len(z_BND), context)] if self.context_len else []
             x_BSH = torch.cat([self._prefix(t_B, w_B, decode_B), *before, x_BNH], dim=1)
         for block in self.blocks:
-            x_BSH = block(x_BSH, self.rope_cos, self.rope_sin, seen)
+            x_BSH = block(x_BSH, self.rope_cos, self.rope_sin)
         return x_BSH[:, self.prefix :].float()
 
     def _prefix(self, t_B: Tensor, w_B: Tensor, decode_B: Tensor) -> Tensor:
@@ -230,50 +202,45 @@ class LatentTransformer(nn.Module):
 
 
 class DiT(LatentTransformer):
-    """f(z, t; s, w) in two modes: denoise (flow matching) and decode (joint-embedding prediction at t = 1).
+    """f(z, t; s, w) in two modes: denoise (flow matching) and decode (joint-embedding prediction at t = 1)."""
 
-    With `causal`, in decode mode a latent attends to the prefix and the latents up to itself, and the prefix to itself.
-    """
-
-    decode_seen: Tensor | None
-
-    def __init__(
-        self, latent_len: int, dim: int, bottleneck: int, hidden: int, depth: int, heads: int, ratio: float,
-        freq_dim: int, time_tokens: int, sc_tokens: int, mode_tokens: int, dropout: float, denoise_skip: bool = False,
-        context_len: int = 0, causal: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            latent_len, dim, bottleneck, hidden, depth, heads, ratio,
-            freq_dim, time_tokens, sc_tokens, mode_tokens, dropout, context_len,
-        )  # fmt: skip
-        self.denoise_skip = denoise_skip
-        self.denoise_head = Head(hidden, dim)
-        self.decode_head = Head(hidden, dim)
-        self.register_buffer("decode_seen", sequence_mask(self.prefix, latent_len) if causal else None, persistent=False)
+    def __init__(self, m: Any, context_blocks: int = 0) -> None:
+        super().__init__(m, m.latent_len, m.latent_dim, context_blocks * m.latent_len)
+        self.denoise_skip, self.decode_residual = m.denoise_skip, m.decode_residual
+        self.denoise_head = Head(m.hidden, m.latent_dim)
+        self.decode_head = Head(m.hidden, m.latent_dim)
         self.initialize()
 
     def forward(
-        self, z_BND: Tensor, t_B: Tensor, s_BND: Tensor | None, w_B: Tensor, decode_rows: int = 0,
+        self,
+        z_BND: Tensor,
+        t_B: Tensor,
+        s_BND: Tensor | None,
+        w_B: Tensor,
+        decode_rows: int = 0,
         context: Context | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Predict the clean embedding; the first `decode_rows` rows are in decode mode, the rest in denoise mode.
 
         `context` is that of the rows in denoise mode: decoding is about a single block.
         """
         decode_B = torch.arange(len(t_B), device=t_B.device) < decode_rows
-        seen = self.decode_seen if decode_rows else None
-        if seen is not None and decode_rows < len(t_B):
-            seen = seen | ~decode_B[:, None, None, None]
-        x_BNH = self.states(z_BND, t_B, s_BND, w_B, decode_B, context, seen)
+        x_BNH = self.states(z_BND, t_B, s_BND, w_B, decode_B, context)
         with fp32_island(x_BNH):
-            if decode_rows == len(x_BNH):
-                return self.decode_head(x_BNH)
-            x_BND = self.with_skip(self.denoise_head(x_BNH[decode_rows:]), z_BND[decode_rows:].float(), t_B[decode_rows:])
-            return torch.cat([self.decode_head(x_BNH[:decode_rows]), x_BND]) if decode_rows else x_BND
+            parts: list[Tensor] = []
+            if decode_rows:
+                parts.append(self.decoded(x_BNH[:decode_rows], z_BND[:decode_rows].float()))
+            if decode_rows < len(x_BNH):
+                parts.append(self.denoised(x_BNH[decode_rows:], z_BND[decode_rows:].float(), t_B[decode_rows:]))
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def with_skip(self, out_BND: Tensor, z_BND: Tensor, t_B: Tensor) -> Tensor:
-        """Return x = c_skip(t) z_t + c_out(t) F, so that F learns only the nonlinear part; or x = F as in the paper."""
+    def decoded(self, x_BNH: Tensor, z_BND: Tensor) -> Tensor:
+        """Return the head (paper), or z_c plus the head if `decode_residual`: an untrained zero head is then the identity."""
+        return self.decode_head(x_BNH) + z_BND if self.decode_residual else self.decode_head(x_BNH)
+
+    def denoised(self, x_BNH: Tensor, z_BND: Tensor, t_B: Tensor) -> Tensor:
+        """Return the head F (paper), or x = c_skip(t) z_t + c_out(t) F, so that F learns only the nonlinear part."""
         if not self.denoise_skip:
-            return out_BND
+            return self.denoise_head(x_BNH)
         c_skip, c_out = linear_estimate(t_B.float()[:, None, None])
-        return c_skip * z_BND + c_out * out_BND
+        return c_skip * z_BND + c_out * self.denoise_head(x_BNH)

@@ -1,20 +1,23 @@
 """Perceiver compressor C and decompressor D: L token features <-> N latents (released code, which follows COSMOS).
 
-`sampling.folded` mirrors the decompressor for sampling: a change here belongs there too.
+`export.onnx_networks` mirrors the decompressor: a change here belongs there too.
+The networks take the options of a model, `m`: latent_len, latent_dim, bottleneck_dim, codec_*, position_scale.
 Shapes: B batch, L tokens, N latents, D latent width, F feature width.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.nn.attention import attend
-from jpeg_dlm.nn.lean import gelu_linear, norm_linear, rms_norm
-from jpeg_dlm.nn.spans import compressor_mask, decompressor_mask
+from jpeg_dlm.nn.layers import attend
 
-# rms_norm adds eps to the mean square; 1e-16 equals the floor of 1e-8 on the RMS up to rounding (released).
+# F.rms_norm adds eps to the mean square; 1e-16 equals the floor of 1e-8 on the RMS up to rounding (released).
 NORM_EPS = 1e-16
+MLP_RATIO = 4  # (released)
 
 
 class CodecRMSNorm(nn.Module):
@@ -25,25 +28,20 @@ class CodecRMSNorm(nn.Module):
         self.gamma = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.gamma, NORM_EPS)
+        return F.rms_norm(x.float(), self.gamma.shape, self.gamma, NORM_EPS)
 
 
 class FeedForward(nn.Module):
     """LayerNorm, expansion, GELU, contraction; the names in `net` match the released checkpoints."""
 
-    def __init__(self, dim: int, ratio: float, dropout: float) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        inner = int(dim * ratio)
-        self.net = nn.Sequential(
-            nn.LayerNorm(dim), nn.Linear(dim, inner), nn.GELU(), nn.Dropout(dropout), nn.Linear(inner, dim)
-        )
+        inner = MLP_RATIO * dim
+        # The identity stands where the released code has a dropout, which is off.
+        self.net = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, inner), nn.GELU(), nn.Identity(), nn.Linear(inner, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        norm, expand, _, drop, contract = self.net
-        assert isinstance(drop, nn.Dropout) and isinstance(contract, nn.Linear)
-        if self.training and drop.p:
-            return self.net(x)
-        return gelu_linear(expand(norm(x)), contract.weight, contract.bias)
+        return self.net(x)
 
 
 class PerceiverAttention(nn.Module):
@@ -59,31 +57,27 @@ class PerceiverAttention(nn.Module):
         self.q_norm, self.k_norm = CodecRMSNorm(dim // heads), CodecRMSNorm(dim // heads)
         self.out = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, x: Tensor, ctx: Tensor, ctx_mask: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, ctx: Tensor, ctx_mask: Tensor | None = None) -> Tensor:
         """Attend from `x` to itself and `ctx`; `x` may be one row shared by the batch (learned queries), projected once.
 
-        `ctx_mask` (B, context) is False at padding; `seen` (queries, keys) is the mask of a causal codec.
+        `ctx_mask` (B, context) is False at padding.
         """
-        q, own = norm_linear(
-            x, self.norm_latents.gamma, NORM_EPS, (self.to_q.weight, None), (self.to_kv_latents.weight, None)
-        )  # fmt: skip
-        (other,) = norm_linear(ctx, self.norm_ctx.gamma, NORM_EPS, (self.to_kv_ctx.weight, None))
-        own = own.expand(len(ctx), -1, -1)
+        x = self.norm_latents(x)
+        q, own, other = self.to_q(x), self.to_kv_latents(x).expand(len(ctx), -1, -1), self.to_kv_ctx(self.norm_ctx(ctx))
         kv = torch.cat([other, own] if self.context_first else [own, other], dim=1)
         k, v = kv.unflatten(-1, (2, self.heads, -1)).unbind(2)  # B S heads head_dim
         q = self.q_norm(q.unflatten(-1, (self.heads, -1))).to(v.dtype).expand(len(ctx), -1, -1, -1)
         k = self.k_norm(k).to(v.dtype)
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=self._mask(ctx_mask, x.shape[1], seen))
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=self._mask(ctx_mask, x.shape[1]))
         return self.out(y.transpose(1, 2).flatten(2))
 
-    def _mask(self, ctx_mask: Tensor | None, n_own: int, seen: Tensor | None) -> Tensor | None:
-        """Return the attention mask, which excludes padded context and includes all latents that are seen."""
+    def _mask(self, ctx_mask: Tensor | None, n_own: int) -> Tensor | None:
+        """Return the attention mask, which excludes padded context and includes all latents."""
         if ctx_mask is None:
-            return seen
+            return None
         own = ctx_mask.new_ones(ctx_mask.shape[0], n_own)
         parts = [ctx_mask, own] if self.context_first else [own, ctx_mask]
-        mask = torch.cat(parts, dim=1)[:, None, None, :]
-        return mask if seen is None else mask & seen
+        return torch.cat(parts, dim=1)[:, None, None, :]
 
 
 class Bottleneck(nn.Module):
@@ -112,92 +106,71 @@ class Gate(nn.Module):
 
 
 class CompressorLayer(nn.Module):
-    def __init__(self, dim: int, heads: int, ratio: float, dropout: float) -> None:
+    def __init__(self, m: Any) -> None:
         super().__init__()
-        self.attn = PerceiverAttention(dim, heads, context_first=False)
-        self.ffn = FeedForward(dim, ratio, dropout)
+        self.attn = PerceiverAttention(m.latent_dim, m.codec_heads, context_first=False)
+        self.ffn = FeedForward(m.latent_dim)
 
-    def forward(self, x: Tensor, ctx: Tensor, mask: Tensor | None, seen: Tensor | None = None) -> Tensor:
-        x = x + self.attn(x, ctx, mask, seen)
+    def forward(self, x: Tensor, ctx: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.attn(x, ctx, mask)
         return x + self.ffn(x)
 
 
 class DecompressorLayer(nn.Module):
-    def __init__(self, dim: int, heads: int, ratio: float, dropout: float) -> None:
+    def __init__(self, m: Any) -> None:
         super().__init__()
-        self.attn = PerceiverAttention(dim, heads, context_first=True)
+        self.attn = PerceiverAttention(m.latent_dim, m.codec_heads, context_first=True)
         self.attn_gate = Gate()
-        self.ffn = FeedForward(dim, ratio, dropout)
+        self.ffn = FeedForward(m.latent_dim)
         self.ffn_gate = Gate()
 
-    def forward(self, x: Tensor, ctx: Tensor, seen: Tensor | None = None) -> Tensor:
-        x = x + self.attn_gate(self.attn(x, ctx, None, seen))
+    def forward(self, x: Tensor, ctx: Tensor) -> Tensor:
+        x = x + self.attn_gate(self.attn(x, ctx))
         return x + self.ffn_gate(self.ffn(x))
 
 
-def position_table(length: int, dim: int) -> nn.Embedding:
-    """Return a learned table of absolute positions, initialized from N(0, 1) (released)."""
-    return nn.Embedding(length, dim)
-
-
 class Compressor(nn.Module):
-    """C: features (B, L, F) to latents (B, N, D), each of RMS 1 before the output gain.
+    """C: features (B, L, F) to latents (B, N, D), each of RMS 1 before the output gain."""
 
-    With `causal`, latent n attends to the tokens of its span and before, and to the latents up to itself.
-    """
-
-    seen: Tensor | None
-
-    def __init__(
-        self, token_len: int, latent_len: int, feature_dim: int, dim: int, bottleneck: int,
-        layers: int, heads: int, ratio: float, dropout: float, position_scale: float, causal: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, m: Any, token_len: int, feature_dim: int) -> None:
         super().__init__()
-        self.position_scale = position_scale or dim**-0.5
-        self.latents = nn.Parameter(0.02 * torch.randn(latent_len, dim))
-        self.in_proj = Bottleneck(feature_dim, bottleneck, dim)
+        dim = m.latent_dim
+        self.position_scale = m.position_scale or dim**-0.5
+        self.latents = nn.Parameter(0.02 * torch.randn(m.latent_len, dim))
+        self.in_proj = Bottleneck(feature_dim, m.bottleneck_dim, dim)
         self.latent_norm = CodecRMSNorm(dim)
-        # The paper's text omits token positions; its released code has this table.
-        self.pos_emb = position_table(token_len, dim)
-        self.layers = nn.ModuleList(CompressorLayer(dim, heads, ratio, dropout) for _ in range(layers))
+        # The paper's text omits token positions; its released code has this table, initialized from N(0, 1).
+        self.pos_emb = nn.Embedding(token_len, dim)
+        self.layers = nn.ModuleList(CompressorLayer(m) for _ in range(m.codec_layers))
         self.output_norm = CodecRMSNorm(dim)
-        self.register_buffer("seen", compressor_mask(token_len, latent_len) if causal else None, persistent=False)
 
     def forward(self, h_BLF: Tensor, mask_BL: Tensor | None = None) -> Tensor:
         ctx_BLD = self.in_proj(h_BLF) + self.position_scale * self.pos_emb.weight
         z_BND = self.latent_norm(self.latents)[None]  # one row until it attends to the context
         for layer in self.layers:
-            z_BND = layer(z_BND, ctx_BLD, mask_BL, self.seen)
+            z_BND = layer(z_BND, ctx_BLD, mask_BL)
         return self.output_norm(z_BND)
 
 
 class Decompressor(nn.Module):
-    """D: latents (B, N, D) to features (B, L, F); no final norm.
+    """D: latents (B, N, D) to features (B, L, F); no final norm."""
 
-    With `causal`, a token attends to the latents and tokens of its span and before.
-    """
-
-    seen: Tensor | None
-
-    def __init__(
-        self, token_len: int, latent_len: int, feature_dim: int, dim: int, bottleneck: int,
-        layers: int, heads: int, ratio: float, dropout: float, position_scale: float, causal: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, m: Any, token_len: int, feature_dim: int) -> None:
         super().__init__()
-        self.position_scale = position_scale or dim**-0.5
+        dim = m.latent_dim
+        self.position_scale = m.position_scale or dim**-0.5
         self.base_query = nn.Parameter(0.02 * torch.randn(1, 1, dim))
-        self.query_ffn = FeedForward(dim, ratio, dropout)
+        self.query_ffn = FeedForward(dim)
         self.query_gate = Gate()
-        self.pos_emb = position_table(token_len, dim)
-        self.pos_latent = position_table(latent_len, dim)
-        self.layers = nn.ModuleList(DecompressorLayer(dim, heads, ratio, dropout) for _ in range(layers))
-        self.out_proj = Bottleneck(dim, bottleneck, feature_dim)
-        self.register_buffer("seen", decompressor_mask(token_len, latent_len) if causal else None, persistent=False)
+        self.pos_emb = nn.Embedding(token_len, dim)
+        self.pos_latent = nn.Embedding(m.latent_len, dim)
+        self.layers = nn.ModuleList(DecompressorLayer(m) for _ in range(m.codec_layers))
+        self.out_proj = Bottleneck(dim, m.bottleneck_dim, feature_dim)
 
     def forward(self, z_BND: Tensor) -> Tensor:
         query = self.query_gate(self.query_ffn(self.base_query)).float()  # no residual here (released)
         x_BLD = query + self.position_scale * self.pos_emb.weight  # one row until it attends to the context
         ctx_BND = z_BND + self.position_scale * self.pos_latent.weight
         for layer in self.layers:
-            x_BLD = layer(x_BLD, ctx_BND, self.seen)
+            x_BLD = layer(x_BLD, ctx_BND)
         return self.out_proj(x_BLD).float()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from jpeg_dlm.config import logit_rows
-from jpeg_dlm.nn.precision import autocast_device, fp32_island
+from jpeg_dlm.nn.layers import autocast_device, fp32_island
 
 
 def token_nll(project: Callable[[Tensor], Tensor], h_BLF: Tensor, tokens_BL: Tensor, chunk: int = 0) -> Tensor:
@@ -21,6 +21,13 @@ def token_nll(project: Callable[[Tensor], Tensor], h_BLF: Tensor, tokens_BL: Ten
         return F.cross_entropy(project(part).float(), target, reduction="none")
 
     return in_parts(nll, chunk, h_BLF.flatten(0, 1), tokens_BL.flatten()).view(tokens_BL.shape)
+
+
+@torch.no_grad()
+def most_probable(project: Callable[[Tensor], Tensor], h_BLF: Tensor, vocab: int) -> Tensor:
+    """Return argmax project(h) (B, L), with the logits of few positions at a time."""
+    parts = h_BLF.flatten(0, 1).split(logit_rows(0, vocab))
+    return torch.cat([project(part).argmax(-1) for part in parts]).view(h_BLF.shape[:2])
 
 
 def in_parts(f: Callable[..., Tensor], size: int, *inputs: Tensor) -> Tensor:
@@ -33,7 +40,7 @@ def in_parts(f: Callable[..., Tensor], size: int, *inputs: Tensor) -> Tensor:
 
 def linear_cross_entropy(
     x_RF: Tensor, weight_VF: Tensor, bias_V: Tensor, target_R: Tensor, share_R: Tensor, chunk: int = 0
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the sum over rows of share * -log softmax(W x + b)[target], computed `chunk` rows at a time (0: automatic).
 
     Since shares are known beforehand, the gradients are computed together with the loss, chunk by chunk: no logits are kept
@@ -48,7 +55,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_RF: Tensor, weight_VF: Tensor, bias_V: Tensor, target_R: Tensor, share_R: Tensor, chunk: int
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         device = autocast_device(x_RF)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_RF.dtype
         x, weight, bias = (p.detach().to(dtype) for p in (x_RF, weight_VF, bias_V))

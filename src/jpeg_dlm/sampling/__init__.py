@@ -1,1 +1,1 @@
-"""Batches of samples with one seed per sample; it knows a method's contract and nothing of training."""
+"""Prompts and templates, and long texts block by block."""

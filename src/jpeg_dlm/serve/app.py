@@ -1,47 +1,55 @@
-"""The routes of the service, on Starlette: `requests` validates the fields itself, so FastAPI would have nothing to do."""
+"""The service: its routes, the page, and the process with a socket, uvicorn, and signals that end it in order."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import json
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from starlette.applications import Starlette
+import prometheus_client
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 
-from jpeg_dlm.sampling.batching import MAX_BATCH, BatchingService
-from jpeg_dlm.serve import codec, requests
-from jpeg_dlm.serve.auth import check_key
-from jpeg_dlm.serve.completions import Job
-from jpeg_dlm.serve.fields import read
-from jpeg_dlm.serve.http import MORE, Answer, as_done, event, read_body, result_of
-from jpeg_dlm.serve.http_errors import ApiError, ClientGone, api_error
-from jpeg_dlm.serve.logs import Log
-from jpeg_dlm.serve.models import Models, find
-from jpeg_dlm.serve.openapi import description
-from jpeg_dlm.serve.pages import FILES, page_headers
-from jpeg_dlm.serve.service_metrics import Metrics
-from jpeg_dlm.serve.trajectories import Journey
+from jpeg_dlm import __version__
+from jpeg_dlm.serve import codec, schemas
+from jpeg_dlm.serve.batching import MAX_BATCH, BatchingService
+from jpeg_dlm.serve.http import ApiError, all_done, api_error, while_connected
+from jpeg_dlm.serve.jobs import CompletionJob, TrajectoryJob
+from jpeg_dlm.serve.middleware import Metrics, RequestMiddleware, check_key
+from jpeg_dlm.serve.models import Served
+from jpeg_dlm.util.errors import JpegDlmError, UsageError
 
-CLIENT_GONE = 499  # as nginx logs it; nobody receives it
-STALLED = 3  # times the limit after which an answer that its client does not read is given up
-
-Handler = Callable[["Service", Request], Awaitable[Response]]
+LOGGER = logging.getLogger(__name__)
+GRACE_S = 5.0  # beyond the limit of a request
+SSE_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second tells nginx to pass events on at once
+# Only files of this server run, and only this server is asked.
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+PACKAGE = Path(__file__).parent.parent
+PAGE = {"/": "serve/page/index.html", "/page.js": "serve/page/page.js", "/page.css": "serve/page/page.css"}
+PAGE |= {f"/{name}": f"report/{name}" for name in ("player.js", "player.css", "style.css")}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much the service takes on."""
+    """The most that the service takes on."""
 
     seconds: float = 60.0  # for one request
     queue: int = 1024  # texts that wait
@@ -51,202 +59,202 @@ class Limits:
 class Service:
     """The models, the queue in front of them, and everything that requests share."""
 
-    def __init__(self, models: Models, limits: Limits, keys: Sequence[bytes] = (), log: Log | None = None) -> None:
-        self.models, self.limits, self.keys, self.log = models, limits, keys, log or Log()
+    def __init__(self, models: Mapping[str, Served], limits: Limits, keys: Sequence[bytes] = ()) -> None:
+        self.models, self.limits, self.keys = models, limits, keys
         self.metrics = Metrics(lambda: self.batching.waiting)
         self.batching = BatchingService(limits.batch, max_queue=limits.queue, observe=self.metrics.observe_batch)
 
-    # ------------------------------------------------------------ writing
+    def find(self, name: str | None) -> Served:
+        """Return a model by name, or the first one."""
+        if name is None:
+            return next(iter(self.models.values()))
+        if name not in self.models:
+            known = ", ".join(self.models)
+            raise ApiError(404, f"There is no model '{name[:80]}': choose one of {known}.", "model", "model_not_found")
+        return self.models[name]
 
-    async def completions(self, request: Request) -> Response:
-        asked = read(requests.Completion, await read_body(request, self.limits.seconds))
-        job = Job(find(self.models, asked.model), asked)
-        request.state.facts = {"model": job.served.name, "texts": len(job.prompts) * asked.n}
-        if asked.stream:
-            return self._stream(self._chunks(job, job.submit(self.batching, apart=True)))
-        found = await result_of(request, job.submit(self.batching), self.limits.seconds)
-        choices = [choice for place, tokens in enumerate(found) for choice in job.choices(place, tokens)]
-        return Answer({**job.as_json(choices), "usage": job.usage(sum(choice.tokens for choice in choices))})
-
-    async def _chunks(self, job: Job, futures: Sequence[Any]) -> AsyncIterator[Any]:
-        written = 0
-        async for place, tokens in as_done(futures, self.limits.seconds):
-            choices = job.choices(place, tokens)
-            written += sum(choice.tokens for choice in choices)
-            yield job.as_json(choices)
-        if (job.request.stream_options or {}).get("include_usage") is True:
-            yield {**job.as_json([]), "usage": job.usage(written)}
-        yield "[DONE]"
-
-    async def trajectory(self, request: Request) -> Response:
-        asked = read(requests.Trajectory, await read_body(request, self.limits.seconds))
-        journey = Journey(find(self.models, asked.model), asked)
-        request.state.facts = {"model": journey.served.name, "texts": asked.n}
-        future = journey.submit(self.batching)
-        if asked.stream:
-            return self._stream(self._moments(journey, future))
-        await result_of(request, [future], self.limits.seconds)
-        return Answer({**journey.as_json(), "moments": [moment.as_json() for moment in journey.recorder.moments]})
-
-    async def _moments(self, journey: Journey, future: Any) -> AsyncIterator[Any]:
-        yield journey.as_json()
-        async for moment in journey.follow(future, self.limits.seconds):
-            yield moment
-        yield "[DONE]"
-
-    def _stream(self, parts: AsyncIterator[Any]) -> Response:
-        """Send events; an error after the first is an event too."""
-
-        async def events() -> AsyncIterator[bytes]:
-            try:
-                async for part in parts:
-                    yield event(part)
-            except Exception as error:
-                yield event(self.told("stream", error).as_json())
-
-        return StreamingResponse(events(), media_type="text/event-stream", headers=MORE)
-
-    # ------------------------------------------------------------ the codec
-
-    async def codec(self, request: Request, kind: type, act: Callable[[Any, Any], Any], ability: str, what: str) -> Response:
-        """Answer a request that needs the codec by `act`, if the model has the `ability`."""
-        asked = read(kind, await read_body(request, self.limits.seconds))
-        served = find(self.models, asked.model)
-        request.state.facts = {"model": served.name}
-        served.need(getattr(served, ability), what)
-        (found,) = await result_of(request, [self.batching.call(lambda: act(served, asked))], self.limits.seconds)
-        return Answer(found)
-
-    # ------------------------------------------------------------ facts
-
-    async def list_models(self, request: Request) -> Response:
-        return Answer({"object": "list", "data": [served.as_json() for served in self.models.values()]})
-
-    async def one_model(self, request: Request) -> Response:
-        return Answer(find(self.models, request.path_params["name"]).as_json())
-
-    async def health(self, request: Request) -> Response:
-        return Answer({"status": "ok"})
-
-    async def ready(self, request: Request) -> Response:
-        if not self.batching.alive:
-            raise ApiError(503, "The server does not accept requests now.")
-        return Answer({"status": "ready", "models": list(self.models), "waiting": self.batching.waiting})
-
-    async def show_metrics(self, request: Request) -> Response:
-        return Response(self.metrics.text(), media_type=self.metrics.content_type)
-
-    async def openapi(self, request: Request) -> Response:
-        return Answer(description())
-
-    def told(self, path: str, error: BaseException) -> ApiError:
+    def to_api_error(self, error: Exception) -> ApiError:
         """Return the answer to an error; log it if it is the server's own."""
-        found = api_error(error, self.batching.expected_wait_s)
-        if found.status >= 500 and not isinstance(error, ApiError):
-            self.log.failure(path, error)
-        return found
+        answer = api_error(error)
+        if answer.status_code >= 500 and not isinstance(error, ApiError):
+            LOGGER.error("The server failed on a request.", exc_info=error)
+        return answer
+
+    async def answer(self, job: CompletionJob | TrajectoryJob, request: Request, stream: bool) -> Response:
+        """Answer with all texts, or with events, in which an error after the first is an event too."""
+        limit_s = self.limits.seconds
+        if not stream:
+            return JSONResponse(await while_connected(request, job.answer(limit_s)))
+
+        async def events() -> AsyncIterator[str]:
+            try:
+                async for chunk in job.chunks(limit_s):
+                    yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+                yield "data: [DONE]\n\n"
+            except Exception as error:
+                yield f"data: {json.dumps(self.to_api_error(error).as_json())}\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream", headers=SSE_HEADERS)
+
+    async def use_codec(self, verb: str, act: Callable[[Served, Any], Any], body: Any, request: Request) -> Response:
+        """Answer with what a function of `codec` returns; it runs in the thread of the queue."""
+        served = self.find(body.model)
+        if not served.can[verb]:
+            raise ApiError(422, f"{served.title} cannot {verb} texts: use a model that `/v1/models` says can.", "model")
+        future = self.batching.call(lambda _: act(served, body))
+        (content,) = await while_connected(request, all_done([future], self.limits.seconds))
+        return JSONResponse(content)
 
 
-# ---------------------------------------------------------------- around every request
+def api_routes(service: Service) -> APIRouter:
+    """Return the routes that need a key if there are any."""
+
+    async def authorize(request: Request) -> None:
+        if service.keys:
+            check_key(request.headers.get("authorization", ""), service.keys)
+
+    router = APIRouter(dependencies=[Depends(authorize)])
+
+    @router.post("/v1/completions")
+    async def completions(body: schemas.Completion, request: Request) -> Response:
+        """Write texts, as the OpenAI conventions describe."""
+        return await service.answer(CompletionJob(service.find(body.model), body, service.batching), request, body.stream)
+
+    @router.post("/v1/trajectory")
+    async def trajectory(body: schemas.Trajectory, request: Request) -> Response:
+        """Write texts and return what they would be after each step."""
+        return await service.answer(TrajectoryJob(service.find(body.model), body, service.batching), request, body.stream)
+
+    @router.post("/v1/embeddings")
+    async def embeddings(body: schemas.EmbeddingRequest, request: Request) -> Response:
+        """Encode texts: the mean of their latents, or all latents in a row."""
+        return await service.use_codec("embed", codec.embed, body, request)
+
+    @router.post("/v1/reconstruct")
+    async def reconstruct(body: schemas.Reconstruction, request: Request) -> Response:
+        """Encode and decode texts; tell for each token whether it came back at its place."""
+        return await service.use_codec("reconstruct", codec.reconstruct, body, request)
+
+    @router.post("/v1/interpolate")
+    async def interpolate(body: schemas.Interpolation, request: Request) -> Response:
+        """Decode points on the line between two texts."""
+        return await service.use_codec("interpolate", codec.interpolate, body, request)
+
+    @router.post("/v1/edit")
+    async def edit(body: schemas.Edit, request: Request) -> Response:
+        """Write variations of a text from its latents with noise."""
+        return await service.use_codec("edit", codec.edit, body, request)
+
+    @router.get("/v1/models")
+    async def list_models() -> Response:
+        """List the models and what each can do."""
+        return JSONResponse({"object": "list", "data": [served.as_json() for served in service.models.values()]})
+
+    @router.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        """Describe one model."""
+        return JSONResponse(service.find(name).as_json())
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Return metrics in Prometheus' text format."""
+        content = prometheus_client.generate_latest(service.metrics.registry)
+        return Response(content, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    return router
 
 
-class Around:
-    """ASGI middleware: keys, errors as JSON, metrics, the log, and an end to answers that nobody reads."""
-
-    def __init__(self, app: ASGIApp, service: Service, paths: Sequence[str]) -> None:
-        self.app, self.service, self.paths = app, service, set(paths)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        service, request, began = self.service, Request(scope, receive), time.monotonic()
-        request.state.facts, status, number = {}, CLIENT_GONE, secrets.token_hex(8)
-
-        async def tell(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
-            await send(message)
-
-        service.metrics.running.inc()
-        try:
-            async with asyncio.timeout(STALLED * service.limits.seconds):
-                try:
-                    if service.keys and request.url.path not in OPEN and request.method != "OPTIONS":
-                        check_key(request.headers.get("authorization", ""), service.keys)
-                    await self.app(scope, receive, tell)
-                except ClientGone:
-                    await Response(status_code=CLIENT_GONE)(scope, receive, send)
-                except Exception as error:
-                    if status != CLIENT_GONE:
-                        raise  # the answer has begun, so the connection is closed
-                    found = service.told(request.url.path, error)
-                    await Answer(found.as_json(), found.status, dict(found.headers))(scope, receive, tell)
-        finally:
-            seconds = time.monotonic() - began
-            path = request.url.path if request.url.path in self.paths else "other"
-            service.metrics.running.dec()
-            service.metrics.observe_request(path, status, seconds)
-            service.log.request(
-                id=number, method=request.method, path=path, status=status, seconds=round(seconds, 4),
-                client=request.client.host if request.client else None, **request.state.facts,
-            )  # fmt: skip
-
-
-def _codec(kind: type, act: Callable[[Any, Any], Any], what: str, ability: str = "has_codec") -> Handler:
-    return lambda service, request: service.codec(request, kind, act, ability, what)
-
-
-ROUTES: dict[str, tuple[str, Handler]] = {
-    "/v1/models": ("GET", Service.list_models),
-    "/v1/models/{name:path}": ("GET", Service.one_model),
-    "/v1/completions": ("POST", Service.completions),
-    "/v1/embeddings": ("POST", _codec(requests.EmbeddingRequest, codec.embed, "embed texts")),
-    "/v1/trajectory": ("POST", Service.trajectory),
-    "/v1/reconstruct": ("POST", _codec(requests.Reconstruction, codec.reconstruct, "reconstruct texts")),
-    "/v1/interpolate": ("POST", _codec(requests.Interpolation, codec.interpolate, "interpolate texts")),
-    "/v1/edit": ("POST", _codec(requests.Edit, codec.edit, "edit texts", "can_edit")),
-    "/healthz": ("GET", Service.health),
-    "/readyz": ("GET", Service.ready),
-    "/metrics": ("GET", Service.show_metrics),
-    "/openapi.json": ("GET", Service.openapi),
-}
-OPEN = frozenset({"/healthz", "/readyz", "/openapi.json", *FILES})  # paths that need no key
-
-
-def build_app(service: Service, origins: Sequence[str] = ()) -> Starlette:
+def build_app(service: Service, origins: Sequence[str] = ()) -> FastAPI:
     """Return the ASGI application; closing it finishes what the service has accepted."""
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(service.batching.close)
 
-    def route(path: str, method: str, handler: Handler) -> Route:
-        async def answer(request: Request) -> Response:
-            return await handler(service, request)
+    async def refuse(_: Request, error: Exception) -> Response:
+        return service.to_api_error(error).as_response()
 
-        return Route(path, answer, methods=[method])
-
-    def page(path: str) -> Route:
-        async def answer(request: Request) -> Response:
-            content, kind = FILES[path]()
-            return Response(content, media_type=kind, headers=page_headers())
-
-        return Route(path, answer)
-
-    async def refused(request: Request, error: Exception) -> Response:
-        """Answer requests for which there is no route."""
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        said = f"There is no {request.method} {request.url.path[:80]}: see /openapi.json."
-        return Answer(ApiError(status, said).as_json(), status, getattr(error, "headers", None))
-
-    cors = Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
-    return Starlette(
-        routes=[*(route(path, *how) for path, how in ROUTES.items()), *map(page, FILES)],
-        middleware=[*([cors] if origins else []), Middleware(Around, service=service, paths=[*ROUTES, *FILES])],
-        exception_handlers={HTTPException: refused},
+    app = FastAPI(
+        title="jpeg-dlm",
+        version=__version__,
+        description="Text by diffusion language models.",
+        docs_url=None,
+        redoc_url=None,
         lifespan=lifespan,
+        exception_handlers=dict.fromkeys((RequestValidationError, HTTPException, JpegDlmError), refuse),
+        responses={"default": {"description": "An error in OpenAI's form: {error: {message, type, param, code}}."}},
     )
+    app.include_router(api_routes(service))
+
+    @app.get("/healthz")
+    async def health() -> Response:
+        """Return that the process answers."""
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/readyz")
+    async def ready() -> Response:
+        """Return whether requests are accepted."""
+        if not service.batching.alive:
+            raise ApiError(503, "The server does not accept requests now.")
+        return JSONResponse({"status": "ready", "models": list(service.models), "waiting": service.batching.waiting})
+
+    async def page(request: Request) -> Response:
+        return FileResponse(PACKAGE / PAGE[request.url.path], headers=PAGE_HEADERS)
+
+    for path in PAGE:
+        app.add_route(path, page, include_in_schema=False)
+    facts: dict[str, Any] = {"to_api_error": service.to_api_error, "metrics": service.metrics}
+    app.add_middleware(RequestMiddleware, limit_s=service.limits.seconds, **facts)
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
+    return app
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a bound socket; it refuses connections until the server starts."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(f"Cannot listen on {host}, port {port} ({reason}): choose others with --host and --port.") from error
+    return bound
+
+
+def address_of(bound: socket.socket) -> str:
+    """Return the address of the page."""
+    host, port, *_ = bound.getsockname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run_server(service: Service, bound: socket.socket, origins: Sequence[str] = (), log: bool = False) -> None:
+    """Serve until SIGTERM or Ctrl-C; then finish what was accepted and return. A second signal ends at once.
+
+    With `log`, uvicorn writes a line for each request, without what was requested or answered.
+    """
+    import uvicorn
+
+    config = uvicorn.Config(
+        build_app(service, origins),
+        log_level="info" if log else "critical",
+        access_log=log,
+        server_header=False,
+        lifespan="on",
+        ws="none",
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(service.limits.seconds + GRACE_S),
+        proxy_headers=False,
+    )
+    # uvicorn raises the signals it took again for the handlers that it found; here they have done their work.
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        server = uvicorn.Server(config)
+        server.run(sockets=[bound])
+        if server.force_exit:
+            sys.exit(1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

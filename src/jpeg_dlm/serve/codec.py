@@ -8,43 +8,45 @@ from collections.abc import Sequence
 from typing import Any
 
 from jpeg_dlm.api import Model
-from jpeg_dlm.serve.completions import DRAWN_SEEDS
-from jpeg_dlm.serve.http_errors import ApiError
+from jpeg_dlm.serve.http import ApiError
 from jpeg_dlm.serve.models import Served
-from jpeg_dlm.serve.requests import MOST_INPUTS, Edit, EmbeddingRequest, Interpolation, Reconstruction
+from jpeg_dlm.serve.schemas import MOST_TEXTS, Edit, EmbeddingRequest, Interpolation, Reconstruction, as_list
 from jpeg_dlm.text.tokenizer import TextTokenizer
 
 UNFINISHED = "\ufffd"  # a character of which a byte-level token holds only a part
-WINDOW = 16  # tokens that are decoded together
 
 
 def embed(served: Served, request: EmbeddingRequest) -> dict[str, Any]:
     """Encode texts: the mean of their latents, or all latents in a row."""
-    latents_BND = served.model.encode(request.input).float().cpu()
+    latents_BND = served.model.encode(as_list(request.input)).float().cpu()
     vectors = latents_BND.mean(1) if request.pooling == "mean" else latents_BND.flatten(1)
     if request.dimensions not in (None, vectors.shape[1]):
         raise ApiError(422, f"`dimensions` must be {vectors.shape[1]} for this model and pooling: leave it out.", "dimensions")
     coded: Sequence[Any] = vectors.tolist()
     if request.encoding_format == "base64":
         coded = [base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode() for vector in vectors]
-    tokens = sum(len(served.model.tokenizer.encode(text)) for text in request.input)
+    tokens = sum(len(served.model.tokenizer.encode(text)) for text in as_list(request.input))
     return {
-        "object": "list", "model": served.name,
+        "object": "list",
+        "model": served.name,
         "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(coded)],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    }  # fmt: skip
+    }
 
 
 def reconstruct(served: Served, request: Reconstruction) -> dict[str, Any]:
     """Encode and decode texts; tell for each token whether it came back at its place."""
     config = served.model.config
-    sizes = [len(served.model.tokenizer.encode(text)) for text in request.input]
-    if sum(sizes) > MOST_INPUTS * config.data.token_len:
-        raise ApiError(422, f"The texts have {sum(sizes)} tokens: send at most {MOST_INPUTS * config.data.token_len}.", "input")
+    sizes = [len(served.model.tokenizer.encode(text)) for text in as_list(request.input)]
+    if sum(sizes) > MOST_TEXTS * config.data.token_len:
+        raise ApiError(422, f"The texts have {sum(sizes)} tokens: send at most {MOST_TEXTS * config.data.token_len}.", "input")
     return {
-        "object": "list", "model": served.name, "latents": config.model.latent_len, "tokens": config.data.token_len,
-        "data": [{"index": i, **_reconstructed(served.model, text)} for i, text in enumerate(request.input)],
-    }  # fmt: skip
+        "object": "list",
+        "model": served.name,
+        "latents": config.model.latent_len,
+        "tokens": config.data.token_len,
+        "data": [{"index": i, **_reconstructed(served.model, text)} for i, text in enumerate(as_list(request.input))],
+    }
 
 
 def _reconstructed(model: Model, text: str) -> dict[str, Any]:
@@ -60,35 +62,27 @@ def _reconstructed(model: Model, text: str) -> dict[str, Any]:
 
 def pieces(tokenizer: TextTokenizer, ids: Sequence[int]) -> list[str]:
     """Return the part of the text that each token adds; a character made of several tokens is added by the last of them."""
-    found, start, shown = [], 0, ""
+    parts, before = [], ""
     for end in range(1, len(ids) + 1):
-        now = tokenizer.decode(ids[start:end])
-        if now.endswith(UNFINISHED) and end < len(ids) and end - start < 2 * WINDOW:
-            found.append("")
+        now = tokenizer.decode(ids[:end])
+        if now.endswith(UNFINISHED) and end < len(ids):
+            parts.append("")
             continue
-        found.append(now[len(os.path.commonprefix([shown, now])) :])
-        # Go on after the last token, if it is visible: decoding all again takes time that grows with the square.
-        if end - start >= WINDOW and tokenizer.decode(ids[end - 1 : end]).strip():
-            start = end - 1
-        shown = tokenizer.decode(ids[start:end]) if start == end - 1 else now
-    return found
+        parts.append(now[len(os.path.commonprefix([before, now])) :])
+        before = now
+    return parts
 
 
 def interpolate(served: Served, request: Interpolation) -> dict[str, Any]:
     """Decode points on the line between two texts."""
     texts = served.model.interpolate(request.first, request.second, points=request.points)
     last = len(texts) - 1
-    return {
-        "object": "list", "model": served.name,
-        "data": [{"index": i, "position": round(i / last, 4), "text": text} for i, text in enumerate(texts)],
-    }  # fmt: skip
+    data = [{"index": i, "position": round(i / last, 4), "text": text} for i, text in enumerate(texts)]
+    return {"object": "list", "model": served.name, "data": data}
 
 
 def edit(served: Served, request: Edit) -> dict[str, Any]:
     """Write variations of a text from its latents with noise."""
-    seed = int.from_bytes(os.urandom(4), "little") % DRAWN_SEEDS if request.seed is None else request.seed
-    texts = served.model.edit(request.input, noise=request.noise, n=request.n, seed=seed)
-    return {
-        "object": "list", "model": served.name, "seed": seed,
-        "data": [{"index": i, "text": text} for i, text in enumerate(texts)],
-    }  # fmt: skip
+    texts = served.model.edit(request.input, noise=request.noise, n=request.n, seed=request.seed)
+    data = [{"index": i, "text": text} for i, text in enumerate(texts)]
+    return {"object": "list", "model": served.name, "seed": request.seed, "data": data}

@@ -1,94 +1,98 @@
-"""Reading a request and waiting for its answer: limits on size and time, and clients that go away."""
+"""Errors as the OpenAI conventions write them, and waiting for results: with a limit, and while the client stays."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
-from jpeg_dlm.serve.http_errors import ApiError, ClientGone
-from jpeg_dlm.strict_json import parse_json
+from jpeg_dlm.serve.batching import QueueFullError
+from jpeg_dlm.util.errors import DataError, JpegDlmError, UsageError
 
-LARGEST_BODY = 1 << 20  # bytes
-DRAINED_BODY = 64 << 20  # of a body that is too large, so many bytes are read, so that the client sees the answer
-MORE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second tells nginx to pass events on at once
+T = TypeVar("T")
 
-
-class Answer(Response):
-    """JSON of one line, in UTF-8."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        return line(content)
+RETRY_AFTER_S = "1"  # about the time of a full batch (assumed)
+KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout_error"}
 
 
-def line(content: Any) -> bytes:
-    """Return JSON in one line."""
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+class ApiError(HTTPException):
+    """A request that is answered with an error: a status, a sentence, and the field that is wrong."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.param, self.code = param, code
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the body of the answer."""
+        kind = KINDS.get(self.status_code, "invalid_request_error")
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+
+    def as_response(self) -> Response:
+        return JSONResponse(self.as_json(), self.status_code, self.headers)
 
 
-def event(content: Any) -> bytes:
-    """Return one server-sent event; a string is sent as it is."""
-    return b"data: " + (content.encode() if isinstance(content, str) else line(content)) + b"\n\n"
+def out_of_time(limit_s: float) -> ApiError:
+    """Return the error for a request that took too long."""
+    return ApiError(504, f"The answer took more than {limit_s:g} s: ask for fewer texts or steps, or try again later.")
 
 
-async def read_body(request: Request, limit_s: float) -> Any:
-    """Return the JSON of a request's body."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a form on another site cannot send this type without asking
-        raise ApiError(415, "Send JSON, with the header  Content-Type: application/json.")
-    body, size = bytearray(), 0
+def api_error(error: BaseException) -> ApiError:
+    """Return the answer to an error; only messages about the request itself are passed on."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _invalid(error)
+    if isinstance(error, HTTPException):  # of the router, or of FastAPI for bytes that are not even text
+        return ApiError(error.status_code, f"{error.detail}: see /openapi.json.", headers=error.headers)
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": RETRY_AFTER_S})
+    if isinstance(error, (UsageError, DataError)):
+        return ApiError(422, str(error))
+    if isinstance(error, JpegDlmError):
+        return ApiError(503, "The model cannot do this now: see the log of the server.")
+    return ApiError(500, "The server failed on this request: see its log.")
+
+
+def _invalid(error: RequestValidationError) -> ApiError:
+    """Return the answer to a body that is not JSON, or to its first field that is wrong."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"The body is not JSON ({first['ctx']['error']}).")
+    if len(first["loc"]) < 2:
+        return ApiError(422, f"The body must be a JSON object, sent as application/json: {first['msg']}.")
+    name = str(first["loc"][1])[:80].encode("ascii", "replace").decode()
+    return ApiError(422, f"`{name}`: {first['msg']}.", name)
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """Await some work; cancel it when the client goes away."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, left = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
-        async with asyncio.timeout(limit_s):
-            async for part in request.stream():
-                size += len(part)
-                if size > DRAINED_BODY:
-                    break
-                if size <= LARGEST_BODY:
-                    body += part
-    except TimeoutError:
-        raise ApiError(408, f"The request took more than {limit_s:g} s to arrive: send it faster.") from None
-    except ClientDisconnect:
-        raise ClientGone from None
-    if size > LARGEST_BODY:
-        raise ApiError(
-            413, f"The body is larger than {LARGEST_BODY} bytes: send less at once.", headers={"Connection": "close"}
-        )
-    try:
-        return parse_json(bytes(body))
-    except (ValueError, UnicodeError) as error:
-        raise ApiError(400, f"The body is not JSON ({str(error)[:200]}).") from None
-
-
-async def gone(request: Request) -> None:
-    """Return when the client closed its connection."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def result_of(request: Request, futures: Sequence[Future[Any]], limit_s: float) -> list[Any]:
-    """Wait for all results; cancel them if one fails, the time is over or the client goes away."""
-    work = asyncio.gather(*map(asyncio.wrap_future, futures))
-    left = asyncio.ensure_future(gone(request))
-    try:
-        await asyncio.wait({work, left}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-        raise ClientGone if left.done() else out_of_time(limit_s)
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
     finally:
         left.cancel()
-        for future in futures:
-            future.cancel()
-        work.cancel()
-        with contextlib.suppress(BaseException):
-            await work
+        task.cancel()
 
 
 async def as_done(futures: Sequence[Future[Any]], limit_s: float) -> AsyncIterator[tuple[int, Any]]:
@@ -108,6 +112,7 @@ async def as_done(futures: Sequence[Future[Any]], limit_s: float) -> AsyncIterat
             future.cancel()
 
 
-def out_of_time(limit_s: float) -> ApiError:
-    """Return the error for a request that took too long."""
-    return ApiError(504, f"The answer took more than {limit_s:g} s: ask for fewer texts or steps, or try again later.")
+async def all_done(futures: Sequence[Future[Any]], limit_s: float) -> list[Any]:
+    """Return the results of all futures."""
+    results = dict([done async for done in as_done(futures, limit_s)])
+    return [results[place] for place in range(len(futures))]

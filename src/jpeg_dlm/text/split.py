@@ -5,13 +5,14 @@ Whole documents are held out by a hash of their number; of a document longer tha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from jpeg_dlm.rng import derive_seed
+from jpeg_dlm.text.documents import Document
 from jpeg_dlm.text.packing import sentences
-from jpeg_dlm.text.text_files import Document
+from jpeg_dlm.util.rng import derive_seed
 
 STRETCHES = 8  # held-out stretches inside long documents (assumed: several parts of a book, each long enough to read)
 CHUNK = 1 << 20  # most characters in one piece of a long document: tokenized at once, and between two saves
@@ -60,17 +61,14 @@ class Split:
         """Yield the pieces after `start`; `documents` begins with the document that `start` is in."""
         _, skip, long = start
         for number, document in enumerate(documents, start.document):
-            whole, parts = True, self._whole(document, number)
-            if isinstance(document, str) and len(document) > self.longest:  # rows of ids are never cut
-                whole, parts = False, self._stretches(document, long)
-            for i, (part, name) in enumerate(parts):
-                if i >= skip:
-                    yield DocumentPiece(part, name, Place(number, i + 1, long), whole)
+            whole = not isinstance(document, str) or len(document) <= self.longest  # rows of ids are never cut
+            parts: Iterable[tuple[Document, Name]] = (
+                [(document, self.of(number))] if whole else self._stretches(str(document), long)
+            )
+            for i, (part, name) in itertools.islice(enumerate(parts, 1), skip, None):
+                yield DocumentPiece(part, name, Place(number, i, long), whole)
             skip = 0
             long += 0 if whole else len(document)
-
-    def _whole(self, document: Document, number: int) -> Iterator[tuple[Document, Name]]:
-        yield document, self.of(number)
 
     def _stretches(self, text: str, before: int) -> Iterator[tuple[Document, Name]]:
         """Yield the parts of a long document; earlier long documents have `before` characters in total."""
@@ -90,24 +88,22 @@ def draw(number: int) -> float:
     return derive_seed(0, "holdout", number) / 2**63
 
 
-def choose_split(
-    head: Sequence[Document], share: float, token_len: int, rest: int = 0, by: Literal["tokens", "documents"] = "tokens"
-) -> Split:
+def choose_split(head: Sequence[Document], share: float, token_len: int, rest: int = 0) -> Split:
     """Choose the split of a stream that begins with `head` and has about `rest` more characters; both parts get text."""
     row = 8 * token_len  # upper bound on the characters of a row
     lengths = {i: len(document) for i, document in enumerate(head)}
     total = sum(lengths.values()) + rest
-    longest = max(share * total, row) if by == "tokens" or len(head) == 1 else float("inf")
+    longest = max(share * total, row)
     whole = {i: n for i, n in lengths.items() if n <= longest}
     long = sum(n for n in lengths.values() if n > longest)
-    held = _drawn(whole, share, 0 if long else row, by == "tokens")
+    held = _drawn(whole, share, 0 if long else row)
     pool = total if rest else long
     count = min(max(int(share * pool) // row, 1), STRETCHES)
     stretch = max(1, min(max(row, int(share * pool) // count), pool // 2))
     return Split(share, held, len(head), longest, stretch, max(pool // count, stretch + 1))
 
 
-def _drawn(lengths: dict[int, int], share: float, least: int, balance: bool) -> frozenset[int]:
+def _drawn(lengths: dict[int, int], share: float, least: int) -> frozenset[int]:
     """Choose whole documents to hold out, with at least `least` characters in total; leave at least one for training.
 
     These are the documents whose draw is below the share, or if they miss the share by far, those with the lowest draws.
@@ -115,16 +111,14 @@ def _drawn(lengths: dict[int, int], share: float, least: int, balance: bool) -> 
     order = sorted(lengths, key=draw)
     held = [i for i in order if draw(i) < share]
     target, size = share * sum(lengths.values()), sum(lengths[i] for i in held)
-    if balance and abs(size - target) > TOLERANCE * target:
+    if abs(size - target) > TOLERANCE * target:
         held, size = [], 0
         for i in order:
             if size < target and size + lengths[i] <= (1 + TOLERANCE) * target:
                 held.append(i)
                 size += lengths[i]
-    for i in order:
-        if size >= least or len(held) >= len(order) - 1:
-            break
-        if i not in held:
+    for i in [i for i in order if i not in held]:
+        if size < least and len(held) < len(order) - 1:
             held.append(i)
             size += lengths[i]
     return frozenset(held)
@@ -137,7 +131,6 @@ def _boundary(text: str, low: int, at: int) -> int:
     window = text[low:at]
     if "\n" in window:
         return low + window.rindex("\n") + 1
-    found = sentences(window)
-    if len(found) > 1:
-        return low + window.rindex(found[-1])
+    if len(ends := sentences(window)) > 1:
+        return low + window.rindex(ends[-1])
     return low + window.rindex(" ") + 1 if " " in window else at

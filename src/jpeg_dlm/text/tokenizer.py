@@ -6,6 +6,7 @@ Special tokens are found by name. Their names in a text are encoded as plain cha
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -14,15 +15,14 @@ import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jpeg_dlm.errors import DataError, JpegDlmError, UsageError, reason_of
-from jpeg_dlm.fetch.assets import fetch
-from jpeg_dlm.files import write_atomic
+from jpeg_dlm.text.download import fetch
+from jpeg_dlm.util.errors import DataError, JpegDlmError, UsageError, reason_of
+from jpeg_dlm.util.files import write_atomic
 
 SPECIALS = ("<pad>", "</s>", "<unk>", "<mask>", "<s>", "<line>")  # ids 0 to 5 of a tokenizer trained here
 SMALLEST_BPE = 256 + len(SPECIALS)  # every byte has an id, so no text is unknown
@@ -30,10 +30,8 @@ SMALLEST_BPE = 256 + len(SPECIALS)  # every byte has an id, so no text is unknow
 # Words of languages with spaces are shorter; in a language without, this is 32 characters, and one in 32 adjacent pairs
 # is split.
 LONGEST_WORD = 96
-LARGEST_FILE = 1 << 27  # bytes of a tokenizer.json; one with 250 thousand ids takes 35 MB
 MOST_LISTED = 5  # unknown words that a message names
 T5_HUB_NAME = "t5-small"  # released
-OLDER_FILES = ("spiece.model", "tokenizer.model", "vocab.json", "vocab.txt")  # formats older than tokenizer.json
 
 # Names of each role, in order of preference. T5 has no begin, line or mask token: the released code uses its first two
 # sentinels for begin and line, and we use the third for the mask. BERT's [CLS] also separates lines (MDLM, Duo). GPT-2's
@@ -74,16 +72,13 @@ class TextTokenizer:
         self._backend = backend
         # The largest id plus one, not the number of ids: a file may skip ids, and a model needs an embedding for each.
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        eos = self._find(_EOS)
+        eos, pad, self.unk_id, self.bos_id, self.boundary_id, self.mask_id = map(
+            self._find, (_EOS, _PAD, _UNK, _BOS, _BOUNDARY, _MASK)
+        )
         if eos is None:
             raise DataError(f"The tokenizer has no end token (one of {', '.join(_EOS)}): use 'bpe', 't5' or one that has it.")
-        pad = self._find(_PAD)
         self.eos_id: int = eos
         self.pad_id: int = eos if pad is None else pad
-        self.unk_id: int | None = self._find(_UNK)
-        self.bos_id: int | None = self._find(_BOS)
-        self.boundary_id: int | None = self._find(_BOUNDARY)
-        self.mask_id: int | None = self._find(_MASK)
         self._literals = self._leaking()
         # GPT-2's gives back every text exactly and keeps its white space. T5's and BERT's lose white space, and those trained
         # here, which begin every text with a space, are trained on text with white space collapsed.
@@ -110,22 +105,16 @@ class TextTokenizer:
     def from_file(cls, path: Path) -> TextTokenizer:
         """Load a tokenizer.json."""
         try:
-            with open(path, "rb") as file:
-                raw = file.read(LARGEST_FILE + 1)
-            if len(raw) > LARGEST_FILE:
-                raise DataError(f"'{path}' is larger than {LARGEST_FILE} bytes, too large for a tokenizer: name another.")
-            return cls(Tokenizer.from_str(raw.decode("utf-8")))
-        except OSError as error:
-            raise DataError(f"Cannot read the tokenizer '{path}': {error.strerror or error}.") from error
-        except (JpegDlmError, KeyboardInterrupt, SystemExit, GeneratorExit):
+            return cls(Tokenizer.from_str(path.read_text("utf-8")))
+        except (JpegDlmError, KeyboardInterrupt):
             raise
         except BaseException as error:  # the library raises bare Exception or panics when it cannot parse
             raise DataError(
-                f"'{path}' is not a tokenizer.json ({reason_of(error)}): prepare the data again or name another."
+                f"'{path}' cannot be read as a tokenizer.json ({reason_of(error)}): prepare the data again or name another."
             ) from error
 
     def save(self, path: Path) -> None:
-        """Write tokenizer.json atomically."""
+        """Write tokenizer.json."""
         write_atomic(path, self.to_json())
 
     def to_json(self) -> str:
@@ -153,12 +142,6 @@ class TextTokenizer:
         encoded = self._backend.encode_batch_fast([lead + self._plain(t) for t in texts], add_special_tokens=False)
         return [e.ids for e in encoded]
 
-    def unknown_words(self, text: str) -> list[str]:
-        """Return the words of `text` that encode to the unknown token, each once."""
-        if self.unk_id is None or self.unk_id not in self.encode(text):
-            return []
-        return [word for word in dict.fromkeys(self._plain(text).split()) if self.unk_id in self.encode(word)]
-
     def known_ids(self, text: str, name: str = "text") -> list[int]:
         """Return the ids of a text that a model is given; raise `DataError` if it is empty or has unknown words."""
         ids = self.encode(text)
@@ -169,26 +152,23 @@ class TextTokenizer:
 
     def refuse_unknown(self, text: str) -> None:
         """Raise `DataError` that names the words of a text without a token, if there are any."""
-        unknown = self.unknown_words(text)
-        if unknown:
-            listed = ", ".join(f"'{word}'" for word in unknown[:MOST_LISTED]) + (" ..." if len(unknown) > MOST_LISTED else "")
-            raise DataError(f"The model's tokenizer does not know {listed}: leave it out or use other words.")
+        if self.unk_id is not None and self.unk_id in self.encode(text):
+            words = [f"'{word}'" for word in dict.fromkeys(self._plain(text).split()) if self.unk_id in self.encode(word)]
+            listed = ", ".join(words[:MOST_LISTED]) + (" ..." if len(words) > MOST_LISTED else "")
+            raise DataError(f"The model's tokenizer does not know {listed}: use other words.")
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; drop special tokens, and turn line boundaries into spaces."""
-        segments: list[list[int]] = [[]]
-        for i in map(int, ids):
-            if i == self.boundary_id:
-                segments.append([])
-            else:
-                segments[-1].append(i)
-        texts = (self._tidy(self._backend.decode(s, skip_special_tokens=True)) for s in segments)
-        return " ".join(t for t in texts if t)
+        groups = itertools.groupby(map(int, ids), key=lambda i: i == self.boundary_id)
+        segments = [list(group) for is_boundary, group in groups if not is_boundary]
+        texts = (self._backend.decode(s, skip_special_tokens=True) for s in segments)
+        if not self.keeps_white_space:
+            texts = (collapse(clean_up(text) if self._is_t5 else text) for text in texts)
+        return " ".join(filter(None, texts))
 
-    def _tidy(self, text: str) -> str:
-        if self.keeps_white_space:
-            return text
-        return collapse(clean_up(text) if self._is_t5 else text)
+    def decode_with_specials(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids` with special tokens by name."""
+        return self._backend.decode(list(ids), skip_special_tokens=False)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, check: Callable[[], None] = lambda: None) -> TextTokenizer:
@@ -199,15 +179,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int, check: Callable[[], None] =
     # The added space gives the first word of a text the same token as elsewhere, so cutting documents changes no ids.
     words = pre_tokenizers.ByteLevel(add_prefix_space=True)
     bounded = pre_tokenizers.Split(Regex(f".{{{LONGEST_WORD}}}"), "isolated")  # words are bytes by now
-    backend.pre_tokenizer = pre_tokenizers.Sequence([words, bounded])
-    backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence([words, bounded]), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIALS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    _interruptibly(lambda feed: backend.train_from_iterator(feed, trainer=trainer), map(collapse, texts), check)
+    _train(backend, trainer, texts, check)
     backend.pre_tokenizer = words
     return TextTokenizer(backend)
 
@@ -218,31 +197,30 @@ def train_words(texts: Iterable[str], vocab_size: int, check: Callable[[], None]
     Words are split as in `train_bpe`, so that texts decode with the same spaces; `check` is as there.
     """
     backend = Tokenizer(models.WordLevel(unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()
     trainer = trainers.WordLevelTrainer(vocab_size=vocab_size, special_tokens=list(SPECIALS), show_progress=False)
-    _interruptibly(lambda feed: backend.train_from_iterator(feed, trainer=trainer), map(collapse, texts), check)
+    _train(backend, trainer, texts, check)
     return TextTokenizer(backend)
 
 
 TRAINED = {"bpe": train_bpe, "words": train_words}  # tokenizers that are trained on the text, by name
 
 
-def _interruptibly(train: Callable[[Iterator[str]], None], texts: Iterator[str], check: Callable[[], None]) -> None:
-    """Run `train(texts)` in a thread, because the library blocks Python's signal handlers for minutes."""
-    given_up, future = threading.Event(), Future[None]()
+def _train(backend: Tokenizer, trainer: trainers.Trainer, texts: Iterable[str], check: Callable[[], None]) -> None:
+    """Train in a thread, because the library blocks Python's signal handlers for minutes."""
+    stopped, errors = threading.Event(), list[BaseException]()
 
     def feed() -> Iterator[str]:
         for text in texts:
-            if given_up.is_set():
+            if stopped.is_set():
                 raise InterruptedError
-            yield text
+            yield collapse(text)
 
     def work() -> None:
         try:
-            future.set_result(train(feed()))
-        except BaseException as error:  # re-raised in the caller
-            future.set_exception(error)
+            backend.train_from_iterator(feed(), trainer=trainer)
+        except BaseException as error:  # raised again by the caller
+            errors.append(error)
 
     thread = threading.Thread(target=work, daemon=True)  # a daemon, so that exit does not wait for it
     thread.start()
@@ -251,9 +229,10 @@ def _interruptibly(train: Callable[[Iterator[str]], None], texts: Iterator[str],
             thread.join(0.1)
             check()
     finally:
-        given_up.set()
+        stopped.set()
         thread.join(1)  # ends at once if it is still reading
-    future.result()
+    if errors:
+        raise errors[0]
 
 
 def load_tokenizer(spec: str) -> TextTokenizer:
@@ -261,46 +240,32 @@ def load_tokenizer(spec: str) -> TextTokenizer:
     path = Path(os.path.expanduser(spec))  # Path.expanduser fails for an unknown user
     if spec == "t5":
         return _from_hub(T5_HUB_NAME) or TextTokenizer.from_file(fetch("t5-tokenizer"))
-    if path.is_file():
-        return TextTokenizer.from_file(path)
-    if path.is_dir():
-        if (path / "tokenizer.json").is_file():
-            return TextTokenizer.from_file(path / "tokenizer.json")
-        older = any((path / name).is_file() for name in OLDER_FILES)
-        found = _through_transformers(str(path), local=True) if older else None
-        if found is None:
-            raise DataError(
-                f"The folder '{path}' holds no tokenizer.json and nothing that transformers can turn into one: name another "
-                "folder, or for a SentencePiece model install the package protobuf."
-            )
-        return found
-    found = None if spec in TRAINED or path.is_absolute() else _from_hub(spec)
-    if found is None:
-        raise DataError(f"No tokenizer '{spec}': it is not a file or folder, and neither the hub nor its local cache has it.")
-    return found
+    for file in (path, path / "tokenizer.json"):
+        if file.is_file():
+            return TextTokenizer.from_file(file)
+    tokenizer = _converted(str(path), local=True) if path.is_dir() else _from_hub(spec)
+    if tokenizer is None:
+        raise DataError(
+            f"No tokenizer '{spec}': it is no file, no folder with a tokenizer.json or with files that transformers can turn "
+            "into one (SentencePiece models need the package protobuf), and neither the hub nor its local cache has it."
+        )
+    return tokenizer
 
 
 def _from_hub(name: str) -> TextTokenizer | None:
     """Load a hub tokenizer, from the local cache if possible; return None when neither has it."""
+    from huggingface_hub import hf_hub_download
+
     for local in (True, False) if _hub_reachable() else (True,):
-        file = _hub_file(name, "tokenizer.json", local)
-        if file:
-            return TextTokenizer.from_file(file)
-        if any(_hub_file(name, older, local) for older in OLDER_FILES):
-            return _through_transformers(name, local)
+        try:
+            return TextTokenizer.from_file(Path(hf_hub_download(name, "tokenizer.json", local_files_only=local)))
+        except (OSError, ValueError):  # not found, no network or invalid name: all hub errors are one of these
+            if (tokenizer := _converted(name, local)) is not None:
+                return tokenizer
     return None
 
 
-def _hub_file(name: str, file: str, local: bool) -> Path | None:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(name, file, local_files_only=local))
-    except (OSError, ValueError):  # not found, no network or invalid name: all hub errors are one of these
-        return None
-
-
-def _through_transformers(name: str, local: bool) -> TextTokenizer | None:
+def _converted(name: str, local: bool) -> TextTokenizer | None:
     """Let transformers convert a tokenizer in an older format, such as a bare SentencePiece model."""
     from transformers import AutoTokenizer
 

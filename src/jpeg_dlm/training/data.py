@@ -11,9 +11,10 @@ from torch import Tensor
 
 from jpeg_dlm.config import TrainConfig
 from jpeg_dlm.methods.base import Batch
-from jpeg_dlm.rng import RowNoise, on_device
 from jpeg_dlm.text.blocks import Blocks, EpochOrder
-from jpeg_dlm.training.feature_cache import FeatureCache
+from jpeg_dlm.training.features import FeatureCache
+from jpeg_dlm.util.distributed import all_mean
+from jpeg_dlm.util.rng import RowNoise, on_device
 
 
 @dataclass
@@ -28,12 +29,10 @@ class BatchStream:
     cache: FeatureCache | None = None
     context_blocks: int = 0  # rows before each row that a batch holds too
 
-    prefetch: bool | None = None  # gather the next batch in a thread; None: on accelerators
-
     def __post_init__(self) -> None:
         self.order = EpochOrder(self.train.seed, len(self.blocks))
-        if self.prefetch is None:
-            self.prefetch = self.device.type != "cpu"
+        self.padded = self.blocks.mask(self.blocks.rows([0])) is not None
+        self.prefetch = self.device.type != "cpu"  # gather the next batch in a thread
         self._thread = ThreadPoolExecutor(1)
         self._pending: dict[tuple[int, int], Future[Batch]] = {}
 
@@ -54,11 +53,22 @@ class BatchStream:
 
     def micro_batches(self, step: int) -> Iterator[tuple[Batch, RowNoise]]:
         """Yield the batches of one optimizer step, each with its noise."""
+        counts_L = self._mean_counts(step)
         for micro in range(self.train.accumulation):
             places, rows = self.row_numbers(step, micro)
-            host = self.device.type == "cpu"
             batch = self._prefetched(step, micro) if self.prefetch else self.batch(rows)
-            yield batch, RowNoise(self.train.seed, places, step, self.device, self.rows_per_step, host)
+            host = self.device.type == "cpu"
+            noise = RowNoise(self.train.seed, places, step, self.device, self.rows_per_step, host)
+            yield replace(batch, step_counts_L=counts_L), noise
+
+    def _mean_counts(self, step: int) -> Tensor | None:
+        """Return how many real tokens the micro-batches of a step have at each position, on average over all processes."""
+        if self.train.accumulation == 1 or not self.padded:
+            return None  # one micro-batch counts its own, and without padding all have as many
+        rows = [row for micro in range(self.train.accumulation) for row in self.row_numbers(step, micro)[1]]
+        mask_BL = self.blocks.mask(self.blocks.rows(rows))
+        assert mask_BL is not None
+        return all_mean(on_device(mask_BL.sum(0).float() / self.train.accumulation, self.device))
 
     def _prefetched(self, step: int, micro: int) -> Batch:
         """Return a batch that a thread gathered during the one before, and let it begin with the next one."""
@@ -78,19 +88,14 @@ def batch_of(
     blocks: Blocks, rows: Sequence[int], device: torch.device, context_blocks: int = 0, cache: FeatureCache | None = None
 ) -> Batch:
     """Return rows as a batch, with their features if they are cached, and with the rows before them."""
-    batch = _batch(blocks, blocks.rows(rows), rows, device, cache)
+
+    def batch(tokens_BL: Tensor, numbers: Sequence[int]) -> Batch:
+        optional = (blocks.mask(tokens_BL), cache.rows(numbers) if cache else None)
+        mask_BL, features_BLF = (t if t is None else on_device(t, device) for t in optional)
+        return Batch(on_device(tokens_BL, device), mask_BL, features_BLF)
+
     if not context_blocks:
-        return batch
+        return batch(blocks.rows(rows), rows)
     tokens_BKL, present_BK = blocks.before(rows, context_blocks)
-    numbers = [max(0, row - back) for row in rows for back in range(context_blocks, 0, -1)]
-    before = _batch(blocks, tokens_BKL.flatten(0, 1), numbers, device, cache)
-    return replace(batch, before=before, present_BK=on_device(present_BK, device))
-
-
-def _batch(
-    blocks: Blocks, tokens_BL: Tensor, rows: Sequence[int], device: torch.device, cache: FeatureCache | None
-) -> Batch:  # fmt: skip
-    mask = blocks.mask(tokens_BL)
-    features = cache.rows(rows) if cache is not None else None
-    parts = (tokens_BL, mask, features)
-    return Batch(*(None if part is None else on_device(part, device) for part in parts))  # pyright: ignore[reportArgumentType]
+    before = batch(tokens_BKL.flatten(0, 1), [max(0, row - back) for row in rows for back in range(context_blocks, 0, -1)])
+    return replace(batch(blocks.rows(rows), rows), before=before, present_BK=on_device(present_BK, device))

@@ -14,9 +14,9 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from jpeg_dlm.errors import UsageError
-from jpeg_dlm.files import make_directory, sweep_temps
-from jpeg_dlm.machine.collectives import on_main
+from jpeg_dlm.util.distributed import on_main
+from jpeg_dlm.util.errors import UsageError
+from jpeg_dlm.util.files import make_directory, sweep_temps
 
 LOCK = "lock"
 
@@ -32,22 +32,25 @@ class Locked(UsageError):
 @contextlib.contextmanager
 def run_lock(run: Path) -> Iterator[None]:
     """Lock the folder within the block; create it if needed and remove temporary files of killed processes."""
-    path = run / LOCK
     try:
         make_directory(run)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        file = open(run / LOCK, "a+", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o644))  # noqa: SIM115
     except OSError as error:
         raise UsageError(f"Cannot write in '{run}' ({error.strerror or error}): name another folder.") from error
-    try:
-        _take(fd, run)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+    with file:  # closing releases the lock; the file stays, or two processes could lock two files of one name
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise UsageError(f"The disk of '{run}' cannot lock files ({error.strerror}): put the run elsewhere.") from error
+            file.seek(0)
+            raise Locked(run, file.read(300).strip() or "another process") from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
         for folder in (run, *run.glob("*/"), *run.glob("*/*/")):  # deeper files of a run are never replaced
             sweep_temps(folder)
         yield
-    finally:
-        # Closing releases the lock. The file stays: deleting it would let two processes lock two files of one name.
-        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -56,14 +59,3 @@ def lock_together(run: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         on_main(lambda: stack.enter_context(run_lock(run)))
         yield
-
-
-def _take(fd: int, run: Path) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise UsageError(f"The disk of '{run}' cannot lock files ({error.strerror}): put the run elsewhere.") from error
-        pid, _, host = os.pread(fd, 300, 0).decode(errors="replace").strip().partition(" ")
-        holder = f"process {pid} on {host}" if pid and host else "another process"
-        raise Locked(run, holder) from error

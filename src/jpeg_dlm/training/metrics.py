@@ -1,26 +1,24 @@
-"""The metrics of a run, one JSON object per line of `metrics.jsonl`.
+"""Files of a run with one JSON object per line: `metrics.jsonl`, and `invocations.jsonl`, which names every `train` in it.
 
-Every line has a "step"; training terms and held-out terms of a step are separate lines. JSON cannot represent numbers that
-are not finite, so they are written as the strings "NaN", "Infinity" and "-Infinity", and `read_metrics` converts them back.
+Every line of metrics has a "step"; training terms and held-out terms of a step are separate lines. Numbers that are not
+finite are written as NaN, Infinity and -Infinity, as Python reads them.
 A run that resumes at step S first drops every line of a later step: those steps run again and are logged again.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from jpeg_dlm.errors import DataError
-from jpeg_dlm.files import write_atomic
+from jpeg_dlm.util.errors import DataError
+from jpeg_dlm.util.files import environment, write_atomic
 
-DIAGNOSIS = "diag_"  # prefix of the measures of `training.diagnosis`
 HELDOUT = "heldout_"  # prefix of the measures on held-out text
-NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+INVOCATIONS = "invocations.jsonl"
 
 
 class MetricsLog:
@@ -28,92 +26,65 @@ class MetricsLog:
 
     def __init__(self, path: Path, resume: int | None) -> None:
         self.path = path
-        _rewind(path, resume)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        if path.exists():  # rewriting also drops a torn last line
+            kept = [row for row in read_metrics(path) if resume is not None and row["step"] <= resume]
+            write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by the `with` block of the log
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append one line; values may be tensors or arrays of one element."""
-        row = {"step": int(step)} | {name: _plain(value) for name, value in values.items()}
-        data = (json.dumps(row, allow_nan=False) + "\n").encode()
-        whole = os.fstat(self._fd).st_size
+        """Append one line."""
+        data = (json.dumps({"step": step, **values}) + "\n").encode()
+        size = self.path.stat().st_size
         try:
             # One system call per line: after a kill the line is whole or absent, except on a power cut or a full disk.
-            if os.write(self._fd, data) == len(data):
+            if self._file.write(data) == len(data):
                 return
             reason = "the disk is full"
         except OSError as error:
             reason = error.strerror or str(error)
-        os.ftruncate(self._fd, whole)
+        os.ftruncate(self._file.fileno(), size)
         raise DataError(f"Cannot write '{self.path}' ({reason}): free some space and resume the run.")
 
     def sync(self) -> None:
         """Make all lines durable; called before saving a checkpoint, which needs the lines up to its step."""
-        os.fsync(self._fd)
-
-    def close(self) -> None:
-        """Close the file; closing twice is harmless."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        os.fsync(self._file.fileno())
 
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read all rows in order. Ignore a torn last line, as a power cut leaves it; raise an error for damage elsewhere."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise DataError(f"Cannot read '{path}' ({error.strerror or error}): give the directory of a run.") from error
     rows = []
-    lines = _lines(path)
     for number, line in enumerate(lines, 1):
-        row = _parse(line)
-        if row is not None:
-            rows.append({name: _number(value) for name, value in row.items()})
+        try:
+            row = json.loads(line) if line.endswith(b"\n") else None
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append(row)
         elif number < len(lines):
             raise DataError(f"Line {number} of '{path}' is damaged: restore the file from a copy or remove the line.")
     return rows
 
 
-def _rewind(path: Path, resume: int | None) -> None:
-    """Drop the lines of steps after `resume` atomically, and damaged lines if only such lines follow."""
-    lines = _lines(path) if path.exists() else []
-    rows = [_parse(line) for line in lines]
-    keep = [resume is not None and row is not None and row["step"] <= resume for row in rows]
-    last = max((i for i, kept in enumerate(keep) if kept), default=-1)
-    for number, row in enumerate(rows[: last + 1], 1):
-        if row is None:
-            raise DataError(f"Line {number} of '{path}' is damaged: restore the file from a copy or remove the line.")
-    if not all(keep):
-        write_atomic(path, b"".join(line for line, kept in zip(lines, keep, strict=True) if kept))
+def log_invocation(run: Path, stage: str, step: int, processes: int) -> None:
+    """Append the words, options and machine of this process, which begins or goes on with `stage` at `step`."""
+    config = json.loads((run / "config.json").read_text("utf-8"))
+    row = {"stage": stage, "step": step, "processes": processes, **environment(), "argv": sys.argv, "config": config}
+    with open(run / INVOCATIONS, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
-def _lines(path: Path) -> list[bytes]:
-    try:
-        return path.read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        raise DataError(f"Cannot read '{path}' ({error.strerror or error}): give the directory of a run.") from error
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """Parse a row; return None if the line is not whole."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    whole = isinstance(row, dict) and isinstance(row.get("step"), int) and not isinstance(row["step"], bool)
-    return row if whole else None
-
-
-def _plain(value: Any) -> Any:
-    value = value.item() if hasattr(value, "item") else value
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
-def _number(value: Any) -> Any:
-    return NONFINITE.get(value, value) if isinstance(value, str) else value
+def read_invocations(run: Path) -> list[dict[str, Any]]:
+    """Return all lines in order, without a torn last one, as a power cut leaves it; none if there is no file."""
+    path = run / INVOCATIONS
+    lines = path.read_text("utf-8").split("\n")[:-1] if path.is_file() else []
+    return [json.loads(line) for line in lines]

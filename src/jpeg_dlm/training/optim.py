@@ -3,46 +3,89 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
 from jpeg_dlm.config import TrainConfig
 from jpeg_dlm.methods.base import ParameterGroup, rounded_up_share
-from jpeg_dlm.training.muon import Muon
-from jpeg_dlm.training.parts import is_divided, local
+from jpeg_dlm.training.sharding import is_dtensor, local_shard, shard_like
+from jpeg_dlm.util.errors import CheckpointError
+
+MOMENTUM = 0.95  # of Muon (ELF)
+BETA1 = 0.9  # of AdamW (paper)
+SLOTS = {AdamW: {"step", "exp_avg", "exp_avg_sq"}, Muon: {"momentum_buffer"}}  # state of a parameter
 
 # Learned tokens, queries and position tables are inputs, not maps, and get no weight decay (as in JiT and ELF).
-NOT_DECAYED = (
-    "latents", "base_query", "tokens", "no_context", "context_kind", "pos_emb.weight", "pos_latent.weight", "embedding.weight",
-)  # fmt: skip
+TABLES = ("pos_emb.weight", "pos_latent.weight", "embedding.weight")
+NOT_DECAYED = ("latents", "base_query", "tokens", "no_context", "context_kind", *TABLES)
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and not name.endswith(NOT_DECAYED)
 
 
-def learning_rate(group: str, train: TrainConfig) -> float:
-    """Return the peak learning rate of a group."""
-    return train.codec_lr if group == "codec" else train.lr
+def build_optimizers(groups: list[ParameterGroup], matrices: Collection[str], train: TrainConfig) -> list[Optimizer]:
+    """Return AdamW, or with `train.optimizer` muon that of the hidden `matrices` and AdamW for all other parameters.
 
-
-def build_optimizer(groups: list[ParameterGroup], train: TrainConfig) -> Optimizer:
-    """Build the optimizer of the config; parameters of equal group, decay and update rule share an entry of `param_groups`."""
-    muon = train.optimizer == "muon"
-    param_groups = []
+    Parameters of equal group, decay and kind share an entry of `param_groups`.
+    """
+    kinds: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # for Muon or not
     for group in groups:
-        rate = learning_rate(group.name, train) * group.factor
-        kinds: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
+        rate = (train.codec_lr if group.name == "codec" else train.lr) * group.factor
+        alike: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
         for name, p in group.parameters.items():
+            is_matrix = train.optimizer == "muon" and name in matrices
             # Sharded and whole parameters cannot share a fused update.
-            kinds.setdefault((not is_decayed(name, p), muon and p.ndim == 2, is_divided(p)), []).append(p)
-        for (undecayed, matrix, _), chosen in sorted(kinds.items()):
-            shared = {"name": group.name, "peak": rate, "lr": rate, "weight_decay": 0.0 if undecayed else train.weight_decay}
-            param_groups.append({"params": chosen} | shared | ({"matrix": matrix} if muon else {}))
-    betas = (train.beta1, train.beta2)
-    return Muon(param_groups, betas) if muon else AdamW(param_groups, betas=betas, eps=train.adam_eps, fused=True)
+            alike.setdefault((not is_decayed(name, p), is_matrix, is_dtensor(p)), []).append(p)
+        for (undecayed, is_matrix, _), chosen in sorted(alike.items()):
+            decay = 0.0 if undecayed else train.weight_decay
+            kinds[is_matrix].append({"params": chosen, "name": group.name, "peak": rate, "lr": rate, "weight_decay": decay})
+    optimizers: list[Optimizer] = []
+    if kinds[True]:
+        optimizers.append(Muon(kinds[True], momentum=MOMENTUM))
+    if kinds[False]:
+        optimizers.append(AdamW(kinds[False], betas=(BETA1, train.beta2), eps=train.adam_eps, fused=True))
+    return optimizers
+
+
+def apply_gradients(optimizers: list[Optimizer], finite: Tensor) -> None:
+    """Update the weights, or leave weights and state as they are if a number of the step is not finite."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, AdamW):
+            optimizer.found_inf = finite.logical_not().float()  # pyright: ignore[reportAttributeAccessIssue] - read on the device
+        elif not finite:  # waits for the device
+            continue
+        optimizer.step()
+
+
+# ---------------------------------------------------------------- state in checkpoints
+
+
+def optimizer_state(optimizers: list[Optimizer], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state of every parameter that had a gradient, as tensors named 'slot/parameter'; rates are in the config."""
+    states = {p: state for optimizer in optimizers for p, state in optimizer.state.items()}
+    return {f"{slot}/{name}": t for name, p in parameters.items() for slot, t in states.get(p, {}).items()}
+
+
+def load_optimizer_state(optimizers: list[Optimizer], parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Restore what `optimizer_state` returned."""
+    owners = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    for key, value in tensors.items():
+        slot, _, name = key.partition("/")
+        p = parameters.get(name)
+        if p is None or slot not in SLOTS[type(owners[p])] or value.shape not in (p.shape, torch.Size([])):
+            raise CheckpointError(f"The optimizer state '{key}' is of another model or optimizer: use the run's own config.")
+        copy = value.to(p.device, copy=True)
+        owners[p].state[p][slot] = shard_like(copy, p) if value.shape == p.shape else copy
+
+
+# ---------------------------------------------------------------- learning rates
 
 
 def schedule_factor(step: int, train: TrainConfig) -> float:
@@ -55,10 +98,10 @@ def schedule_factor(step: int, train: TrainConfig) -> float:
     return train.lr_floor + (1 - train.lr_floor) * shapes[train.schedule](min(1.0, progress))
 
 
-def set_learning_rates(optimizer: Optimizer, factor: float) -> dict[str, float]:
+def set_learning_rates(optimizers: list[Optimizer], factor: float) -> dict[str, float]:
     """Scale the peak rate of every group by the same factor; return the rates for the log."""
     rates = {}
-    for group in optimizer.param_groups:
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = group["peak"] * factor
         rates[f"lr_{group['name']}"] = group["lr"]
     return rates
@@ -78,13 +121,14 @@ class WeightEma:
     def update(self, n: int) -> None:
         """Average in the weights after optimizer step n, counted from 1."""
         decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
-        torch._foreach_lerp_(list(map(local, self.shadow.values())), list(map(local, self.parameters.values())), 1 - decay)
+        averages, weights = (list(map(local_shard, of.values())) for of in (self.shadow, self.parameters))
+        torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange the live weights and the average; calling it twice restores both."""
         for name, p in self.parameters.items():
-            live, average = local(p), local(self.shadow[name])
+            live, average = local_shard(p), local_shard(self.shadow[name])
             kept = live.clone()
             live.copy_(average)
             average.copy_(kept)

@@ -1,12 +1,11 @@
 """A run from text to trained model: prepare the text, train stage by stage, write metrics, plots and samples.
 
-RUN/config.json  tokenizer.json  metrics.jsonl  metrics.png  diagnosis.png  alarms.jsonl (if any)  samples/  checkpoints/
-RUN/tensorboard/  event files, with --train.log tensorboard
-RUN/files.jsonl  invocations.jsonl  hashes of the files that the run wrote, and its calls of `train`
+RUN/config.json  tokenizer.json  metrics.jsonl  metrics.png  samples/  checkpoints/
+RUN/invocations.jsonl  the calls of `train`
 RUN/data/        prepared blocks, unless a prepared folder was given
 RUN/encoder/     the trained 'small' encoder
 RUN/features/    cached features, with --data.cache-features
-RUN/STAGE-training/  the run of an earlier stage: 'encoder', or the first stage of a two-stage method
+RUN/STAGE-training/  the run of a stage before: 'encoder', or the codec of COSMOS
 """
 
 from __future__ import annotations
@@ -14,104 +13,110 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from jpeg_dlm.checkpoints.checkpoint import latest_checkpoint, newest_step
+from jpeg_dlm.checkpoints.model_folder import named_model
 from jpeg_dlm.config import Config, DataConfig, validate
-from jpeg_dlm.config_io import from_dict, read_json_file, to_dict
-from jpeg_dlm.errors import UsageError
-from jpeg_dlm.folders.checkpoint import latest_checkpoint, newest_step
-from jpeg_dlm.folders.model_folder import named_model, read_model
-from jpeg_dlm.machine.collectives import all_sum, barrier
-from jpeg_dlm.machine.console import Console
-from jpeg_dlm.machine.dist import Ranks
+from jpeg_dlm.encoders import FrozenEncoder
+from jpeg_dlm.encoders.small import CONFIG_FILE
 from jpeg_dlm.methods.base import Method, Trainable
 from jpeg_dlm.methods.encoder_pretraining import EncoderPretraining
 from jpeg_dlm.methods.registry import build_method, method_class
-from jpeg_dlm.rng import RowNoise
-from jpeg_dlm.sampling.speeds import cost_of, with_precision
+from jpeg_dlm.options import from_dict, read_json_file, to_dict
 from jpeg_dlm.text.blocks import Blocks
-from jpeg_dlm.text.corpora import bring
+from jpeg_dlm.text.packing import end_rows
 from jpeg_dlm.text.prepare import prepare
-from jpeg_dlm.text.rows import end_rows
 from jpeg_dlm.text.tokenizer import TextTokenizer
-from jpeg_dlm.training.alarms import Alarms
-from jpeg_dlm.training.bench import Bench, Outcome, StageStopped, statistics_rows
 from jpeg_dlm.training.data import BatchStream
-from jpeg_dlm.training.diagnosis import TEXTS, Diagnosis
-from jpeg_dlm.training.diagnosis_plot import plot_diagnosis
-from jpeg_dlm.training.encoder_stage import finish_encoder, with_encoder
+from jpeg_dlm.training.features import FeatureCache, feature_cache, frozen_encoder, save_encoder, statistics_rows
 from jpeg_dlm.training.lock import lock_together
-from jpeg_dlm.training.loop import Trainer
-from jpeg_dlm.training.metrics import MetricsLog
-from jpeg_dlm.training.plots import plot_metrics
-from jpeg_dlm.training.record import Invocation, write_recorded
+from jpeg_dlm.training.logs import check_tracker, open_logs
+from jpeg_dlm.training.metrics import log_invocation
 from jpeg_dlm.training.signals import StopSignal
-from jpeg_dlm.training.telling import training_progress
-from jpeg_dlm.training.trackers import Follower, Start, check_tracker
+from jpeg_dlm.training.trainer import Launched, Trainer
 from jpeg_dlm.training.validation import heldout_losses
+from jpeg_dlm.util.console import Console
+from jpeg_dlm.util.cpu import with_precision
+from jpeg_dlm.util.distributed import Ranks, all_sum, barrier, on_main
+from jpeg_dlm.util.errors import UsageError
+from jpeg_dlm.util.files import write_atomic
+from jpeg_dlm.util.rng import RowNoise
 
 SAMPLE_TEXTS = 8
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The last step of a run, what stopped it (None if it finished), and the stage that was training then."""
+
+    step: int
+    stopped_by: str | None
+    stage: str = ""
+
+
+class StageStopped(Exception):
+    """A stage was asked to stop, so later stages must not start; the argument is the outcome."""
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What all stages of a run share."""
+
+    run: Path
+    blocks: Blocks
+    heldout: Blocks
+    ranks: Ranks
+    console: Console
+    stop: StopSignal
+    encoder: FrozenEncoder | None = None
+    cache: FeatureCache | None = None
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """Fingerprints of everything that must be unchanged when a checkpoint is resumed."""
+        fingerprints = {"data": self.blocks.fingerprint, "tokenizer": self.blocks.index["tokenizer"]}
+        return fingerprints | ({"encoder": self.encoder.fingerprint} if self.encoder else {})
 
 
 def train_run(config: Config, run: Path, ranks: Ranks, console: Console, resume: bool, stop_at: int | None = None) -> Outcome:
     """Do everything that `jpeg-dlm train` does; after step `stop_at`, save and stop."""
     config = validate(config)
     check_tracker(config.train.log)
-    echo_s, farewell = 2.0 if ranks.world > 1 else 0.0, partial(last_words, run) if ranks.is_main else None
-    with lock_together(run), StopSignal(echo_s, farewell) as stop:
-        _check_fresh(run, resume)
-        config = with_settled_precision(config, run, ranks, console)
-        invocation = Invocation(run, config, ranks.world) if ranks.is_main else None
+    farewell = "Stopped without saving: continue with --resume." if ranks.is_main else ""
+    with lock_together(run), StopSignal(2.0 if ranks.world > 1 else 0.0, farewell) as stop:
+        if not resume and ((run / "checkpoints").is_dir() or any(run.glob("*-training/checkpoints"))):
+            raise UsageError(f"'{run}' already holds a run: continue with --resume, or name another folder with --out.")
+        config = with_settled_precision(config, run, ranks)
         if ranks.is_main:  # the config as requested, which --resume reads
-            write_recorded(run, "config.json", json.dumps(to_dict(config), indent=1) + "\n")
+            write_atomic(run / "config.json", json.dumps(to_dict(config), indent=1) + "\n")
         try:
             folder = prepared_folder(config, run, ranks, console, stop)
-            bench = Bench(Blocks(folder, "train"), Blocks(folder, "heldout"), ranks, console, stop, invocation)
+            context = RunContext(run, Blocks(folder, "train"), Blocks(folder, "heldout"), ranks, console, stop)
             # The text may have changed on disk unless it was prepared just now.
             if ranks.is_main and (resume or folder != run / "data"):
-                bench.blocks.verify()
-                bench.heldout.verify()
-            config = fit_to_data(config, bench.blocks, ranks.world)
-            if method_class(config.method).needs_encoder(config):
-                bench = with_encoder(config, run, bench, train_method)
-            method = train_method(config, run, bench, stop_at)
+                context.blocks.verify()
+                context.heldout.verify()
+            train_stages(fit_to_data(config, context.blocks, ranks.world), context, stop_at)
         except StageStopped as stopped:
-            return stopped.outcome
-        if isinstance(method, EncoderPretraining):
-            finish_encoder(method, config, bench, run / "encoder")
+            return stopped.args[0]
     return Outcome(config.train.steps, None)
 
 
-def last_words(run: Path) -> str:
-    """Return the message for a run that stops without saving."""
-    kept = [f"step {step:,} of {folder.name}" for folder in [run, *run.glob("*-training")] if (step := newest_step(folder))]
-    said = f"the checkpoint of {kept[0]} is kept" if kept else "no checkpoint was saved yet"
-    return f"Stopped without saving: {said}; continue with --resume."
-
-
-def _check_fresh(run: Path, resume: bool) -> None:
-    if not resume and ((run / "checkpoints").is_dir() or any(run.glob("*-training/checkpoints"))):
-        raise UsageError(f"'{run}' already holds a run: continue with --resume, or name another folder with --out.")
-
-
-def with_settled_precision(config: Config, run: Path, ranks: Ranks, console: Console) -> Config:
+def with_settled_precision(config: Config, run: Path, ranks: Ranks) -> Config:
     """Settle precision 'auto': as the run began, or as the main process chooses; it is the same on every machine."""
     stored = run / "config.json"
     if config.train.precision == "auto" and stored.is_file():
         begun = from_dict(read_json_file(stored)).train.precision
         config = replace(config, train=replace(config.train, precision=begun))
-    asked, device = config.train.precision, ranks.device.type
-    config = with_precision(config, device)
-    mine = float(ranks.is_main and config.train.precision == "bf16")
-    bf16 = all_sum(torch.tensor([mine], device=ranks.device)).item() > 0  # machines may differ; the main process decides
-    if asked == "bf16" and device == "cpu" and (cost := cost_of("bf16")):
-        console.say(f"{cost} --train.precision auto takes the faster type.")
-    return replace(config, train=replace(config.train, precision="bf16" if bf16 else "fp32"))
+    return on_main(lambda: with_precision(config, ranks.device.type))
 
 
 # ---------------------------------------------------------------- data
@@ -124,14 +129,12 @@ def prepared_folder(config: Config, run: Path, ranks: Ranks, console: Console, s
         return source
     if ranks.is_main:
         run.mkdir(parents=True, exist_ok=True)
-        bring(config.data.source, run / "data", console)
-        with console.progress("Preparing text", "bytes") as progress:
 
-            def check() -> None:
-                if stop.requested and ranks.world == 1:  # other processes would wait at the barrier
-                    raise StageStopped(Outcome(0, stop.requested))
+        def check() -> None:
+            if stop.requested and ranks.world == 1:  # other processes would wait at the barrier
+                raise StageStopped(Outcome(0, stop.requested))
 
-            done = prepare(config.data, run / "data", progress, check=check)
+        done = prepare(config.data, run / "data", console, check=check)
         if done.note:
             console.say(done.note)
     barrier()
@@ -155,111 +158,135 @@ def fit_to_data(config: Config, blocks: Blocks, world: int) -> Config:
     return validate(replace(config, data=data, train=train))
 
 
-# ---------------------------------------------------------------- training proper
+# ---------------------------------------------------------------- stages
 
 
-def train_method(config: Config, run: Path, bench: Bench, stop_at: int | None = None) -> Trainable:
+def train_stages(config: Config, context: RunContext, stop_at: int | None) -> None:
+    """Train what the method needs before, and then the method; finished stages are not trained again."""
+    run, encoder_folder = context.run, context.run / "encoder"
+    previous, is_first = None, True
+    before = [] if newest_step(run) is not None else method_class(config.method).stages(config)
+    for stage in [*before, config]:
+        if stage.method == "encoder" and stage is not config and (encoder_folder / CONFIG_FILE).is_file():
+            continue
+        if stage.train.steps == 0:
+            raise UsageError(
+                "The preset uses its own encoder: give a trained one with --encoder.name, or set --train.encoder-steps."
+            )
+        if method_class(stage.method).needs_encoder(stage) and context.encoder is None:
+            encoder = frozen_encoder(config, encoder_folder, context.blocks, context.ranks)
+            context = replace(context, encoder=encoder)
+            if config.data.cache_features:
+                cache = feature_cache(run / "features", encoder, context.blocks, context.ranks, context.console)
+                context = replace(context, cache=cache)
+        folder = run if stage is config else run / f"{stage.method}-training"
+        if context.ranks.is_main and is_first:
+            log_invocation(run, stage.method, newest_step(folder) or 0, context.ranks.world)
+        is_first = False
+        method = train_stage(stage, folder, context, previous, stop_at if stage is config else None)
+        if isinstance(method, EncoderPretraining):
+            save_encoder(method, config, encoder_folder, context.blocks, context.ranks)
+        else:
+            previous = method
+
+
+def train_stage(
+    config: Config, folder: Path, context: RunContext, previous: Trainable | None = None, stop_at: int | None = None
+) -> Trainable:
     """Train the method of a config, from its last checkpoint if there is one, and return it with averaged weights."""
-    run.mkdir(parents=True, exist_ok=True)
-    ranks, console, tokenizer = bench.ranks, bench.console, bench.blocks.tokenizer()
-    context = config.model.context_blocks if method_class(config.method).uses_context else 0
-    stream = BatchStream(bench.blocks, config.train, ranks.device, ranks.rank, ranks.world, bench.cache, context)
-    checkpoint = latest_checkpoint(run, console.warn)
-    method = build_method(config, bench.encoder).to(ranks.device) if checkpoint else new_method(config, run, bench, stream)
-    trainer = Trainer(config, method, stream, run, ranks, provenance(bench), stop_at=stop_at)
+    train, ranks, console = config.train, context.ranks, context.console
+    folder.mkdir(parents=True, exist_ok=True)
+    context_blocks = config.model.context_blocks if method_class(config.method).uses_context else 0
+    stream = BatchStream(context.blocks, train, ranks.device, ranks.rank, ranks.world, context.cache, context_blocks)
+    checkpoint = latest_checkpoint(folder, console.warn)
+    method = build_method(config, context.encoder).to(ranks.device)
+    if not checkpoint and (start := named_model(train.init).method if train.init else previous):
+        method.eval()  # dropout would draw from the global generator, whose state depends on what this process did before
+        start.eval()
+        method.start_from(start, map(stream.batch, statistics_rows(stream.blocks)))
+    trainer = Trainer(config, method, stream, folder, ranks, context.provenance)
     if checkpoint:
         trainer.restore(checkpoint)
-        if sentence := checkpoint.foreign():
-            console.warn(sentence)
-        console.say(f"Resuming {config.method} from step {trainer.step:,} of {config.train.steps:,}.")
-    if bench.invocation:
-        bench.invocation.begin(config.method, trainer.step)
-        write_recorded(run, "tokenizer.json", tokenizer.to_json())
-    resume = trainer.step if checkpoint else None
-    follower = Follower(Start(run, config, resume), console.warn) if ranks.is_main else None  # before the log drops lines
-    log = MetricsLog(run / "metrics.jsonl", resume) if ranks.is_main else None
-    alarms = Alarms(run, config.train, console.warn, resume) if ranks.is_main else None
-    with training_progress(console, config, trainer.step, stream.rows_per_step) as show:
-
-        def tell(step: int, values: dict[str, float]) -> None:
-            show(step, values)
-            if alarms and follower:
-                alarms.watch(step, values)
-                follower.log(step, values)
-
-        stopped = trainer.fit(log, bench.stop, tell, evaluation(trainer, bench.heldout, tokenizer))
-    if log and follower:
-        log.close()
-        follower.close()
-        plot_if_measured(run)
-    if trainer.step < config.train.steps:
-        by = f"--stop-at {stop_at}" if stop_at is not None and not bench.stop.requested else stopped
-        raise StageStopped(Outcome(trainer.step, by, config.method))
+        if warning := checkpoint.changed_environment():
+            console.warn(warning)
+        console.say(f"Resuming {config.method} from step {trainer.step:,} of {train.steps:,}.")
+    console.say(f"Training {config.method}: {train.steps:,} steps of {stream.rows_per_step:,} rows from step {trainer.step:,}.")
+    if ranks.is_main:
+        write_atomic(folder / "tokenizer.json", context.blocks.tokenizer().to_json())
+    stopped_by = train_loop(trainer, context, trainer.step if checkpoint else None, stop_at)
+    if ranks.is_main:
+        plot_metrics(folder)
+    if trainer.step < train.steps:
+        raise StageStopped(Outcome(trainer.step, stopped_by, config.method))
     return trainer.finished_method()
 
 
-def new_method(config: Config, run: Path, bench: Bench, stream: BatchStream) -> Trainable:
-    """Build the method with the weights of `train.init`, or with fresh ones after its first stage, if it has one."""
-    if config.train.init:
-        return fine_tuned(config, bench)
-    before, trained = method_class(config.method).first_stage(config), method_class(config.method).trained_stage(config)
-    stage = train_method(before, run / f"{before.method}-training", bench) if before else None
-    stage = read_model(trained).method if trained else stage
-    method = build_method(config, bench.encoder).to(bench.ranks.device)
-    if stage:
-        method.start_from(stage, map(stream.batch, statistics_rows(bench.blocks)))
-    return method
+def plot_metrics(run: Path) -> None:
+    """Draw metrics.png; without the package matplotlib, metrics.jsonl alone has the numbers."""
+    if find_spec("matplotlib"):
+        from jpeg_dlm.training import plots
+
+        plots.plot_metrics(run)
 
 
-def fine_tuned(config: Config, bench: Bench) -> Trainable:
-    """Build the method with the weights of a trained model of the same method."""
-    start = named_model(config.train.init)
-    if start.config.method != config.method:
-        raise UsageError(
-            f"'{config.train.init}' holds a model of {start.config.method}: train.init needs one of {config.method}."
-        )
-    method = build_method(config, bench.encoder)
-    method.import_state(start.method.export_state(), config.train.init)
-    return method.to(bench.ranks.device)
+def train_loop(trainer: Trainer, context: RunContext, resume: int | None, stop_at: int | None) -> str | None:
+    """Train to the end or until asked to stop, and save; return the name of what stopped it."""
+    train, stop, stream = trainer.config.train, context.stop, trainer.stream
+    opened = open_logs(trainer.run, trainer.config, resume, context.console)
+    with opened if context.ranks.is_main else nullcontext() as logs, trainer.background:
+        began, rows, saved = time.monotonic(), 0, trainer.step
+        running: Launched | None = None  # read while the device works on the next step
+        last = train.steps if stop_at is None else min(stop_at, train.steps)
+        while trainer.step < last:
+            if trainer.stop_seen if context.ranks.world > 1 else stop.requested:  # all processes learn it from the same step
+                break
+            launched = trainer.launch_step(stop.requested is not None)
+            rows += stream.rows_per_step
+            if running:
+                trainer.finish_step(running)
+            running, step = launched, trainer.step
+            every = (train.log_every, train.eval_every, train.save_every)
+            log, evaluate, save = (n > 0 and (step % n == 0 or step == train.steps) for n in every)
+            if not (log or evaluate or save or step == last):
+                continue
+            values, running = trainer.finish_step(launched), None
+            if log and logs:
+                logs.report(step, values | {"rows_per_s": rows / (time.monotonic() - began)})
+            if evaluate:  # on every process, because the losses of some methods use global statistics
+                heldout = evaluation(trainer, context)
+                if logs:
+                    logs.report(step, heldout)
+            if save:
+                trainer.save(logs and logs.metrics)
+                saved = step
+            began, rows = time.monotonic(), 0  # rows_per_s is the speed of the steps alone
+        if running:
+            trainer.finish_step(running)
+        if saved != trainer.step:
+            trainer.save(logs and logs.metrics)
+        trainer.finish_saving()
+    trainer.wrapped = trainer.method  # DistributedDataParallel would keep the process group's threads alive
+    if stop.requested or trainer.step == train.steps:
+        return stop.requested
+    return f"--stop-at {stop_at}" if trainer.step >= last else "SIGTERM"  # the signal reached another process
 
 
-def provenance(bench: Bench) -> dict[str, str]:
-    """Return fingerprints of everything that must be unchanged when a checkpoint is resumed."""
-    known = {"data": bench.blocks.fingerprint, "tokenizer": bench.blocks.index["tokenizer"]}
-    return known | ({"encoder": bench.encoder.fingerprint} if bench.encoder else {})
+# ---------------------------------------------------------------- evaluation
 
 
-def evaluation(trainer: Trainer, heldout: Blocks, tokenizer: TextTokenizer) -> Callable[[int], dict[str, float]]:
-    """Return the evaluation run every `eval_every` steps with averaged weights: held-out losses, samples and plots."""
-    method, config, ranks = trainer.method, trainer.config, trainer.ranks
-    diagnosis = Diagnosis(trainer.stream, heldout, tokenizer) if ranks.is_main and config.train.diagnose else None
-
-    def evaluate(step: int) -> dict[str, float]:
-        rows_BL = torch.empty(0)
-        with trainer.averaged(), trainer.autocast():
-            values = heldout_losses(method, heldout, ranks, context_blocks=trainer.stream.context_blocks)
-            if isinstance(method, Method):
-                rows_BL = sample_rows(method, config, tokenizer, ranks, TEXTS if config.train.diagnose else SAMPLE_TEXTS)
-                values |= diagnosis(method, rows_BL) if diagnosis else {}
-
-        def show() -> None:
-            if len(rows_BL):
-                write_samples(rows_BL[:SAMPLE_TEXTS], tokenizer, trainer.run, step)
-            plot_if_measured(trainer.run)
-
-        if ranks.is_main:
-            trainer.background.start(show)
-        return values
-
-    return evaluate
-
-
-def plot_if_measured(run: Path) -> None:
-    """Draw metrics and diagnosis again, unless the run stopped before its first line."""
-    path = run / "metrics.jsonl"
-    if path.is_file() and path.stat().st_size:
-        plot_metrics(run)
-        plot_diagnosis(run)
+def evaluation(trainer: Trainer, context: RunContext) -> dict[str, float]:
+    """Return held-out losses with averaged weights; the main process also writes samples and plots."""
+    method, config, ranks, tokenizer = trainer.method, trainer.config, context.ranks, context.blocks.tokenizer()
+    rows_BL: torch.Tensor | None = None
+    with trainer.averaged(), trainer.autocast():
+        values = heldout_losses(method, context.heldout, ranks, trainer.stream.context_blocks)
+        if isinstance(method, Method):
+            rows_BL = sample_rows(method, config, tokenizer, ranks, SAMPLE_TEXTS)
+    if ranks.is_main:
+        if rows_BL is not None:
+            trainer.background.start(partial(write_samples, rows_BL, tokenizer, trainer.run, trainer.step))
+        trainer.background.start(partial(plot_metrics, trainer.run))
+    return values
 
 
 def sample_rows(method: Method, config: Config, tokenizer: TextTokenizer, ranks: Ranks, n: int) -> torch.Tensor:
@@ -279,4 +306,4 @@ def write_samples(rows_BL: torch.Tensor, tokenizer: TextTokenizer, run: Path, st
     texts = [tokenizer.decode(row) for row in rows_BL.tolist()]
     (run / "samples").mkdir(exist_ok=True)
     content = "\n".join(f"[{i}] {text}" for i, text in enumerate(texts)) + "\n"
-    write_recorded(run, f"samples/step-{step:08d}.txt", content)
+    write_atomic(run / "samples" / f"step-{step:08d}.txt", content)

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TypeGuard
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from jpeg_dlm.machine.collectives import all_mean, all_sum
-from jpeg_dlm.machine.dist import Ranks
 from jpeg_dlm.methods.base import FROZEN, Trainable
-from jpeg_dlm.training.parts import divided_like, is_divided, local, whole
+from jpeg_dlm.util.distributed import Ranks, all_mean, all_sum
 
 
 def repeated_layers(method: Trainable) -> list[nn.Module]:
@@ -56,22 +56,38 @@ def unsharded(method: nn.Module) -> Iterator[None]:
             part.reshard()
 
 
-# ---------------------------------------------------------------- tensors
+# ---------------------------------------------------------------- tensors, of which each process may hold a shard
 
 
-def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Copy full tensors to CPU memory one by one; a collective call whose result only processes with `keep` hold."""
-    kept = {}
-    for name in sorted(tensors):  # in the same order on all processes
-        full = whole(tensors[name])
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    return isinstance(tensor, DTensor)
+
+
+@torch.no_grad()
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this process's shard, which shares memory with the tensor."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+@torch.no_grad()
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Shard a tensor that is equal on every process the way `like` is sharded."""
+    if not is_dtensor(like):
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def host_copies(tensors: Mapping[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
+    """Copy full tensors to the host; a collective call for sharded ones, whose result only processes with `keep` hold."""
+    copies = {}
+    for name, tensor in tensors.items():
+        full = tensor.full_tensor() if is_dtensor(tensor) else tensor
         if keep:
-            kept[name] = full.detach().to("cpu", copy=full is tensors[name])  # gathering has already copied the others
-    return kept
-
-
-def divided(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Shard full tensors like those of the same name in `own`; leave unknown names for the caller to reject."""
-    return {name: divided_like(tensor, own[name]) if name in own else tensor for name, tensor in tensors.items()}
+            copies[name] = full.detach().to("cpu", non_blocking=full.is_cuda, copy=full is tensor)  # into pinned memory
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return copies
 
 
 # ---------------------------------------------------------------- gradients
@@ -81,7 +97,7 @@ def divided(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[st
 def average_unsharded(parameters: Iterable[Tensor]) -> None:
     """Average over processes the gradients that FSDP2 does not reduce."""
     for p in parameters:
-        if p.grad is not None and not is_divided(p.grad):
+        if p.grad is not None and not is_dtensor(p.grad):
             p.grad.copy_(all_mean(p.grad))
 
 
@@ -89,12 +105,12 @@ def average_unsharded(parameters: Iterable[Tensor]) -> None:
 def clip_grad_norm(parameters: Collection[Tensor], limit: float) -> Tensor:
     """Clip like torch's `clip_grad_norm_`, over sharded and unsharded parameters together; return the total norm."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if not any(is_divided(g) for g in gradients):
+    if not any(is_dtensor(g) for g in gradients):
         return nn.utils.clip_grad_norm_(parameters, limit)
     squares = {True: [], False: []}
     for g in gradients:
-        squares[is_divided(g)].append(local(g).float().square().sum())
+        squares[is_dtensor(g)].append(local_shard(g).float().square().sum())
     total = all_sum(torch.stack(squares[True]).sum()) + sum(squares[False])
     norm = total.sqrt()
-    torch._foreach_mul_([local(g) for g in gradients], (limit / (norm + 1e-6)).clamp(max=1.0))  # 1e-6: as torch does
+    torch._foreach_mul_([local_shard(g) for g in gradients], (limit / (norm + 1e-6)).clamp(max=1.0))  # 1e-6: as torch does
     return norm

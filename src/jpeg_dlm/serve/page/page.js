@@ -125,10 +125,6 @@
   function understood(model, found) {
     const body = { model: model.id, seed: found.seed };
     for (const name of Object.keys(model.options)) if (found[name] !== undefined) body[name] = found[name];
-    if (found.fast && model.can.fast) {
-      body.fast = true;
-      delete body.steps; // the times of the fast sampler say how many
-    }
     if (found.prompt && model.can.prompt) body.prompt = found.prompt;
     return body;
   }

@@ -1,0 +1,127 @@
+"""Checkpoints: one directory per step, `RUN/checkpoints/step-00001234/`, written atomically.
+
+It holds safetensors files, `state.json` and a manifest; loading verifies every byte and falls back to the previous one.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from jpeg_dlm.util.errors import CheckpointError
+from jpeg_dlm.util.files import (
+    OLD_SUFFIX,
+    atomic_directory,
+    environment,
+    free_bytes,
+    load_tensors,
+    make_directory,
+    remove_directory,
+    save_tensors,
+    sweep_temps,
+    verify_manifest,
+    write_atomic,
+    write_manifest,
+)
+from jpeg_dlm.util.json import dump_json, load_json
+
+STATE = "state.json"
+STATE_BYTES = 16 << 20
+MARGIN_BYTES = 1 << 20  # manifest, headers and file-system blocks, generously
+STEP_NAME = re.compile(r"step-(\d{8,15})(" + re.escape(OLD_SUFFIX) + r")?")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files have all been verified."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    manifest: dict[str, Any]
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Load one group of tensors: 'model', 'ema', 'optimizer', or any other that was saved."""
+        return load_tensors(self.path / f"{name}.safetensors")
+
+    def changed_environment(self) -> str | None:
+        """Return a warning if the torch version or thread count has changed, because last bits then differ; else None."""
+        then, now = ({"threads": w["threads"], "torch": w["versions"]["torch"]} for w in (self.manifest, environment()))
+        changes = [f"{name} {then[name]}, not {now[name]}" for name in now if then[name] != now[name]]
+        if not changes:
+            return None
+        return f"'{self.path}' was saved with {' and '.join(changes)}: the run goes on, but its last bits may differ."
+
+
+def save_checkpoint(
+    run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], keep: int
+) -> Path:
+    """Save `step`, then delete all but the newest `keep` checkpoints; those before stay if it cannot be saved."""
+    folder = run / "checkpoints"
+    path, text = folder / f"step-{step:08d}", dump_json(state)
+    needed = sum(t.nbytes for group in tensors.values() for t in group.values()) + len(text) + MARGIN_BYTES
+    try:
+        make_directory(folder)
+        sweep_temps(folder)  # first, because a killed save may occupy the space that is needed
+        if free_bytes(folder) < needed:
+            raise OSError(errno.ENOSPC, f"it needs {needed / 1e6:.1f} MB, {free_bytes(folder) / 1e6:.1f} MB are free")
+        with atomic_directory(path) as temp:
+            for name, group in tensors.items():
+                save_tensors(temp / f"{name}.safetensors", group, {"format": "pt"})
+            write_atomic(temp / STATE, text)
+            write_manifest(temp, {"step": step})
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot save '{path}' ({error.strerror or error}): earlier checkpoints are intact, so mend the disk and resume."
+        ) from error
+    # Keep the newest up to `step`; later ones were passed over by a fallback and stay as they are.
+    past = [(s, old) for s, old in _steps(folder) if s <= step]
+    kept = sorted({s for s, _ in past})[-keep:]
+    for s, old in past:
+        if s not in kept:
+            remove_directory(old)
+    return path
+
+
+def latest_checkpoint(run: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+    """Return the newest whole checkpoint, or None if there is none at all; call `warn` for every damaged one skipped."""
+    errors = []
+    for step, path in reversed(_steps(run / "checkpoints")):
+        try:
+            checkpoint = load_checkpoint(path, step)
+        except CheckpointError as error:
+            errors.append(str(error))
+            continue
+        for sentence in errors:
+            warn(f"DAMAGED CHECKPOINT: {sentence} Falling back to step {step}.")
+        return checkpoint
+    if errors:
+        raise CheckpointError(f"No checkpoint of '{run}' is whole, so it cannot resume. {' '.join(errors)}")
+    return None
+
+
+def newest_step(run: Path) -> int | None:
+    """Return the step of the newest checkpoint by name, without verifying it, or None if there is none."""
+    return max((step for step, _ in _steps(run / "checkpoints")), default=None)
+
+
+def load_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
+    """Verify and load the checkpoint in a directory; if `step` is given, it must be of that step."""
+    manifest = verify_manifest(path)
+    saved = manifest["extra"].get("step")
+    if STATE not in manifest["files"] or step not in (None, saved):
+        raise CheckpointError(f"'{path}' is not the checkpoint of step {step} but of {saved}: give it its own name back.")
+    return Checkpoint(path, saved, load_json(path / STATE, STATE_BYTES), manifest)
+
+
+def _steps(folder: Path) -> list[tuple[int, Path]]:
+    """List checkpoints by step; one that an interrupted replacement set aside comes before the other of its step."""
+    matches = [(STEP_NAME.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir()]
+    steps = [(int(match[1]), path) for match, path in matches if match]
+    return sorted(steps, key=lambda entry: (entry[0], not entry[1].name.endswith(OLD_SUFFIX)))

@@ -1,0 +1,111 @@
+"""jpeg-dlm benchmark"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jpeg_dlm.cli.options import add_options, overrides
+from jpeg_dlm.cli.parser import Parser, several, whole
+from jpeg_dlm.methods.registry import names
+from jpeg_dlm.presets import PRESETS
+from jpeg_dlm.util.errors import UsageError
+
+if TYPE_CHECKING:
+    from jpeg_dlm.config import Config
+    from jpeg_dlm.flow.sampler import TextSampler
+
+    Contestant = tuple[str, TextSampler, Config, str]  # name, method, config and origin of the weights
+
+CACHED = "-kv"  # after the name of a system: with its KV cache
+METHODS = (
+    "also measure systems with random weights (equally fast) at the preset's sizes; all, or some of "
+    f"{','.join(names('system'))} (ar is without KV cache, ar{CACHED} with it)"
+)
+
+
+def add_benchmark_arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    add("checkpoints", nargs="*", type=Path, help="model folders, runs or checkpoints (default: the bundled one)")
+    add("--methods", metavar="NAMES", help=METHODS)
+    add("--preset", choices=tuple(PRESETS), metavar="NAME", help="sizes of --methods (default: lm1b)")
+    add("--steps", type=several(whole(1)), metavar="N,N", help="sampling steps, one or several (default: the model's own)")
+    add("--batch", type=whole(1), default=16, help="texts at once (paper: 64 on LM1B, 16 on OWT-1024)")
+    add("--repeats", type=whole(1), default=5, help="measured rounds")
+    add("--warmup", type=whole(0), default=1, help="unmeasured rounds before them")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast (default: fp32, the paper's)")
+    add("--threads", type=whole(1), help="CPU threads of PyTorch")
+    add("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
+    add("--out", type=Path, help="folder for benchmark.json and benchmark.md")
+    add("--quiet", action="store_true", help="no progress")
+    add_options(parser, ("sampler",))
+
+
+def run_benchmark(args: argparse.Namespace) -> None:
+    if args.out and (args.out / "benchmark.json").exists():
+        raise UsageError(f"'{args.out}' already holds results: name another folder, nothing was overwritten.")
+    methods = contestants(args.methods or ("jpeg-dlm" if args.preset else ""))
+
+    from jpeg_dlm.cli.show import show
+    from jpeg_dlm.config import validate
+    from jpeg_dlm.evaluation.table import write_result
+    from jpeg_dlm.evaluation.throughput import Subject, measure, throughput_table
+    from jpeg_dlm.options import override
+    from jpeg_dlm.util.console import Console
+
+    console, subjects = Console(args.quiet), []
+    for name, method, config, origin in (*_stored(args, methods), *_random(args, methods)):
+        has_steps = hasattr(config.sampler, "steps")
+        if args.steps and not has_steps:
+            console.say(f"{name} has no --steps: it is measured without it.")
+        for steps in args.steps if args.steps and has_steps else [None]:
+            changed = validate(override(config, overrides(args) | ({"sampler.steps": steps} if steps else {})))
+            subjects.append(Subject(name, method, changed.sampler, config.data.token_len, config.preset, origin))
+    with console.progress(f"Measuring {len(subjects)} samplers", "batches") as progress:
+        result = measure(subjects, args.batch, args.repeats, args.warmup, dtype=args.dtype, progress=progress)
+    tables = [throughput_table(result)]
+    show(tables)
+    if args.out:
+        write_result(args.out / "benchmark", result, tables, new=True)
+
+
+def contestants(selection: str) -> list[str]:
+    """Return the systems that --methods selects; `all` also tries each with a KV cache, which most do not have."""
+    known = [name + cached for name in names("system") for cached in ("", CACHED)]
+    chosen = known if selection == "all" else [name.strip() for name in selection.split(",")] if selection else []
+    for name in chosen:
+        if name not in known:
+            raise UsageError(f"Unknown method '{name}': choose all, or some of {','.join(names('system'))}.")
+    return chosen
+
+
+def _stored(args: argparse.Namespace, methods: Sequence[str]) -> Iterator[Contestant]:
+    """Yield the models of checkpoints; the bundled one if nothing else is named."""
+    from jpeg_dlm.api import load
+
+    for path in args.checkpoints or ([] if methods else [None]):
+        model = load(path, args.device)
+        yield path.resolve().name if path else "bundled", model.parts.writer, model.config, str(path or "bundled")
+
+
+def _random(args: argparse.Namespace, methods: Sequence[str]) -> Iterator[Contestant]:
+    """Yield systems with random weights; one with and without KV cache is one model."""
+    from jpeg_dlm.methods.registry import build_method, for_method
+    from jpeg_dlm.options import override
+    from jpeg_dlm.presets import preset
+    from jpeg_dlm.util.distributed import read_ranks
+
+    built = {}
+    for name in methods:
+        config = for_method(preset(args.preset or "lm1b"), name.removesuffix(CACHED))
+        if hasattr(config.sampler, "kv_cache"):
+            config = override(config, {"sampler.kv_cache": name.endswith(CACHED)})
+        elif name.endswith(CACHED):
+            if args.methods == "all":
+                continue
+            raise UsageError(f"{config.method} has no KV cache: leave out {CACHED}.")
+        if config.method not in built:
+            built[config.method] = build_method(config).to(read_ranks(args.device, {}).device)
+        yield name, built[config.method], config, "random weights"

@@ -1,0 +1,192 @@
+"""Plan a training before anyone pays for it: memory of each device, time of a step, days of the run.
+
+Time is operations over a stated speed: a device's peak and the share of it that is reached.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from jpeg_dlm.config import Config
+from jpeg_dlm.cost.describe import gigabytes, operations
+from jpeg_dlm.evaluation.table import Table
+from jpeg_dlm.util.errors import UsageError
+
+FP32 = 4  # bytes
+UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30}
+USABLE = 0.92  # share of a device that tensors can fill; the rest is the driver's and lost between tensors (assumed)
+PEAK_TFLOPS = {"bf16": 312.0, "fp32": 19.5}  # of an A100, dense (NVIDIA)
+UTILIZATION = 0.3  # of that peak by networks of this width (assumed)
+# Tokens of a corpus in the preset's tokenizer. OpenWebText: five epochs are 95,000 steps of 512 rows of 1,024 (ELF).
+# LM1B: 0.77 billion words at 1.3 tokens (assumed).
+CORPUS_TOKENS = {"lm1b": 1.0e9, "owt1024": 9.96e9, "owt128": 9.96e9}
+DAY = 86_400
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Equal devices; `text` is how they were asked for."""
+
+    count: int
+    capacity: float  # bytes of one
+    text: str
+
+
+def parse_devices(text: str) -> Devices:
+    """Read '8x80GB', '2x24GB' or '1x0.5GB'."""
+    match = re.fullmatch(r"(\d+)\s*[x×]\s*(\d+(?:\.\d+)?)\s*(MB|GB|TB|MiB|GiB)", text.strip())
+    if match is None or int(match[1]) < 1 or float(match[2]) <= 0:
+        raise UsageError(f"Devices are a number and the memory of each, such as 8x80GB or 1x0.5GB, not '{text}'.")
+    return Devices(int(match[1]), float(match[2]) * UNITS[match[3]], text)
+
+
+def parse_tokens(text: str) -> float:
+    """Read '1.2B', '800M' or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMBT]?)", text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise UsageError(f"Tokens are a number such as 800M or 1.2B, not '{text}'.")
+    return float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Operations a second that one device really does, at two a multiply-accumulate, and where the number is from."""
+
+    flops: float
+    label: str
+
+
+def stated_speed(config: Config, tflops: float | None, utilization: float | None) -> Speed:
+    """Return a peak times the share of it that is reached."""
+    from jpeg_dlm.cost.flops import planned_precision
+
+    precision = planned_precision(config)
+    peak = PEAK_TFLOPS[precision] if tflops is None else tflops
+    share = UTILIZATION if utilization is None else utilization
+    whose = f"an A100's peak in {precision}" if tflops is None else "stated"
+    return Speed(peak * 1e12 * share, f"{peak:g} TFLOP/s ({whose}) x {share:g} utilization")
+
+
+T5_SMALL = (6, 512, 2048, 2, 32_128)  # layers, width, inner width, matrices of its network, vocabulary (published)
+
+
+def encoder_cost(config: Config) -> tuple[int, int]:
+    """Return parameters of a config's encoder and the operations of one text; norms and position biases are next to nothing."""
+    encoder, length = config.encoder, config.data.token_len
+    layers, width, inner, matrices, vocabulary = T5_SMALL
+    if encoder.kind in ("small", "random"):
+        layers, width, matrices, vocabulary = encoder.depth, encoder.feature_dim, 3, config.data.vocab_size + 1
+        inner = 8 * math.ceil(width / 3)
+    layer = 4 * width * width + matrices * width * inner
+    return layers * layer + vocabulary * width, layers * (length * layer + 2 * length**2 * width)
+
+
+def splits(rows: int, most: int) -> list[int]:
+    """Return micro-batches of at most `most` rows that divide the `rows` of a step on one device, largest first."""
+    return [batch for batch in range(min(most, rows), 0, -1) if rows % batch == 0]
+
+
+def make_plan(config: Config, devices: Devices, speed: Speed, corpus_tokens: float | None = None) -> dict[str, Any]:
+    """Return the plan of one training, as JSON values; `fits` holds the micro-batch that fits, 0 if none does."""
+    from jpeg_dlm.cost.flops import build_weightless, parameter_parts, planned_precision, training_cost
+
+    t, count = config.train, devices.count
+    rows = math.ceil(t.batch * t.accumulation * t.devices / count)  # of a step, on one device
+    per_step = rows * count * config.data.token_len
+    corpus = corpus_tokens or CORPUS_TOKENS.get(config.preset)
+    steps = t.steps or (math.ceil(t.epochs * corpus / per_step) if corpus else 0)
+    config = replace(config, train=replace(t, steps=steps))
+    method, batch = build_weightless(config), splits(rows, t.batch)[0]
+    parameters, cost = parameter_parts(method), training_cost(config, batch)
+    with_encoder = method.needs_encoder(config) and not config.data.cache_features
+    encoder_parameters, encoder_macs = encoder_cost(config) if with_encoder else (0, 0)
+
+    def memory(fsdp: bool) -> dict[str, int]:
+        weights = FP32 * parameters["total"] // (count if fsdp else 1)
+        return {
+            "weights": weights,
+            "gradients": weights,
+            "optimizer": (1 if t.optimizer == "muon" else 2) * weights,  # Muon keeps one momentum of a matrix
+            "ema": weights,
+            "copies": FP32 * parameters.get("frozen", 0),
+            "encoder": FP32 * encoder_parameters,
+            "communication": 0 if count == 1 else FP32 * parameters["total"],  # whole weights of a step, or buckets of DDP
+            "activations": cost.activations,
+        }
+
+    placements = {}
+    for name in ("none", "fsdp") if count > 1 else ("none",):
+        parts = memory(name == "fsdp")
+        state, room = sum(parts.values()) - cost.activations, USABLE * devices.capacity
+        fitting = (rows for rows in splits(rows, batch) if state + cost.activations * rows / batch <= room)
+        placements[name] = {"memory": parts | {"total": sum(parts.values())}, "fits": next(fitting, 0)}
+    macs = encoder_macs + cost.forward + cost.backward
+    seconds = 2 * macs * rows / speed.flops  # reading, sending and updating are part of the utilization
+    return {
+        "preset": config.preset,
+        "method": config.method,
+        "precision": planned_precision(config),
+        "devices": asdict(devices),
+        "speed": asdict(speed),
+        "parameters": parameters["total"],
+        "row_macs": macs,
+        "batch": batch,
+        "rows_of_a_device": rows,
+        "rows_per_step": rows * count,
+        "tokens_per_step": per_step,
+        "steps": steps,
+        "placements": placements,
+        "seconds_per_step": seconds,
+        "tokens_per_day": per_step * DAY / seconds,
+        "days": steps * seconds / DAY,
+    }
+
+
+def full_plan(config: Config, devices: Devices, speed: Speed, corpus_tokens: float | None = None) -> list[dict[str, Any]]:
+    """Return the plans of what must be trained before, apart from an encoder, and of the method itself."""
+    from jpeg_dlm.methods.registry import method_class
+
+    stages = [stage for stage in method_class(config.method).stages(config) if stage.method != "encoder"]
+    return [make_plan(stage, devices, speed, corpus_tokens) for stage in [*stages, config]]
+
+
+def plan_tables(plan: dict[str, Any]) -> list[Table]:
+    """Return the facts and the memory of a plan."""
+    facts = {
+        "trained parameters": f"{plan['parameters']:,}",
+        "operations per row (multiply-accumulates)": operations(plan["row_macs"]),
+        "speed of a device": plan["speed"]["label"],
+        "rows per step": f"{plan['rows_per_step']:,}",
+        "tokens per step": f"{plan['tokens_per_step']:,}",
+        "seconds per step": f"{plan['seconds_per_step']:.3g}",
+        "tokens per day": f"{plan['tokens_per_day'] / 1e9:.3g} B",
+        "steps": f"{plan['steps']:,}" if plan["steps"] else "unknown",
+        "whole run": _days(plan["days"]) if plan["steps"] else "unknown: state the corpus with --tokens 1.2B",
+    }
+    memories = {name: placement["memory"] for name, placement in plan["placements"].items()}
+    uses = [use for use, size in memories["none"].items() if size]
+    rows = [(use, *(gigabytes(memory[use]) for memory in memories.values())) for use in uses]
+    remarks = [_verdict(plan, name, placement["fits"]) for name, placement in plan["placements"].items()]
+    head = f"{plan['preset']} ({plan['method']}), {plan['precision']}, on {plan['devices']['text']}"
+    columns = ("", *(f"sharding {name}" for name in memories))
+    return [
+        Table.of(head, ("", "plan"), facts.items()),
+        Table.of(f"Memory of a device, {plan['batch']:,} rows at once:", columns, rows, remarks),
+    ]
+
+
+def _verdict(plan: dict[str, Any], sharding: str, batch: int) -> str:
+    """Say which micro-batch of a step fits a device."""
+    room = f"{100 * USABLE:.0f}% of {gigabytes(plan['devices']['capacity'])}"
+    if not batch:
+        return f"Sharding {sharding}: not even one row fits {room}."
+    accumulation = plan["rows_of_a_device"] // batch
+    options = f"--train.sharding {sharding} --train.batch {batch} --train.accumulation {accumulation}"
+    return f"Fits {room}: {options}"
+
+
+def _days(days: float) -> str:
+    return f"{days:.1f} days" if days >= 2 else f"{24 * days:.1f} hours"

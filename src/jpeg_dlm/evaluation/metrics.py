@@ -1,0 +1,293 @@
+"""Metrics of texts: perplexity, entropy in nats, repetition, MAUVE, lengths, and overlap with the training text."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.text.tokenizer import TextTokenizer
+from jpeg_dlm.util.errors import DataError, MissingPackageError, reason_of
+from jpeg_dlm.util.rng import derive_seed
+
+Aggregate = Literal["corpus", "sequence"]
+DEGENERATE_REPETITION = 0.5  # assumed: a text that repeats more than half of its 4-grams is degenerate
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """Score of one text; `n_tokens` 0 means it was skipped because it is blank or too short."""
+
+    nll_sum: float
+    n_tokens: int
+    token_ids: tuple[int, ...]  # the truncated text without the beginning token
+
+    @property
+    def skipped(self) -> bool:
+        """True if the text had no token to score."""
+        return self.n_tokens == 0
+
+
+def _scored(scores: Sequence[TextScore]) -> list[TextScore]:
+    kept = [score for score in scores if not score.skipped]
+    if not kept:
+        raise DataError("No text had a token to score: give texts of at least two tokens.")
+    return kept
+
+
+def perplexity(scores: Sequence[TextScore], aggregate: Aggregate = "corpus") -> float:
+    """Return exp(total NLL / total tokens), or the mean of the per-text perplexities, which bad texts dominate (SEDD)."""
+    kept = _scored(scores)
+    if aggregate == "corpus":
+        return math.exp(min(700.0, math.fsum(score.nll_sum for score in kept) / sum(score.n_tokens for score in kept)))
+    return math.fsum(math.exp(min(700.0, score.nll_sum / score.n_tokens)) for score in kept) / len(kept)
+
+
+def summary(scores: Sequence[TextScore]) -> dict[str, float]:
+    """Return the perplexity of texts with its interval, as results hold it."""
+    low, high = perplexity_interval(scores)
+    return {"perplexity": perplexity(scores), "low": low, "high": high}
+
+
+def perplexity_interval(
+    scores: Sequence[TextScore], aggregate: Aggregate = "corpus", seed: int = 0, resamples: int = 1000
+) -> tuple[float, float]:
+    """Return a 95% percentile bootstrap interval of `perplexity` over the scored texts."""
+    kept = _scored(scores)
+    nll = np.array([score.nll_sum for score in kept])
+    tokens = np.array([score.n_tokens for score in kept], float)
+    random = np.random.default_rng(derive_seed(seed, "bootstrap"))
+    values = []
+    for _ in range(resamples):
+        rows = random.integers(len(kept), size=len(kept))
+        if aggregate == "corpus":
+            values.append(math.exp(min(700.0, nll[rows].sum() / tokens[rows].sum())))
+        else:
+            values.append(float(np.exp(np.minimum(nll[rows] / tokens[rows], 700.0)).mean()))
+    low, high = np.quantile(values, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def degenerate_share(ids_per_text: Iterable[Sequence[int]], n: int = 4) -> float:
+    """Return the share of texts that repeat more than half of their own n-grams."""
+    rates = [repetition_rate([ids], n) for ids in ids_per_text if len(ids) >= n]
+    return sum(rate > DEGENERATE_REPETITION for rate in rates) / len(rates) if rates else 0.0
+
+
+def unigram_entropy(ids_per_text: Iterable[Sequence[int]]) -> float:
+    """Return the mean over texts of the entropy of each text's own token frequencies; blank texts do not count."""
+    shares = [[n / len(ids) for n in Counter(ids).values()] for ids in ids_per_text if len(ids)]
+    if not shares:
+        raise DataError("Entropy needs at least one text that is not blank.")
+    return -math.fsum(p * math.log(p) for of_text in shares for p in of_text) / len(shares)
+
+
+def _ngrams(ids: Sequence[Hashable], n: int) -> list[tuple[Hashable, ...]]:
+    return [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+
+
+def distinct_n(ids_per_text: Iterable[Sequence[Hashable]], n: int) -> float:
+    """Return distinct n-grams divided by all n-grams of all texts together; 0 if no text has n tokens."""
+    grams = [gram for ids in ids_per_text for gram in _ngrams(ids, n)]
+    return len(set(grams)) / len(grams) if grams else 0.0
+
+
+def repetition_rate(ids_per_text: Iterable[Sequence[int]], n: int = 4) -> float:
+    """Return the mean over texts of the share of n-grams that already occurred earlier in the same text."""
+    rates = [1 - len(set(grams)) / len(grams) for ids in ids_per_text if (grams := _ngrams(ids, n))]
+    return math.fsum(rates) / len(rates) if rates else 0.0
+
+
+def shuffle_words(text: str, generator: torch.Generator) -> str:
+    """Return the words of a text in random order: the same unigrams without grammar, a baseline for any scorer."""
+    words = text.split()
+    return " ".join(words[i] for i in torch.randperm(len(words), generator=generator).tolist())
+
+
+# ---------------------------------------------------------------- MAUVE
+
+# k-means seeds alone change it by 0.004 to 0.019 (measured)
+KMEANS_SEEDS = (42, 43, 44, 45, 46)  # 42 is the released one
+MauveMode = Literal["auto", "on", "off"]
+KMeans = Literal["mean", "first"]  # the value that is reported: the mean over the seeds, or that of the first
+FEWEST = 100  # texts of each kind; the package makes a cluster per ten texts, and fewer than ten clusters are too coarse
+
+
+def mauve_installed() -> bool:
+    """Return True if the optional package is installed, without importing it and its dependencies."""
+    return importlib.util.find_spec("mauve") is not None
+
+
+def mauve_score(
+    generated: np.ndarray, real: np.ndarray, seeds: Sequence[int] = KMEANS_SEEDS, kmeans: KMeans = "mean"
+) -> dict[str, Any]:
+    """Return the MAUVE of two sets of features (n, H), with default options, and its deviation over k-means seeds."""
+    try:
+        import mauve  # pyright: ignore[reportMissingImports] - an extra
+    except ImportError as error:
+        raise MissingPackageError("mauve-text", "eval", "MAUVE") from error
+    _silence_small_clusters()
+    scores = [mauve.compute_mauve(p_features=real, q_features=generated, seed=seed, verbose=False) for seed in seeds]
+    values = [float(score.mauve) for score in scores]
+    return {
+        "mauve": statistics.fmean(values) if kmeans == "mean" else values[0],
+        "kmeans_sd": statistics.stdev(values) if len(values) > 1 else None,
+        "kmeans_seeds": list(seeds),
+        "values": values,
+        "buckets": int(scores[0].num_buckets),
+        "texts": [len(generated), len(real)],
+    }
+
+
+def _silence_small_clusters() -> None:
+    """Keep mauve-text, which makes a cluster per ten texts, from warning that each has less than 39; faiss stays as it is."""
+    module: Any = sys.modules.get("mauve.compute_mauve")
+    if isinstance(getattr(module, "faiss", None), ModuleType):
+        module.faiss = SimpleNamespace(Kmeans=partial(module.faiss.Kmeans, min_points_per_centroid=1))
+
+
+def mauve_or_reason(
+    mode: MauveMode, generated: int, real: int, features: Callable[[], tuple[np.ndarray, np.ndarray]], kmeans: KMeans = "mean"
+) -> dict[str, Any]:
+    """Return MAUVE, or in `skipped` why there is none: it is one figure of several, so its absence stops nothing."""
+    if mode == "off":
+        return {"skipped": "MAUVE was not asked for"}
+    if min(generated, real) < FEWEST:
+        return {"skipped": f"MAUVE needs at least {FEWEST} texts of both kinds, not {generated} generated and {real} real"}
+    if not mauve_installed():
+        return {"skipped": "MAUVE needs the package 'mauve-text': install it with  pip install 'jpeg-dlm[eval]'"}
+    try:
+        return mauve_score(*features(), kmeans=kmeans)
+    except (ValueError, RuntimeError, AssertionError, np.linalg.LinAlgError) as error:
+        return {"skipped": f"MAUVE could not be computed ({reason_of(error)})"}
+
+
+# ---------------------------------------------------------------- lengths
+
+TEXTS_PER_BIN = 10  # paper: 204 bins for 1,024 + 1,024 texts
+ENOUGH = 50  # texts of each kind; fewer give so few bins that any two sets overlap
+
+
+def length_overlap(generated: Sequence[int], real: Sequence[int], bins: int | None = None) -> dict[str, Any]:
+    """Return histograms over bins of equal pooled frequency, merged where edges coincide, and their intersection."""
+    a, b = np.asarray(generated, float), np.asarray(real, float)
+    inner = _edges(a, b, bins)
+    counts_a, counts_b = (_histogram(x, inner) for x in (a, b))
+    return {
+        "overlap": float(_intersection(counts_a, counts_b)),
+        "enough": min(len(a), len(b)) >= ENOUGH,
+        "bins": len(inner) + 1,
+        "edges": inner.tolist(),
+        "generated": _summary(a) | {"histogram": counts_a.tolist()},
+        "real": _summary(b) | {"histogram": counts_b.tolist()},
+    }
+
+
+def _edges(a: np.ndarray, b: np.ndarray, bins: int | None) -> np.ndarray:
+    """Return the inner edges of bins with equally many texts of the pooled sets."""
+    pooled = np.concatenate([a, b])
+    wanted = bins or max(1, len(pooled) // TEXTS_PER_BIN)
+    inner = np.unique(np.quantile(pooled, np.linspace(0, 1, wanted + 1)[1:-1], method="higher"))
+    return inner[inner > pooled.min()]  # no empty bin below the shortest text
+
+
+def _histogram(lengths: np.ndarray, inner: np.ndarray) -> np.ndarray:
+    return np.bincount(np.searchsorted(inner, lengths, side="right"), minlength=len(inner) + 1)
+
+
+def _intersection(counts_a: np.ndarray, counts_b: np.ndarray) -> np.ndarray:
+    """Return the intersection of two normalized histograms (..., bins)."""
+    p, q = (counts / counts.sum(-1, keepdims=True) for counts in (counts_a, counts_b))
+    return np.minimum(1.0, np.minimum(p, q).sum(-1))  # rounding may exceed 1
+
+
+def _summary(lengths: np.ndarray) -> dict[str, Any]:
+    return {
+        "texts": len(lengths),
+        "median": float(np.median(lengths)),
+        "std": float(lengths.std()),
+        "shortest": int(lengths.min()),
+        "longest": int(lengths.max()),
+    }
+
+
+# ---------------------------------------------------------------- the training text
+
+MOST_TOKENS = 1 << 22  # of training text to count, evenly spread (assumed: ten seconds, once)
+WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
+
+
+def evenly_spaced(total: int, count: int) -> np.ndarray:
+    """Return the numbers of `count` rows evenly spread over `total`; all rows if `count` is larger."""
+    return np.arange(total) if count >= total else np.arange(count) * total // count
+
+
+def cut_rows(rows_BL: np.ndarray, end_id: int | None) -> list[np.ndarray]:
+    """Cut each row after its first end token; keep rows without one, and all rows if `end_id` is None."""
+    if end_id is None:
+        return list(rows_BL)
+    return [row[: int(np.argmax(row == end_id)) + 1] if (row == end_id).any() else row for row in rows_BL]
+
+
+def words_of(text: str, whole: bool) -> list[str]:
+    """Return the case-folded words of a text; unless it is `whole`, without the first and last, which may be cut."""
+    words = WORD.findall(text.casefold())
+    return words if whole else words[1:-1]
+
+
+@dataclass(frozen=True)
+class OverlapStats:
+    """Measures of some rows."""
+
+    words: float  # share of words that occur in the training text
+    distinct: float  # distinct word pairs over all word pairs, a share that falls with the number of rows
+    copied: float  # share of rows that occur in the training text
+
+
+class TrainingTextStats:
+    """The words and rows of a training text; rows of padded text are whole texts."""
+
+    def __init__(self, train: Blocks, tokenizer: TextTokenizer, most_tokens: int = MOST_TOKENS) -> None:
+        self.tokenizer = tokenizer
+        self.padded: bool = train.index["padded"]
+        self.border = np.array([train.vocab_size] if self.padded else [], np.int64)
+        sample = train.rows(evenly_spaced(len(train), max(1, most_tokens // train.token_len))).numpy()
+        rows = cut_rows(sample, tokenizer.eos_id if self.padded else None)
+        self.known = {word for row in rows for word in self.words(row)}
+        self.stream = self._joined(rows)
+
+    def words(self, row: np.ndarray) -> list[str]:
+        return words_of(self.tokenizer.decode(row.tolist()), whole=self.padded)
+
+    def measure(self, rows: Sequence[np.ndarray]) -> OverlapStats:
+        """Measure rows, each cut after its end."""
+        texts = [self.words(row) for row in rows]
+        words = [word for text in texts for word in text]
+        return OverlapStats(
+            words=sum(word in self.known for word in words) / max(1, len(words)),
+            distinct=distinct_n(texts, 2),
+            copied=sum(map(self.has, rows)) / len(rows),
+        )
+
+    def _joined(self, rows: Sequence[np.ndarray]) -> bytes:
+        """Join rows into one byte string; if rows are whole texts, with separators."""
+        return np.concatenate([self.border, *(p for row in rows for p in (row, self.border))]).astype("<u4").tobytes()
+
+    def has(self, row: np.ndarray) -> bool:
+        """Return True if the training text contains a row, as a whole text if rows are whole texts."""
+        wanted, place = self._joined([row]), -1
+        while (place := self.stream.find(wanted, place + 1)) % 4 and place >= 0:
+            pass  # a match that is not aligned to a token
+        return place >= 0

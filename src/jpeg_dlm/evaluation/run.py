@@ -1,0 +1,127 @@
+"""An evaluation as one job: which texts, which scorer, which tasks; a folder continues the same job and refuses another."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from jpeg_dlm import __version__
+from jpeg_dlm.api import load
+from jpeg_dlm.evaluation.cache import DiskCache
+from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
+from jpeg_dlm.evaluation.plots import draw_lengths, draw_sweep
+from jpeg_dlm.evaluation.results import of_models
+from jpeg_dlm.evaluation.scorer import build_scorer
+from jpeg_dlm.evaluation.table import to_json
+from jpeg_dlm.evaluation.tasks import DRAWS, has_likelihood, likelihood_row, task_results
+from jpeg_dlm.evaluation.texts import (
+    ModelSource,
+    Source,
+    file_sources,
+    heldout_blocks,
+    is_prepared,
+    is_samples,
+    names_of,
+    read_reference,
+)
+from jpeg_dlm.util.console import Console
+from jpeg_dlm.util.distributed import main_first
+from jpeg_dlm.util.errors import UsageError
+from jpeg_dlm.util.files import write_atomic
+
+
+@dataclass(frozen=True)
+class EvaluationJob:
+    """Everything that the results of an evaluation depend on; no sources mean the bundled model."""
+
+    request: EvaluationRequest
+    sources: Sequence[Path] = ()
+    scorer: str | None = "smollm2"  # None: likelihood alone
+    scorer_precision: str = "auto"
+    task: Literal["write", "continue", "infill"] = "write"
+    context_scale: float = 1.0
+    likelihood: bool = False
+    likelihood_draws: int = DRAWS
+    data: str | None = None
+    reference: Path | None = None
+    batch: int = 64
+
+    def as_json(self) -> dict[str, object]:
+        return json.loads(json.dumps(to_json(self), default=str))
+
+
+def claim_folder(out: Path, job: EvaluationJob) -> None:
+    """Claim a folder for one job: continue or repeat the same one, but reject any other."""
+    path = out / "request.json"
+    if (out / "results.json").exists() or (out / "parts").is_dir():
+        try:
+            same = json.loads(path.read_text("utf-8")) == job.as_json()
+        except (OSError, ValueError):
+            same = False
+        if not same:
+            raise UsageError(f"'{out}' holds results of another evaluation: name another folder, nothing was overwritten.")
+    write_atomic(path, json.dumps(job.as_json(), indent=1) + "\n")
+
+
+def run_job(job: EvaluationJob, cache: DiskCache, device: str, console: Console) -> dict[str, Any]:
+    """Evaluate every source of a job, by the scorer and by the models themselves."""
+    evaluation: Evaluation | None = None
+    entries, tasks = [], {name: [] for name in ("likelihood", "continue", "infill")}
+    for source in job_sources(job, device, console):
+        if job.likelihood and isinstance(source, ModelSource):
+            seed, draws = job.request.seeds[0], job.likelihood_draws
+            tasks["likelihood"].append(likelihood_row(source, cache, console, job.request.n, draws, seed))
+        if job.scorer:
+            if evaluation is None:  # only now, so that errors of a source come before the download of a scorer
+                scorer = main_first(partial(build_scorer, job.scorer, device, console, job.scorer_precision))
+                evaluation = Evaluation(scorer, job.request, cache, console)
+            if job.task == "write":
+                entries += evaluation.entries(source)
+            elif isinstance(source, ModelSource):  # `job_sources` refused the others
+                tasks[job.task] += task_results(job.task, source, evaluation, job.context_scale)
+    tasks = {name: rows for name, rows in tasks.items() if rows or (name == "likelihood" and job.likelihood)}
+    return evaluation.result(entries, tasks) if evaluation else {"version": __version__, "entries": [], **tasks}
+
+
+def job_sources(job: EvaluationJob, device: str, console: Console) -> Iterator[Source]:
+    """Return all sample files, read first, so that errors come early, and models, loaded one by one."""
+    files = [path for path in job.sources if is_samples(path)]
+    models = [path for path in job.sources if not is_samples(path)] if job.sources else [None]
+    if files and not models and job.likelihood:
+        raise UsageError("--likelihood needs a model, not only sample files: name a checkpoint.")
+    if files and job.task != "write":
+        raise UsageError(f"--task {job.task} needs models, not sample files: name checkpoints.")
+    of_files = file_sources(files, job.reference)
+    for source in of_files:
+        source.real(1)  # raises an error if there are no real texts to compare with
+    return itertools.chain(of_files, _model_sources(models, job, device, console))
+
+
+def _model_sources(paths: Sequence[Path | None], job: EvaluationJob, device: str, console: Console) -> Iterator[Source]:
+    reference = read_reference(job.reference)
+    for path, label in zip(paths, names_of(paths), strict=True):
+        model = load(path, device)
+        for variant in job.request.variants(model.config.sampler):
+            model.sampler_options(**variant)  # rejects wrong options early
+        for option, values in (("steps", job.request.steps), ("solver", job.request.solvers)):
+            if values and not hasattr(model.config.sampler, option):
+                console.say(f"{label} has no --{option}: it is evaluated without it.")
+        unmeasured = job.likelihood and not job.scorer and not has_likelihood(model.method)
+        unprepared = not is_prepared(Path(job.data or model.config.data.source))
+        heldout = None if unmeasured or (reference and unprepared) else heldout_blocks(model, job.data, console)
+        yield ModelSource(model, label, job.batch, heldout, reference)
+
+
+def draw_pictures(out: Path, result: Mapping[str, Any]) -> list[Path]:
+    """Draw the lengths of each system and, if samplers differ, quality against cost."""
+    entries, paths = result["entries"], []
+    if lengths := {entry.label: entry.runs[0].lengths for entry in entries if entry.runs[0].lengths}:
+        paths.append(draw_lengths(lengths, result["scorer"], out / "lengths.png"))
+    if len({(model.sampler_label, model.evaluations) for _, model in of_models(entries)}) > 1:
+        paths.append(draw_sweep(entries, result["scorer"], out / "sweep.png"))
+    return paths

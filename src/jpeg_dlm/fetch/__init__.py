@@ -1,1 +1,0 @@
-"""Pinned files from the package registries."""

@@ -1,0 +1,141 @@
+"""Read and write options as JSON and command-line strings, strictly, without importing torch.
+
+Kept instead of tyro or OmegaConf: the method determines which options exist, and JSON and command line share one check.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import math
+import reprlib
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jpeg_dlm.config import Config
+from jpeg_dlm.methods.registry import default_config, groups_of
+from jpeg_dlm.util.errors import UsageError
+from jpeg_dlm.util.json import load_json
+
+LARGEST_FILE = 1 << 20  # bytes of an options file; a whole config has 3,000
+
+
+def option_names(config: Any = None) -> dict[str, dataclasses.Field[Any]]:
+    """Return every option of a config (default: JPEG-DLM's) by its dotted name, in order."""
+    config = default_config() if config is None else config
+    names: dict[str, dataclasses.Field[Any]] = {}
+    for f in dataclasses.fields(config):
+        group = getattr(config, f.name)
+        is_group = dataclasses.is_dataclass(group)
+        names |= {f"{f.name}.{option.name}": option for option in dataclasses.fields(group)} if is_group else {f.name: f}
+    return names
+
+
+def option_types(config: Any) -> dict[str, Any]:
+    """Return the type of every option of a config by its dotted name."""
+    types: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(type(config)).items():
+        group = getattr(config, name)
+        is_group = dataclasses.is_dataclass(group)
+        types |= {f"{name}.{n}": h for n, h in typing.get_type_hints(type(group)).items()} if is_group else {name: hint}
+    return types
+
+
+def option_choices(config: Any = None) -> dict[str, tuple[str, ...]]:
+    """Return the possible values of all options with a fixed set of values, by dotted name."""
+    types = option_types(default_config() if config is None else config).items()
+    choices = {name: tuple(map(str, typing.get_args(hint))) for name, hint in types if typing.get_origin(hint) is Literal}
+    return choices | {name: ("true", "false") for name, hint in types if hint is bool}
+
+
+def _suggest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}."
+
+
+def _convert(value: Any, hint: Any, path: str) -> Any:
+    """Convert a JSON value or command-line string to the annotated type; raise `UsageError` if it does not fit."""
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise UsageError(f"'{path}' must be a group of options, not {reprlib.repr(value)}.")
+        return from_dict(value, typing.cast(type, hint), path)
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise UsageError(f"'{path}' must be one of {', '.join(map(str, choices))}, not {reprlib.repr(value)}.")
+        return value
+    if hint is bool:
+        table = {True: True, False: False, "true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+        key = value.lower() if isinstance(value, str) else value
+        if isinstance(key, (bool, str)) and key in table:
+            return table[key]
+    elif hint in (int, float) and not isinstance(value, bool):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            number = float(value)
+            if hint is float and math.isfinite(number):
+                return number
+            if hint is int and number == int(number):
+                return int(value) if isinstance(value, (int, str)) and str(value).lstrip("+-").isdigit() else int(number)
+    elif hint is str and isinstance(value, str):
+        return value
+    kinds = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a text"}
+    raise UsageError(f"'{path}' must be {kinds.get(hint, hint)}, not {reprlib.repr(value)}.")
+
+
+def from_dict(values: Mapping[str, Any], cls: type = Config, path: str = "") -> Any:
+    """Build a config of type `cls` from nested mappings; an unknown key is an error that suggests the nearest name."""
+    hints = typing.get_type_hints(cls)
+    groups = groups_of(str(values.get("method", "jpeg-dlm"))) if cls is Config else {}
+    hints |= groups
+    known = [f.name for f in dataclasses.fields(cls)]
+    kwargs = {name: group() for name, group in groups.items()}
+    for key, value in values.items():
+        full = f"{path}.{key}" if path else key
+        if key not in known:
+            raise UsageError(f"Unknown option '{full[:80]}'{_suggest(key[:80], known)}")
+        kwargs[key] = _convert(value, hints[key], full)
+    return cls(**kwargs)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Return the inverse of `from_dict`."""
+    return dataclasses.asdict(config)
+
+
+def changed(config: Config) -> dict[str, Any]:
+    """Return the options that differ from their defaults, which stays comparable when later versions add options."""
+    plain = Config(method=config.method, **{name: type(getattr(config, name))() for name in ("model", "objective", "sampler")})
+    before, now = flatten(to_dict(plain)), flatten(to_dict(config))
+    return {"method": config.method} | {name: value for name, value in now.items() if value != before[name]}
+
+
+def override(config: Config, values: Mapping[str, Any]) -> Config:
+    """Replace dotted options of a config, as in `override(c, {"model.latent_len": "16"})`; dashes equal underscores."""
+    types = option_types(config)
+    for dotted, value in values.items():
+        key = dotted.replace("-", "_")
+        if key not in types:
+            raise UsageError(f"Unknown option '{dotted}'{_suggest(key, list(types))}")
+        if key == "method" and value != config.method:
+            raise UsageError(f"These are the options of {config.method}: change the method with --method {value}.")
+        group, _, name = key.rpartition(".")
+        option = {name: _convert(value, types[key], key)}
+        whole = {group: dataclasses.replace(getattr(config, group), **option)} if group else option
+        config = dataclasses.replace(config, **whole)
+    return config
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings to dotted names, as `override` takes them."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
+def read_json_file(path: Path) -> dict[str, Any]:
+    """Read a file of options; raise `UsageError` if it is unreadable or not a JSON object."""
+    return load_json(path, LARGEST_FILE, UsageError, "name another file of options")

@@ -1,1 +1,0 @@
-"""Tables, pictures and resumable parts, which everything that measures uses; needs no other room of the package."""

@@ -1,1 +1,0 @@
-"""Language models that judge text."""

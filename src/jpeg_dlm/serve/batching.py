@@ -1,0 +1,233 @@
+"""Samples many small requests from many threads in few batches; each request gets the same texts as alone.
+
+service = BatchingService()
+waiting = [service.submit(model.writer, 1, model.sampler_options(steps=8), seed=s) for s in range(40)]
+tokens = [future.result() for future in waiting]
+service.close()
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jpeg_dlm.flow.sampler import TextSampler
+from jpeg_dlm.util.errors import JpegDlmError, UsageError
+from jpeg_dlm.util.rng import Law, RowNoise
+
+MAX_BATCH = 64  # rows, as in `generate`
+MAX_WAIT_S = 0.005  # short compared to the time of one text (measured: 8 steps of the bundled model take longer)
+WAIT_SHARE = 0.2  # of the time of the batch before: so long its clients may take to come back with their next requests
+
+
+class QueueFullError(JpegDlmError):
+    """More rows wait than the service accepts."""
+
+
+class Abandoned(Exception):
+    """Every request of a batch was cancelled while it was sampled."""
+
+
+@dataclass(frozen=True)
+class StackedNoise(RowNoise):
+    """The rows of several `RowNoise` stacked; each row has the random numbers of its own seed and row."""
+
+    parts: tuple[RowNoise, ...] = ()
+
+    @classmethod
+    def of(cls, parts: Sequence[RowNoise]) -> StackedNoise:
+        rows = [row for part in parts for row in part.rows]
+        return cls(parts[0].seed, rows, parts[0].step, parts[0].device, parts=tuple(parts))
+
+    def generators(self, purpose: str) -> list[torch.Generator]:
+        return [g for part in self.parts for g in part.generators(purpose)]
+
+    def shared(self, purpose: str) -> torch.Generator:
+        """Return the generator of a seed; with several seeds only that of the grid, which is random in no mixed batch."""
+        if purpose != "grid" and len({part.seed for part in self.parts}) > 1:
+            raise ValueError("requests of several seeds share no random numbers")  # so that each is sampled alone
+        return super().shared(purpose)
+
+    def _draw(self, law: Law, purpose: str, shape: tuple[int, ...]) -> Tensor:
+        return torch.cat([part._draw(law, purpose, shape) for part in self.parts])
+
+
+@dataclass(eq=False)
+class Request:
+    """Rows that a caller waits for, or one call; `rows` are those still to be sampled, and `done` those that are."""
+
+    rows: range
+    writer: TextSampler | None = None
+    sampler: Any = None
+    seed: int = 0
+    given_L: Tensor | None = None
+    call: Callable[[Future[Any]], Any] | None = None
+    arrived: float = field(default_factory=time.monotonic)
+    future: Future[Any] = field(default_factory=Future)
+    done: list[Tensor] = field(default_factory=list)
+
+    def fits(self, oldest: Request) -> bool:
+        """Return whether it can share a batch; given tokens may choose another sampler, and random grids belong to a seed."""
+        if self.call or oldest.call or self.writer is not oldest.writer or self.sampler != oldest.sampler:
+            return self is oldest
+        same_seed = self.seed == oldest.seed or getattr(oldest.sampler, "grid", "") != "random"
+        return same_seed and (self.given_L is None) == (oldest.given_L is None)
+
+    def settle(self, result: Any = None, error: Exception | None = None) -> None:
+        """Deliver the result or the error, unless the caller cancelled the request."""
+        try:
+            self.future.set_exception(error) if error else self.future.set_result(result)
+        except InvalidStateError:
+            pass
+
+
+Piece = tuple[Request, range]  # rows of one request that take part in a batch
+
+
+class BatchingService:
+    """Works in one thread. Requests with the same writer and options share a batch; the one with the oldest request is first.
+
+    A batch starts when it is full, when it has as many rows as the batch before, or when its oldest request has waited for
+    `max_wait_s` (after a long batch, for a share of its time). A request that does not fit is split. A batch whose futures
+    are all cancelled stops after its current step. Meanwhile only this thread may use the writers.
+    """
+
+    def __init__(
+        self,
+        max_batch: int = MAX_BATCH,
+        max_wait_s: float = MAX_WAIT_S,
+        max_queue: int | None = None,
+        observe: Callable[[int, float], None] = lambda rows, seconds: None,
+    ) -> None:
+        """Start the thread; `max_queue` bounds the rows that wait, and `observe(rows, seconds)` is called after every batch."""
+        self.max_batch, self.max_wait_s, self.max_queue, self.observe = max_batch, max_wait_s, max_queue, observe
+        self._queue: list[Request] = []  # in the order of arrival
+        self._before = (max_batch, 0.0)  # rows and seconds of the batch before
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="jpeg-dlm-batching", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, writer: TextSampler, n: int, sampler: Any, seed: int = 0, first: int = 0, given_L: Tensor | None = None
+    ) -> Future[Tensor]:
+        """Request token ids (n, L) of samples `first` to `first + n - 1` of `seed`; all of them keep `given_L`."""
+        return self._add(Request(range(first, first + n), writer, sampler, seed, given_L))
+
+    def call(self, function: Callable[[Future[Any]], Any], rows: int = 1) -> Future[Any]:
+        """Request the result of a function that uses a writer's model; in the queue it counts as so many rows.
+
+        It is called with its own future, so that it can stop when this is cancelled.
+        """
+        return self._add(Request(range(rows), call=function))
+
+    def _add(self, request: Request) -> Future[Any]:
+        with self._changed:
+            if self._closed:
+                raise UsageError("The service is closed: start another one.")
+            if self.max_queue is not None and self._waiting() + len(request.rows) > self.max_queue:
+                raise QueueFullError(f"{self._waiting()} texts wait already: try again later.")
+            self._queue.append(request)
+            self._changed.notify()
+        return request.future
+
+    def _waiting(self) -> int:
+        return sum(len(request.rows) for request in self._queue if not request.future.done())
+
+    @property
+    def waiting(self) -> int:
+        """The number of rows that wait for their batch."""
+        with self._changed:
+            return self._waiting()
+
+    @property
+    def alive(self) -> bool:
+        """True while requests are accepted."""
+        return not self._closed and self._thread.is_alive()
+
+    def close(self) -> None:
+        """Finish all requests and end the thread; safe to call again."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    # ------------------------------------------------------------ in the thread
+
+    def _work(self) -> None:
+        while pieces := self._next_batch():
+            began, rows = time.monotonic(), sum(len(rows) for _, rows in pieces)
+            self._run(pieces)
+            seconds = time.monotonic() - began
+            if pieces[0][0].call is None:
+                self._before = (rows, seconds)
+                self.observe(rows, seconds)
+
+    def _next_batch(self) -> list[Piece]:
+        """Wait for the next batch and take it from the queue; empty once the service is closed and the queue is empty."""
+        with self._changed:
+            while True:
+                self._queue = [request for request in self._queue if request.rows and not request.future.done()]
+                if not self._queue:
+                    if self._closed:
+                        return []
+                    self._changed.wait()
+                    continue
+                oldest, (rows, seconds) = self._queue[0], self._before
+                companions = [request for request in self._queue if request.fits(oldest)]
+                left = oldest.arrived + max(self.max_wait_s, WAIT_SHARE * seconds) - time.monotonic()
+                enough = oldest.call or sum(len(request.rows) for request in companions) >= min(rows, self.max_batch)
+                if self._closed or enough or left <= 0:
+                    return self._take(companions)
+                self._changed.wait(left)
+
+    def _take(self, companions: Sequence[Request]) -> list[Piece]:
+        """Take the first rows of these requests up to a full batch."""
+        pieces, room = [], self.max_batch
+        for request in companions:
+            rows = request.rows if request.call else request.rows[:room]
+            if rows:
+                pieces.append((request, rows))
+                request.rows, room = request.rows[len(rows) :], room - len(rows)
+        return pieces
+
+    def _run(self, pieces: Sequence[Piece]) -> None:
+        first = pieces[0][0]
+        try:
+            if first.call:
+                first.settle(first.call(first.future))
+                return
+            sampled = self._sample(pieces)
+        except Exception as error:
+            if len(pieces) == 1 or isinstance(error, Abandoned):
+                first.settle(error=error)  # a request's texts are delivered together, so its remaining rows are dropped
+                return
+            for piece in pieces:  # one request may have caused it: alone, each gets its own texts or its own error
+                self._run([piece])
+            return
+        for (request, _), tokens in zip(pieces, sampled, strict=True):
+            request.done.append(tokens)
+            if not request.rows:
+                request.settle(torch.cat(request.done))
+
+    @torch.no_grad()
+    def _sample(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
+        writer, sampler = pieces[0][0].writer, pieces[0][0].sampler
+        assert writer is not None
+        noise = StackedNoise.of([RowNoise(request.seed, rows, 0, writer.device) for request, rows in pieces])
+        given = [request.given_L.expand(len(rows), -1) for request, rows in pieces if request.given_L is not None]
+
+        def stop_if_abandoned(*step: Any) -> None:
+            if all(request.future.cancelled() for request, _ in pieces):
+                raise Abandoned
+
+        given_BL = torch.cat(given).to(writer.device) if given else None
+        tokens = writer.sample(sampler, noise, stop_if_abandoned, given_BL)
+        return tokens.cpu().split([len(rows) for _, rows in pieces])

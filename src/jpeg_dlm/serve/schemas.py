@@ -1,0 +1,128 @@
+"""The requests of the service. Names and meanings follow the OpenAI conventions where these have them."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+LONGEST_TEXT = 20_000  # characters
+LARGEST = (1 << 63) - 1
+MOST_TEXTS = 64  # of one request
+MOST_STEPS = 1024
+MOST_WATCHED = 4
+DRAWN_SEEDS = 2**31  # a seed that nobody chose is below it, so that people can copy it
+SAMPLER_FIELDS = ("steps", "solver", "grid", "w", "temperature", "top_k", "top_p")
+
+Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
+Word = Annotated[str, Field(min_length=1, max_length=100)]
+Seed = Annotated[int, Field(ge=0, le=LARGEST, description="text i of a seed is always the same; drawn if absent")]
+Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=MOST_TEXTS)]
+
+
+def as_list(texts: Texts | None) -> list[str]:
+    """Return one text or several as a list."""
+    return [] if texts is None else [texts] if isinstance(texts, str) else texts
+
+
+def draw_seed() -> int:
+    return secrets.randbelow(DRAWN_SEEDS)
+
+
+class Request(BaseModel):
+    """The fields of every request; null means absent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model: Text | None = Field(None, description="name of a served model (default: the first one)")
+    user: Any = Field(None, description="ignored")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        return {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
+
+
+class Writing(Request):
+    """The fields of completions and trajectories: the texts to write, and options of the sampler."""
+
+    prompt: Texts | None = Field(None, description="how each text begins, for models that support prompts")
+    template: Text | None = Field(None, description="text with holes [MASK] or [MASK:n] to fill")
+    n: int = Field(1, ge=1, le=MOST_TEXTS, description="texts for each prompt")
+    seed: Seed = Field(default_factory=draw_seed)
+    stream: bool = Field(False, description="send each text, or each step, when it is done, as server-sent events")
+    steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="sampling steps; this and the following: the model's own")
+    solver: Word | None = Field(None, description="solver of the sampler")
+    grid: Word | None = Field(None, description="spacing of sampling times")
+    w: float | None = Field(None, ge=0, le=1000, description="self-conditioning guidance scale")
+    temperature: float | None = Field(None, ge=0, le=100, description="divides the logits, for models that have it")
+    top_k: int | None = Field(None, ge=0, le=LARGEST, description="draw from the k most probable tokens")
+    top_p: float | None = Field(None, ge=0, le=1, description="draw from the most probable tokens")
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the sampler that were given."""
+        return self.model_dump(include=set(SAMPLER_FIELDS), exclude_none=True)
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    include_usage: bool = Field(False, description="send the numbers of tokens at the end")
+
+
+class Completion(Writing):
+    """Texts, at once or each when it is done."""
+
+    max_tokens: int | None = Field(None, ge=1, le=LARGEST, description="cut texts after so many tokens")
+    stop: Text | Annotated[list[Text], Field(min_length=1, max_length=4)] | None = Field(
+        None, description="cut texts before these strings"
+    )
+    echo: bool = Field(False, description="return texts with their prompt")
+    stream_options: StreamOptions | None = None
+    # Fields of the conventions that have no meaning here, at the values that say nothing.
+    best_of: Literal[1] | None = None
+    frequency_penalty: float | None = Field(None, ge=0, le=0)
+    logit_bias: dict[str, float] | None = Field(None, max_length=0)
+    logprobs: Literal[0] | None = None
+    presence_penalty: float | None = Field(None, ge=0, le=0)
+    service_tier: Literal["auto", "default"] | None = None
+    suffix: str | None = Field(None, max_length=0)
+
+
+class Trajectory(Writing):
+    """The texts that a model would write if it had to stop after each step."""
+
+    prompt: Text | None = Field(None, description="how the text begins, for models that support prompts")
+    n: int = Field(1, ge=1, le=MOST_WATCHED, description="texts")
+
+
+class EmbeddingRequest(Request):
+    """Latents of texts."""
+
+    input: Texts = Field(description="texts to encode")
+    pooling: Literal["mean", "flat"] = Field("mean", description="mean of the latents, or all of them in a row")
+    encoding_format: Literal["float", "base64"] = Field("float", description="numbers, or float32 in base64")
+    dimensions: int | None = Field(None, ge=1, le=LARGEST, description="must be what the model has")
+
+
+class Reconstruction(Request):
+    """Texts that are encoded to latents and decoded again."""
+
+    input: Texts = Field(description="texts to encode and decode again")
+
+
+class Interpolation(Request):
+    """Points between the latents of two texts."""
+
+    first: Text = Field(description="the text at one end")
+    second: Text = Field(description="the text at the other end")
+    points: int = Field(5, ge=2, le=65, description="texts along the line, ends included")
+
+
+class Edit(Request):
+    """Variations of a text."""
+
+    input: Text = Field(description="the text to vary")
+    noise: float = Field(0.4, ge=0, le=1, description="how much noise its latents get")
+    n: int = Field(1, ge=1, le=MOST_TEXTS, description="variations")
+    seed: Seed = Field(default_factory=draw_seed)

@@ -1,0 +1,79 @@
+"""Clean the text of named corpora: the spacing of LM1B, and sentences about pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+
+from jpeg_dlm.text.tokenizer import collapse
+
+# ---------------------------------------------------------------- the One Billion Word Benchmark (LM1B)
+
+# Patterns and replacements in Duo's order, which matters: a match takes the spaces around it from the matches after it. Thus
+# "victims ' families" and unpaired quotes keep their spaces, as in the paper's training text and references.
+_RULES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in [
+        (r"(https?) : / / ", r"\1://"),
+        (r" '(?=\w)", "'"),  # it 's
+        (r" (\w+) \. ", r" \1. "),
+        (r" (\w+) \.$", r" \1."),
+        (r" \? ", "? "),
+        (r" \?$", "?"),
+        (r" ! ", "! "),
+        (r" !$", "!"),
+        (r" , ", ", "),
+        (r" : ", ": "),
+        (r" ; ", "; "),
+        (r" / ", "/"),
+        (r'" ([^"]+) "', r'"\1"'),
+        (r"' ([^']+) '", r"'\1'"),
+        (r"\( ([^()]+) \)", r"(\1)"),
+        (r"\[ ([^\[\]]+) \]", r"[\1]"),
+        (r"([$£]) ", r"\1"),
+    ]
+]
+
+
+def detokenize_lm1b(text: str) -> str:
+    """Undo the Penn-Treebank-like spacing of the One Billion Word Benchmark, line by line, by the rules of MDLM and Duo."""
+    return "\n".join(map(_detokenize_line, text.split("\n")))
+
+
+def _detokenize_line(line: str) -> str:
+    for pattern, replacement in _RULES:
+        line = pattern.sub(replacement, line)
+    return line
+
+
+# ---------------------------------------------------------------- the Stanford Natural Language Inference corpus (SNLI)
+
+# A record pairs the caption of a picture (`sentence1`) with a sentence that an annotator wrote about it (`sentence2`).
+WORDS = range(4, 14)  # these sentences fit rows of 16 to 24 tokens and are 86% of the corpus (measured)
+# Only common characters and at least one lowercase letter: excludes sentences in capitals or with stray symbols.
+_PLAIN = re.compile(r"(?=.*[a-z])[A-Za-z0-9 .,!?'\"-]+")
+_BEFORE_MARK = re.compile(r" (?=[.,!?])")
+_NOT_WORD = re.compile(r"[^a-z0-9 ]")
+
+
+def captions(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the sentences of SNLI records, normalized by `sentence`, once if they differ only in case and punctuation."""
+    seen: set[str] = set()
+    for line in lines:
+        record = json.loads(line)
+        for text in (record["sentence1"], record["sentence2"]):
+            caption = sentence(text)
+            key = _NOT_WORD.sub("", caption.lower())
+            if caption and key not in seen:
+                seen.add(key)
+                yield caption
+
+
+def sentence(text: str) -> str:
+    """Return `text` capitalized and with a final period, or "" when it is too short, too long or has odd characters."""
+    text = _BEFORE_MARK.sub("", collapse(text)).rstrip(" ,;:/\\`>-")
+    if len(text.split()) not in WORDS or not _PLAIN.fullmatch(text):
+        return ""
+    end = "" if text.rstrip('"')[-1:] in ".!?" else "."
+    return text[0].upper() + text[1:] + end

@@ -1,0 +1,109 @@
+"""`info`, `export` and `verify`: what a run or a model is, and damage to it."""
+
+import json
+import shlex
+import shutil
+
+import pytest
+from refusals import refusal
+
+from jpeg_dlm.api import load
+from jpeg_dlm.cli.main import main
+from jpeg_dlm.methods.registry import build_method
+from jpeg_dlm.options import from_dict
+from jpeg_dlm.training.metrics import read_metrics
+
+
+@pytest.fixture
+def run(micro_folders, tmp_path):
+    """A copy of a finished run."""
+    return shutil.copytree(micro_folders.run(), tmp_path / "my run")
+
+
+@pytest.mark.parametrize("name, total", [("lm1b", 151_468_670), ("owt1024", 152_877_694)])
+def test_info_counts_the_papers_models(name, total, capsys):
+    assert main(["info", "--preset", name, "--json"]) == 0
+    sizes = json.loads(capsys.readouterr().out)
+    assert sizes["parameters"]["dit_and_projection"] == 104_843_364 and sizes["parameters"]["total"] == total
+    macs = sizes["macs"]["compressed"] / 1e12, sizes["macs"]["full"] / 1e12
+    assert macs == pytest.approx({"lm1b": (0.131, 0.414), "owt1024": (1.704, 3.648)}[name], rel=0.01)
+    assert main(["info", "--preset", name]) == 0 and "104,843,364" in capsys.readouterr().out
+
+
+def test_info_of_another_method(capsys):
+    assert main(["info", "--method", "mdlm", "--preset", "smoke"]) == 0 and "mdlm" in capsys.readouterr().out
+    assert main(["info", "--method", "mdlm", "--preset", "smoke", "--model.depth", "3", "--options"]) == 0
+    values = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines()}
+    assert values["--model.depth"] == "3" and "--model.latent-len" not in values and "--sampler.steps" in values
+
+
+def test_info_describes_a_run(run, capsys):
+    assert main(["info", str(run), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    heldout = [row for row in read_metrics(run / "metrics.jsonl") if "heldout_ce" in row][-1]
+    assert summary["kind"] == "run" and summary["method"] == "jpeg-dlm" and summary["preset"] == "smoke"
+    assert summary["steps"] == {"done": 12, "total": 12, "finished": True}
+    assert summary["heldout"]["ce"] == heldout["heldout_ce"]
+    config = from_dict(json.loads((run / "config.json").read_text()))
+    assert summary["sizes"]["parameters"] == sum(p.numel() for p in build_method(config).parameters() if p.requires_grad)
+    assert main(["info", str(run)]) == 0
+    assert "12 of 12, finished" in capsys.readouterr().out
+
+
+def test_info_says_how_to_go_on_with_a_run_that_is_not_done(run, capsys):
+    shutil.rmtree(run / "checkpoints")
+    (run / "metrics.jsonl").write_text('{"step": 5, "loss": 3.0}\n{"step": 6, "lo')
+    assert main(["info", str(run)]) == 0
+    text = capsys.readouterr().out
+    assert "5 of 12" in text and f"jpeg-dlm train --resume --out {shlex.quote(str(run))}" in text
+
+
+def test_info_describes_a_model_folder_and_nothing_else(micro_folders, tmp_path, capsys):
+    ar = micro_folders("ar")
+    assert main(["info", str(ar)]) == 0 and f"jpeg-dlm generate {ar}" in capsys.readouterr().out
+    refusal(capsys, ["info", tmp_path], 1)
+    assert "--preset smoke" in refusal(capsys, ["info", "smoke"], 2)
+    assert "--preset" in refusal(capsys, ["info", ar, "--preset", "smoke"], 2)
+    assert "--model.depth" in refusal(capsys, ["info", ar, "--model.depth", "2"], 2)
+
+
+def test_export_stores_the_options_of_the_sampler(run, tmp_path, capsys):
+    out = tmp_path / "my model's folder"
+    assert main(["export", str(run), "--out", str(out), "--sampler.solver", "sde", "--sampler.gamma", "0.5"]) == 0
+    assert shlex.split(capsys.readouterr().out.split("  or  ")[1]) == ["jpeg-dlm", "generate", str(out)]
+    sampler = load(out).config.sampler
+    assert (sampler.solver, sampler.gamma) == ("sde", 0.5)
+    for option, value in (("--sampler.gamma", "-1"), ("--model.depth", "2")):
+        name = option[2:] if value == "-1" else option
+        assert name in refusal(capsys, ["export", run, "--out", tmp_path / "no", option, value], 2)
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("verb", ["generate", "verify"])
+def test_what_is_no_model_is_refused(verb, corpus_file, tmp_path, capsys):
+    for path in (tmp_path / "none", tmp_path, corpus_file):
+        assert str(path) in refusal(capsys, [verb, path], 1)
+
+
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_falls_back_loudly(run, capsys):
+    assert main(["verify", str(run)]) == 0
+    flip_a_byte(run / "checkpoints" / "step-00000012" / "ema.safetensors")
+    assert main(["verify", str(run)]) == 1 and "ema.safetensors" in capsys.readouterr().out
+    assert main(["generate", str(run), "-n", "1"]) == 0
+    output = capsys.readouterr()
+    assert "DAMAGED" in output.err and output.out.startswith("[0] ")
+    assert main(["train", "--out", str(run), "--resume", "--quiet", "--device", "cpu"]) == 0
+    assert "DAMAGED" in capsys.readouterr().err and main(["verify", str(run)]) == 0
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused(run, capsys):
+    for path in (run / "checkpoints").iterdir():
+        flip_a_byte(path / "model.safetensors")
+    assert "checkpoint" in refusal(capsys, ["generate", run], 1)
+    assert "checkpoint" in refusal(capsys, ["train", "--out", run, "--resume", "--quiet", "--device", "cpu"], 1)

@@ -1,0 +1,151 @@
+"""`prepare` and `train`: text that is none, what is already there, a full disk, and losses that are no numbers."""
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from micro import micro_flags
+from refusals import refusal
+
+from jpeg_dlm.checkpoints import checkpoint
+from jpeg_dlm.cli.main import main
+from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.training.metrics import read_metrics
+from jpeg_dlm.training.trainer import Trainer
+from jpeg_dlm.util import files
+
+
+def train(data, out, *more):
+    command = ["train", "--preset", "smoke", "--data", str(data), "--out", str(out), "--quiet", "--device", "cpu"]
+    return [*command, *micro_flags(encoder__kind="random", encoder__scale="none"), *more]
+
+
+@pytest.mark.parametrize("words", [["--model.latent-len", "17"], ["--train.lr", "-1"], ["--train.encoder-steps", "-3"]])
+def test_impossible_options_are_refused_before_anything_runs(words, corpus_file, tmp_path, capsys):
+    command = ["train", "--preset", "smoke", "--data", corpus_file, "--out", tmp_path / "run", *words]
+    assert words[0].split(".")[1].replace("-", "_") in refusal(capsys, command, 2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_value_of_an_option_is_not_taken_for_an_argument(corpus_file, tmp_path, capsys):
+    command = ["prepare", *micro_flags()[:8], "--data.vocab-size", "300", "--data.token-len", "12", str(corpus_file)]
+    assert main([*command, "--out", str(tmp_path / "b"), "--quiet"]) == 0
+    assert "blocks of 12 tokens (vocabulary 300)" in capsys.readouterr().out
+    assert main([*command, "--out", str(tmp_path / "b"), "--quiet"]) == 0
+    assert "already there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [b"", b" \n\n ", bytes(range(256)) * 40, None], ids=["empty", "blank", "binary", "missing"])
+@pytest.mark.parametrize("verb", ["prepare", "train"])
+def test_a_file_without_text_is_refused(verb, content, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / "file.txt").write_bytes(content)
+    source = [tmp_path / "file.txt"] if verb == "prepare" else ["--data", tmp_path / "file.txt"]
+    command = [verb, "--preset", "smoke", *source, "--out", tmp_path / "out", "--quiet"]
+    assert "file.txt" in refusal(capsys, command, 1)
+    assert not (tmp_path / "out" / "index.json").exists() and not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_a_run_is_not_overwritten_or_continued_as_another(micro_folders, corpus_file, tmp_path, capsys):
+    run = shutil.copytree(micro_folders.run(), tmp_path / "run")
+    weights = max(run.glob("checkpoints/*/model.safetensors"))
+    before = files.sha256_file(weights)
+    assert "--resume" in refusal(capsys, train(corpus_file, run), 2)
+    assert "--method" in refusal(capsys, ["train", "--out", run, "--resume", "--method", "ar"], 2)
+    assert "--preset" in refusal(capsys, ["train", "--out", run, "--resume", "--preset", "tiny"], 2)
+    assert files.sha256_file(weights) == before
+    shutil.rmtree(run / "checkpoints")
+    (run / "config.json").unlink()
+    assert "--resume" in refusal(capsys, train(corpus_file, run), 2)  # its encoder's training counts as a run
+
+
+@pytest.mark.parametrize("verb", ["prepare", "evaluate"])
+def test_a_folder_of_results_has_one_writer_at_a_time(verb, corpus_file, tmp_path, capsys):
+    words = {"prepare": ["prepare", corpus_file], "evaluate": ["evaluate", "-n", "2"]}[verb]
+    script = "import sys; from pathlib import Path; from jpeg_dlm.training.lock import run_lock\n"
+    script += "with run_lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", script, tmp_path / "out"], stdin=-1, stdout=-1) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        assert str(holder.pid) in refusal(capsys, [*words, "--out", tmp_path / "out"], 2)
+        holder.stdin.close()
+
+
+def no_space_left(monkeypatch, moment):
+    if moment == "before writing":
+        monkeypatch.setattr(checkpoint, "free_bytes", lambda path: 1000)
+        return
+    real = checkpoint.save_tensors
+
+    def save_tensors(path, *rest):
+        if path.name == "optimizer.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, *rest)
+
+    monkeypatch.setattr(checkpoint, "save_tensors", save_tensors)
+
+
+@pytest.mark.parametrize("moment", ["before writing", "while writing"])
+def test_a_full_disk_ends_the_run_and_leaves_the_earlier_checkpoint(moment, corpus_file, tmp_path, capsys, monkeypatch):
+    real = Trainer.launch_step
+
+    def step(self, *args):
+        if self.step == 5 and self.config.method == "jpeg-dlm":
+            self.background.wait()  # the checkpoint of step 4 is written by a thread
+            no_space_left(monkeypatch, moment)
+        return real(self, *args)
+
+    monkeypatch.setattr(Trainer, "launch_step", step)
+    refusal(capsys, train(corpus_file, tmp_path / "run"), 1)
+    assert main(["verify", str(tmp_path / "run")]) == 0 and checkpoint.newest_step(tmp_path / "run") == 4
+    monkeypatch.undo()
+    assert main(["train", "--out", str(tmp_path / "run"), "--resume", "--quiet", "--device", "cpu"]) == 0
+    assert checkpoint.newest_step(tmp_path / "run") == 12
+
+
+@pytest.fixture
+def nan_at_step_6(monkeypatch):
+    """One loss is not a number; the weights before and after each step are kept."""
+    real_losses, real_step, weights = JpegDlm.losses, Trainer.launch_step, {}
+
+    def losses(self, batch, noise):
+        terms = real_losses(self, batch, noise)
+        return terms | {"ce": terms["ce"] * float("nan")} if self.training and noise.step == 6 else terms
+
+    def state(trainer):
+        slots = {f"{i} {k}": t for i, s in enumerate(trainer.optimizers[0].state.values()) for k, t in s.items()}
+        return {k: t.detach().clone() for k, t in (trainer.parameters | slots).items()}
+
+    def step(self, *args):
+        number, before = self.step, state(self)
+        try:
+            return real_step(self, *args)
+        finally:
+            if self.config.method == "jpeg-dlm":
+                weights[number] = before, state(self)
+
+    monkeypatch.setattr(JpegDlm, "losses", losses)
+    monkeypatch.setattr(Trainer, "launch_step", step)
+    return weights
+
+
+@pytest.mark.parametrize("action", ["stop", "skip"])
+def test_a_loss_that_is_not_a_number_changes_no_weight(action, nan_at_step_6, corpus_file, tmp_path, capsys):
+    run = tmp_path / "run"
+    words = train(corpus_file, run, "--train.nonfinite", action)
+    if action == "stop":
+        assert "--train.nonfinite skip" in refusal(capsys, words, 1)
+        assert checkpoint.newest_step(run) == 4
+    else:
+        assert main(words) == 0
+        assert [row["step"] for row in read_metrics(run / "metrics.jsonl") if "loss" in row] == list(range(1, 13))
+        assert all(t.isfinite().all() for t in nan_at_step_6[11][1].values() if t.is_floating_point())
+    (entry,) = map(json.loads, (run / "nonfinite-rank0.jsonl").read_text().splitlines())
+    assert entry["step"] == 6 and {"ce", "grad_norm", "loss"} <= set(entry["bad"]) and len(set(entry["rows"])) == 8
+    before, after = nan_at_step_6[6]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    before, after = nan_at_step_6[5]
+    assert not all(torch.equal(before[name], after[name]) for name in before)
