@@ -166,7 +166,7 @@ def without_cache(ar: Ar, batch: int) -> float:
     length, sampler = ar.config.data.token_len, replace(ar.config.sampler, kv_cache=False)
     rows = min(batch, max(1, POSITIONS // length))
     spent = [
-        timed(lambda i=i: ar.sample(sampler, RowNoise(0, range(rows)), given_BL=free(rows, length, i))) for i in middles(length)
+        timed(lambda i=i: ar.sample(sampler, RowNoise(0, range(rows)), fixed_BL=free(rows, length, i))) for i in middles(length)
     ]
     return sum(spent) * length / PARTS * batch / rows
 
@@ -182,15 +182,15 @@ def with_cache(ar: Ar, batch: int) -> float:
         for cache in filled:
             cache.length = i + ar.before - 1
         with mock.patch.object(ar.backbone, "new_cache", return_value=filled):
-            spent += timed(lambda i=i: ar.sample(sampler, noise, given_BL=free(batch, length, i, count)))
+            spent += timed(lambda i=i: ar.sample(sampler, noise, fixed_BL=free(batch, length, i, count)))
     return spent * length / (PARTS * count)
 
 
 def free(batch: int, length: int, start: int, count: int = 1) -> Tensor:
     """Return rows in which all tokens but `count` of them are given."""
-    given_BL = torch.full((batch, length), 1)
-    given_BL[:, start : start + count] = FREE
-    return given_BL
+    fixed_BL = torch.full((batch, length), 1)
+    fixed_BL[:, start : start + count] = FREE
+    return fixed_BL
 
 
 def elf_seconds(elf: Elf, batch: int, evaluations: int) -> float:

@@ -68,10 +68,10 @@ class Unigram(Method):
         return Likelihood((self.nll(batch.tokens_BL) * mask).sum(1), mask.sum(1))
 
     @torch.no_grad()
-    def sample(self, sampler, noise, watch=None, given_BL=None):
+    def sample(self, sampler, noise, watch=None, fixed_BL=None):
         p = (self.scores / sampler.temperature).softmax(-1).expand(len(noise.rows), self.config.data.token_len, -1)
         tokens = draw_tokens(p, noise.uniform("sample", self.config.data.token_len))
-        return tokens if given_BL is None else torch.where(given_BL == FREE, tokens, given_BL)
+        return tokens if fixed_BL is None else torch.where(fixed_BL == FREE, tokens, fixed_BL)
 
     def parameter_groups(self):
         return [ParameterGroup("flow", dict(self.named_parameters()))]

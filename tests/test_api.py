@@ -169,7 +169,7 @@ def test_text_ends_at_the_first_end_where_rows_end(method, packing, micro_folder
     model = load(micro_folders(method, data__packing=packing), "cpu")
     rows, ended, kept = row_with_ends(model.tokenizer)
 
-    def sample(sampler, noise, watch=None, given_BL=None):
+    def sample(sampler, noise, watch=None, fixed_BL=None):
         if watch:
             watch(1, 1, 1.0, lambda: rows)
         return rows.expand(len(noise.rows), -1)
@@ -196,7 +196,7 @@ def test_a_template_is_kept_where_a_hole_was_filled_with_an_end(stand_ins, micro
     model = load(micro_folders("unigram", data__packing="padded"), "cpu")
     eos = model.tokenizer.eos_id
     monkeypatch.setattr(
-        model.method, "sample", lambda s, noise, w=None, given_BL=None: torch.where(given_BL < 0, eos, given_BL)
+        model.method, "sample", lambda s, noise, w=None, fixed_BL=None: torch.where(fixed_BL < 0, eos, fixed_BL)
     )
     assert model.generate(1, template="The farmer [MASK] steers") == ["The farmer steers"]
 
@@ -296,9 +296,9 @@ REFUSED = {  # arguments of each method of `Model`
     "to_text": [torch.zeros(1, L), [[1]]],
 }
 SHAPES = [(D,), (N + 1, D), (1, N + 1, D), (1, N, D - 1), (1, 1, N, D)]
-GIVEN = [[1] * L, torch.zeros(L), torch.full((L,), -2), torch.full((L,), 10**6)]
+FIXED = [[1] * L, torch.zeros(L), torch.full((L,), -2), torch.full((L,), 10**6)]
 SAMPLING = [{"stepz": 4}, {"steps": 0}, {"solver": "magic"}, {"w": "warm"}, {"batch": 0}, {"batch": 1.0}, {"first": -1}]
-SAMPLING += [{"seed": "0"}, {"seed": torch.zeros(2)}, *({"given": given} for given in GIVEN)]
+SAMPLING += [{"seed": "0"}, {"seed": torch.zeros(2)}, *({"fixed": fixed} for fixed in FIXED)]
 
 
 def test_what_is_no_text_number_or_tensor_is_one_clear_error(model, folder):

@@ -95,12 +95,12 @@ def test_a_text_comes_back_once_from_its_latents(model, text):
 def test_it_fills_in_templates_through_its_latents(model):
     """Templates of sentences that it did not see; without guidance the latents decode to few of the given tokens."""
     rows = model._rows(map(model._ids, SENTENCES))[0].repeat(4, 1)
-    given = templates(rows, model.layout, seed=1)
+    fixed = templates(rows, model.layout, seed=1)
     shares = []
     for strength in (0.0, 1.0):
-        decoded = FixedTokenCounter(given)
-        tokens = model.sample(len(rows), given=given, watch=decoded, strength=strength)
-        assert tokens[given >= 0].equal(given[given >= 0])
+        decoded = FixedTokenCounter(fixed)
+        tokens = model.sample(len(rows), fixed=fixed, watch=decoded, strength=strength)
+        assert tokens[fixed >= 0].equal(fixed[fixed >= 0])
         shares.append(decoded.kept / decoded.tokens)
     assert shares[0] < 0.4 and shares[1] > 0.95
 

@@ -79,7 +79,7 @@ class Toy(Method):
 
     @torch.no_grad()
     def sample(
-        self, sampler: ToySampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
+        self, sampler: ToySampler, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None
     ) -> Tensor:
         u_BL = noise.uniform("sample", self.config.data.token_len)
         tokens = [torch.full_like(u_BL[:, 0], self.hidden_id, dtype=torch.long)]

@@ -30,7 +30,7 @@ from jpeg_dlm.sampling.long_text import BlockwiseSampler
 from jpeg_dlm.sampling.prompts import prompt_row, rows_of, template_row
 from jpeg_dlm.text.packing import RowLayout, end_rows, first_copy, layout_of
 from jpeg_dlm.text.tokenizer import TextTokenizer
-from jpeg_dlm.util.arguments import as_latents, as_texts, check_given, describe, is_integers, real_number, whole_number
+from jpeg_dlm.util.arguments import as_latents, as_texts, check_fixed, describe, is_integers, real_number, whole_number
 from jpeg_dlm.util.distributed import read_ranks
 from jpeg_dlm.util.errors import CheckpointError, DataError, UsageError
 from jpeg_dlm.util.rng import RowNoise
@@ -114,7 +114,7 @@ class Model:
         if is_long:
             raise UsageError("A template is of one block: leave out the length and the context scale.")
         if prompt is not None or template is not None:
-            options["given"] = self.given(prompt, template)
+            options["fixed"] = self.fixed_tokens(prompt, template)
         return self._texts(self.sample(n, seed=seed, **options))
 
     @torch.no_grad()
@@ -126,7 +126,7 @@ class Model:
         first: int = 0,
         batch: int = 64,
         watch: Watch | None = None,
-        given: Tensor | None = None,
+        fixed: Tensor | None = None,
         guide: Guide | None = None,
         strength: float = 1.0,
         source: EditSource | None = None,
@@ -134,20 +134,20 @@ class Model:
     ) -> Tensor:
         """Token ids (n, L) of samples `first` to `first + n - 1` of `seed`, `ended` where rows end.
 
-        `given` (L), or (n, L) with a row for each, holds ids that samples keep, and -1 elsewhere. `guide` is a
+        `fixed` (L), or (n, L) with a row for each, holds ids that samples keep, and -1 elsewhere. `guide` is a
         differentiable function of token logits, `fn(logits_BLV) -> loss_B`, whose loss sampling lowers; `strength` scales
         the moves of guides and given tokens. `source` has texts to begin from. Keyword arguments are options of the sampler.
         """
         n, seed, first = whole_number(n, "n", 1), whole_number(seed, "seed"), whole_number(first, "first", 0)
         options, batch = self.sampler_options(**sampler), whole_number(batch, "batch", 1)
         guidance = guidance_for(guide, strength, source)
-        writer = self.writer if given is None and guidance is None else self.parts.writer  # guidance needs gradients
+        writer = self.writer if fixed is None and guidance is None else self.parts.writer  # guidance needs gradients
         if guidance is not None and (guide is not None or guidance.strength != 1):
             require_capability("guides", writer)
         if source is not None:
             require_capability("edits", writer)
-        if given is not None:
-            check_given(given, n, self.config.data.token_len, self.config.data.vocab_size)
+        if fixed is not None:
+            check_fixed(fixed, n, self.config.data.token_len, self.config.data.vocab_size)
             require_capability("templates", writer)
             if self.config.data.rows_end and "guides" in self.supports:
                 guidance = replace(guidance or Guidance(), end_id=self.tokenizer.eos_id)
@@ -160,15 +160,15 @@ class Model:
             if guidance is not None:
                 more["guidance"] = guidance
             noise = RowNoise(seed, range(first + rows.start, first + rows.stop), 0, writer.device)
-            given_BL = None if given is None else rows_of(given, rows).to(writer.device)
-            tokens.append(writer.sample(options, noise, watch, given_BL, **more).cpu())
-        return self.ended(torch.cat(tokens), given)
+            fixed_BL = None if fixed is None else rows_of(fixed, rows).to(writer.device)
+            tokens.append(writer.sample(options, noise, watch, fixed_BL, **more).cpu())
+        return self.ended(torch.cat(tokens), fixed)
 
     def sampler_options(self, **options: Any) -> Any:
         """The options of the method's sampler with these in place."""
         return validate(override(self.config, {f"sampler.{name}": value for name, value in options.items()})).sampler
 
-    def given(self, prompt: str | None = None, template: str | None = None) -> Tensor | None:
+    def fixed_tokens(self, prompt: str | None = None, template: str | None = None) -> Tensor | None:
         """The row of ids that `sample` keeps for a prompt or a template."""
         if prompt is not None and template is not None:
             raise UsageError("Give a prompt or a template, not both.")
@@ -212,16 +212,16 @@ class Model:
 
     # ------------------------------------------------------------ rows and texts
 
-    def ended(self, tokens: Tensor, given: Tensor | None = None) -> Tensor:
-        """Rows with padding behind the first end token (and behind what was `given`), for a model of rows that end."""
+    def ended(self, tokens: Tensor, fixed: Tensor | None = None) -> Tensor:
+        """Rows with padding behind the first end token (and behind what was `fixed`), for a model of rows that end."""
         ends = self.config.data.rows_end
-        return end_rows(tokens, self.tokenizer.eos_id, self.tokenizer.pad_id, given) if ends else tokens
+        return end_rows(tokens, self.tokenizer.eos_id, self.tokenizer.pad_id, fixed) if ends else tokens
 
-    def to_text(self, tokens: Tensor, given: Tensor | None = None) -> list[str]:
+    def to_text(self, tokens: Tensor, fixed: Tensor | None = None) -> list[str]:
         """Rows of token ids as strings, which end where the rows do."""
         if not is_integers(tokens) or tokens.dim() != 2:
             raise UsageError(f"Tokens must be a tensor with rows of token ids, not {describe(tokens)}.")
-        return self._texts(self.ended(tokens, given))
+        return self._texts(self.ended(tokens, fixed))
 
     def refuse_large_ids(self, ids: Sequence[int]) -> None:
         """Raise `DataError` if the tokenizer of the text has more ids than the model."""

@@ -22,7 +22,7 @@ class Timed(torch.nn.Module):
     def device(self):
         return self.weight.device
 
-    def sample(self, sampler, noise, watch=None, given_BL=None):
+    def sample(self, sampler, noise, watch=None, fixed_BL=None):
         assert self.weight.dtype == torch.float32 and not self.training and not torch.is_grad_enabled()
         self.log.append((self.name, len(noise.rows), noise.rows[0]))
         self.clock[0] += self.seconds.pop(0)

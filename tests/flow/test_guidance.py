@@ -18,7 +18,7 @@ from jpeg_dlm.flow.guidance import (
     contains,
     given_tokens,
     guided_decoder,
-    keep_given,
+    keep_fixed,
 )
 from jpeg_dlm.util.errors import UsageError
 
@@ -110,7 +110,7 @@ def test_given_tokens_and_guides_steer_together():
     guided = guided_decoder(identity, given, Guidance(lambda x: x.flatten(1).sum(1) + 1, 2.0))
     assert guided is not None and guided.strength == 2.0
     assert guided.guide(logits).item() == pytest.approx(math.log(4) + 1)
-    assert keep_given(torch.tensor([[3, 3]]), given).tolist() == [[1, 3]]
+    assert keep_fixed(torch.tensor([[3, 3]]), given).tolist() == [[1, 3]]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.25, 1.0])

@@ -166,7 +166,7 @@ def test_with_and_without_cache_the_tokens_are_the_same(options, sampler):
     method = build(options)
     plain = ArSampler(sampler.temperature, sampler.top_k, sampler.top_p, kv_cache=False)
     for given in (None, prompt(tokens(8, method=method), 4), template(method)):
-        assert torch.equal(method.sample(sampler, noise(8), given_BL=given), method.sample(plain, noise(8), given_BL=given))
+        assert torch.equal(method.sample(sampler, noise(8), fixed_BL=given), method.sample(plain, noise(8), fixed_BL=given))
 
 
 def test_the_mask_is_never_written():
@@ -201,14 +201,14 @@ def test_giving_a_sample_its_own_beginning_changes_nothing():
     method = build()
     out = method.sample(ArSampler(), noise())
     for length in (0, 1, 5, L):
-        assert torch.equal(method.sample(ArSampler(), noise(), given_BL=prompt(out, length)), out)
+        assert torch.equal(method.sample(ArSampler(), noise(), fixed_BL=prompt(out, length)), out)
 
 
 def test_a_given_first_token_replaces_the_start():
     method = build({"model__start_id": 5})
-    assert method.sample(ArSampler(), noise(), given_BL=prompt(torch.full((B, L), 2), 1))[:, 0].tolist() == [2] * B
+    assert method.sample(ArSampler(), noise(), fixed_BL=prompt(torch.full((B, L), 2), 1))[:, 0].tolist() == [2] * B
     given = torch.full((1, L), FREE).expand(B, -1)  # as a caller passes one template for all rows
-    assert torch.equal(method.sample(ArSampler(), noise(), given_BL=given), method.sample(ArSampler(), noise()))
+    assert torch.equal(method.sample(ArSampler(), noise(), fixed_BL=given), method.sample(ArSampler(), noise()))
     assert (given == FREE).all()
 
 

@@ -154,10 +154,10 @@ def test_given_tokens_are_kept(name):
     given = tokens(5).where(torch.rand(5, L, generator=torch.Generator().manual_seed(0)) < 0.4, FREE)
     given[0], given[1] = tokens(1)[0], FREE  # nothing to fill, everything to fill
     assert "templates" in method.supports
-    rows = sample(method, range(5), given_BL=given)
+    rows = sample(method, range(5), fixed_BL=given)
     assert torch.equal(rows[given != FREE], given[given != FREE]) and rows.min() >= 0 and rows.max() < VOCAB
     if "guides" not in method.supports:  # gradients of a batch round otherwise than those of a row
-        assert torch.equal(sample(method, [3], given_BL=given[3:4]), rows[3:4])
+        assert torch.equal(sample(method, [3], fixed_BL=given[3:4]), rows[3:4])
 
 
 # ---------------------------------------------------------------- likelihood

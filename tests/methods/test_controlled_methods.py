@@ -43,13 +43,13 @@ def test_every_given_token_of_a_thousand_templates_is_kept(models):
     model = models("jpeg-dlm")
     g = torch.Generator().manual_seed(0)
     rows = torch.randint(6, 300, (1000, 12), generator=g)
-    given = templates(rows, model.layout, seed=0)
-    shares = (given >= 0).double().mean(1)
+    fixed = templates(rows, model.layout, seed=0)
+    shares = (fixed >= 0).double().mean(1)
     assert 0.4 < shares.mean() < 0.6 and shares.std() > 0.05
-    decoded = FixedTokenCounter(given)
-    tokens = model.sample(1000, given=given, batch=250, watch=decoded, steps=2)
-    assert tokens[given >= 0].equal(given[given >= 0])
-    assert decoded.tokens == int((given >= 0).sum()) and decoded.kept < decoded.tokens  # random weights decode to few of them
+    decoded = FixedTokenCounter(fixed)
+    tokens = model.sample(1000, fixed=fixed, batch=250, watch=decoded, steps=2)
+    assert tokens[fixed >= 0].equal(fixed[fixed >= 0])
+    assert decoded.tokens == int((fixed >= 0).sum()) and decoded.kept < decoded.tokens  # random weights decode to few of them
 
 
 @pytest.mark.parametrize("name", GUIDED_METHODS)
@@ -88,10 +88,10 @@ def test_without_a_guide_nothing_is_steered(name, models, monkeypatch):
 @pytest.mark.parametrize("name", GUIDED_METHODS)
 def test_a_guided_text_is_the_same_in_any_batch(name, models):
     model = models(name)
-    given = torch.full((12,), -1)
-    given[2:6] = torch.arange(20, 24)
-    together = model.sample(5, seed=3, given=given, guide=model.contains("farmer"))
-    alone = torch.cat([model.sample(1, seed=3, first=i, given=given, guide=model.contains("farmer")) for i in range(5)])
+    fixed = torch.full((12,), -1)
+    fixed[2:6] = torch.arange(20, 24)
+    together = model.sample(5, seed=3, fixed=fixed, guide=model.contains("farmer"))
+    alone = torch.cat([model.sample(1, seed=3, first=i, fixed=fixed, guide=model.contains("farmer")) for i in range(5)])
     assert (together == alone).float().mean() > 0.9  # but for ids that rounding makes equally probable
 
 
@@ -126,7 +126,7 @@ REFUSED = [
     lambda m: m.generate(1, guide=lambda x: x.flatten(1).sum(1) * torch.nan),
     lambda m: m.generate(1, prompt="The", strength=-1),
     lambda m: m.generate(1, prompt="The", strength=torch.inf),
-    lambda m: m.generate(2, given=torch.zeros(3, 12, dtype=torch.long)),
+    lambda m: m.generate(2, fixed=torch.zeros(3, 12, dtype=torch.long)),
     *[lambda m, words=words: m.contains(*words) for words in ((), (" ",), ("corn " * 40,), (4,))],
     *[lambda m, noise=noise: m.edit("The", noise=noise) for noise in (1.5, "a")],
     *[lambda m, text=text: m.edit(text) for text in ("", "corn " * 40)],
@@ -145,7 +145,7 @@ def test_what_cannot_be_done_is_refused(models):
 def test_unknown_words_are_refused_by_name(models, monkeypatch):
     model = models("jpeg-dlm")
     monkeypatch.setattr(model.tokenizer, "unk_id", model.tokenizer.encode("corn")[0])
-    for call in (model.given, model.contains, model.edit, model.reconstruct, model.encode):
+    for call in (model.fixed_tokens, model.contains, model.edit, model.reconstruct, model.encode):
         with pytest.raises(DataError, match="'corn'"):
             call("The corn")
 

@@ -60,15 +60,15 @@ class Script:
         self.contexts: list[Context] = []
         self.noises: list[RowNoise] = []
 
-    def sample(self, sampler, noise, watch, given_BL, guidance, context, context_scale):
-        assert (guidance is None) == (given_BL is None) and (guidance is None or guidance.end_id == 1)
+    def sample(self, sampler, noise, watch, fixed_BL, guidance, context, context_scale):
+        assert (guidance is None) == (fixed_BL is None) and (guidance is None or guidance.end_id == 1)
         self.contexts.append(context)
         self.noises.append(noise)
         rows = torch.tensor([[100 * (i + 1) + noise.step] * L for i in noise.rows])
         for place, i in enumerate(noise.rows):
             if self.ends.get(i) == noise.step:
                 rows[place, 5] = 1  # the end token
-        return rows if given_BL is None else torch.where(given_BL < 0, rows, given_BL)
+        return rows if fixed_BL is None else torch.where(fixed_BL < 0, rows, fixed_BL)
 
 
 def encode(rows_BL):

@@ -24,7 +24,7 @@ def writer(request, stand_ins, micro_folders):
 def test_texts_begin_with_the_prompt(writer):
     prompt = "The farmer plants"
     ids = writer.tokenizer.encode(prompt)
-    rows = writer.sample(4, given=writer.given(prompt)).tolist()
+    rows = writer.sample(4, fixed=writer.fixed_tokens(prompt)).tolist()
     assert all(row[: len(ids)] == ids and -1 not in row for row in rows)
     assert len({tuple(row[len(ids) :]) for row in rows}) > 1  # the rest is written
     texts = writer.generate(4, prompt=prompt)
@@ -32,12 +32,12 @@ def test_texts_begin_with_the_prompt(writer):
 
 
 def test_a_template_is_kept_around_its_holes(writer):
-    given = writer.given(template="The farmer [MASK:2] corn")
+    fixed = writer.fixed_tokens(template="The farmer [MASK:2] corn")
     before, after = writer.tokenizer.encode("The farmer"), writer.tokenizer.encode("corn")
     free = [-1, -1]
-    assert given.tolist() == [*before, *free, *after] + [-1] * (L - len(before) - 2 - len(after))
-    for row in writer.sample(3, given=given):
-        assert torch.equal(row[given >= 0], given[given >= 0])
+    assert fixed.tolist() == [*before, *free, *after] + [-1] * (L - len(before) - 2 - len(after))
+    for row in writer.sample(3, fixed=fixed):
+        assert torch.equal(row[fixed >= 0], fixed[fixed >= 0])
 
 
 @pytest.mark.parametrize("whole, template", [
@@ -52,13 +52,13 @@ def test_pieces_of_a_template_are_the_tokens_of_the_whole_text(whole, template, 
     assert len(found) == len(ids) and [a for a, b in zip(ids, found, strict=True) if b != -1] == [b for b in found if b != -1]
 
 
-@pytest.mark.parametrize("given", [
+@pytest.mark.parametrize("fixed", [
     {"prompt": "a", "template": "[MASK]"}, {"prompt": "word " * 20}, {"prompt": " "}, {"template": "none"}, {"template": " "},
-    {"template": "[MASK:9999999999]"}, {"template": "a [MASK:0]"}, {"template": "[MASK:13]"}, {"given": torch.zeros(3)},
+    {"template": "[MASK:9999999999]"}, {"template": "a [MASK:0]"}, {"template": "[MASK:13]"}, {"fixed": torch.zeros(3)},
 ])  # fmt: skip
-def test_what_cannot_be_kept_is_refused(given, writer):
-    with pytest.raises((UsageError, DataError), match="|".join(given)):
-        writer.generate(1, **given)
+def test_what_cannot_be_kept_is_refused(fixed, writer):
+    with pytest.raises((UsageError, DataError), match="|".join(fixed)):
+        writer.generate(1, **fixed)
 
 
 def test_what_fills_a_block_by_repetition_is_one_text():

@@ -31,7 +31,7 @@ class Gated:
         self.writer, self.entered, self.gate, self.rows = writer, threading.Event(), threading.Event(), []
         self.title, self.device, self.supports = writer.title, writer.device, writer.supports
 
-    def sample(self, sampler, noise, watch=None, given_BL=None, guidance=None):
+    def sample(self, sampler, noise, watch=None, fixed_BL=None, guidance=None):
         self.rows.append(len(noise.rows))
         self.entered.set()
 
@@ -39,7 +39,7 @@ class Gated:
             while watch and not watch(*step) and not self.gate.wait(0.02):
                 pass
 
-        return self.writer.sample(sampler, noise, held, given_BL, *([guidance] if guidance else []))
+        return self.writer.sample(sampler, noise, held, fixed_BL, *([guidance] if guidance else []))
 
 
 @dataclass

@@ -32,9 +32,9 @@ class Counting:
     def __init__(self, method) -> None:
         self.method, self.batches, self.device = method, [], method.device
 
-    def sample(self, sampler, noise, watch=None, given_BL=None):
+    def sample(self, sampler, noise, watch=None, fixed_BL=None):
         self.batches.append(len(noise.rows))
-        return self.method.sample(sampler, noise, watch, given_BL)
+        return self.method.sample(sampler, noise, watch, fixed_BL)
 
 
 class Gate:
@@ -45,7 +45,7 @@ class Gate:
     def __init__(self) -> None:
         self.entered, self.open, self.batches = threading.Event(), threading.Event(), []
 
-    def sample(self, sampler, noise, watch=None, given_BL=None):
+    def sample(self, sampler, noise, watch=None, fixed_BL=None):
         self.batches.append(list(noise.rows))
         self.entered.set()
         assert self.open.wait(60)
@@ -147,7 +147,7 @@ def test_a_batch_for_which_nobody_waits_stops_at_its_next_step():
     began = threading.Event()
 
     class Endless(Gate):
-        def sample(self, sampler, noise, watch=None, given_BL=None):
+        def sample(self, sampler, noise, watch=None, fixed_BL=None):
             for step in itertools.count():
                 watch(step, 10, 0.0, lambda: torch.zeros(len(noise.rows), 1))
                 began.set()
@@ -193,9 +193,9 @@ def test_given_tokens_of_several_requests_share_a_batch(name):
         rows.append(torch.full((12,), FREE))
         rows[-1][:length] = torch.arange(length) + 20
     with closing(BatchingService(8, max_wait_s=60)) as service:
-        futures = [service.submit(counting, 2, sampler, seed, given_L=row) for seed, row in enumerate([*rows, rows[0]])]
+        futures = [service.submit(counting, 2, sampler, seed, fixed_L=row) for seed, row in enumerate([*rows, rows[0]])]
         sampled = [future.result(60) for future in futures]
     assert counting.batches == [8]
     for seed, (row, tokens) in enumerate(zip([*rows, rows[0]], sampled, strict=True)):
-        assert torch.equal(tokens, method.sample(sampler, RowNoise(seed, range(2)), given_BL=row.expand(2, -1)))
+        assert torch.equal(tokens, method.sample(sampler, RowNoise(seed, range(2)), fixed_BL=row.expand(2, -1)))
         assert torch.equal(tokens[:, row != FREE], row[row != FREE].expand(2, -1))

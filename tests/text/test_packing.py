@@ -60,12 +60,12 @@ def test_padded_rows_lose_nothing(documents, width, frame):
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=4), st.integers(0, 6))
 def test_rows_end_at_the_first_end_behind_what_was_given(rows, kept):
-    given_L = torch.tensor([7] * kept + [-1] * (6 - kept))
+    fixed_L = torch.tensor([7] * kept + [-1] * (6 - kept))
     expected = []
     for row in rows:
         ends = [i for i in range(kept, 6) if row[i] == EOS]
         expected.append(row[: ends[0] + 1] + [PAD] * (5 - ends[0]) if ends else row)
-    assert end_rows(torch.tensor(rows), EOS, PAD, given_L).tolist() == expected
+    assert end_rows(torch.tensor(rows), EOS, PAD, fixed_L).tolist() == expected
     if kept == 0:
         assert end_rows(torch.tensor(rows), EOS, PAD).tolist() == expected
 

@@ -84,23 +84,23 @@ def write_blocks(args: argparse.Namespace, model: Model, options: dict[str, Any]
     from jpeg_dlm.flow.sampler import together
     from jpeg_dlm.sampling.prompts import FixedTokenCounter
 
-    given = model.given(args.prompt, args.template)
+    fixed = model.fixed_tokens(args.prompt, args.template)
     guide = model.contains(*args.contains) if args.contains else None
-    decoded = FixedTokenCounter(given) if given is not None and "guides" in model.supports else None
+    decoded = FixedTokenCounter(fixed) if fixed is not None and "guides" in model.supports else None
     watchers: list[Any] = [decoded]
     if args.watch:
         from jpeg_dlm.cli.live_view import Watcher
 
-        watchers.append(Watcher(model, given))
+        watchers.append(Watcher(model, fixed))
     if args.html:
         from jpeg_dlm.report.trajectory import TrajectoryRecorder
 
-        watchers.append(TrajectoryRecorder(model, given))
+        watchers.append(TrajectoryRecorder(model, fixed))
     began = time.monotonic()
     request = options | {"seed": args.seed, "batch": args.batch, "watch": together(*watchers)}
-    tokens = model.sample(args.n, given=given, guide=guide, strength=args.strength, **request)
+    tokens = model.sample(args.n, fixed=fixed, guide=guide, strength=args.strength, **request)
     seconds = time.monotonic() - began
-    put_out(args.out, tokens.tolist(), None if args.tokens else model.to_text(tokens, given))
+    put_out(args.out, tokens.tolist(), None if args.tokens else model.to_text(tokens, fixed))
     if args.html:
         from jpeg_dlm.report.render import single_file
         from jpeg_dlm.util.files import write_atomic

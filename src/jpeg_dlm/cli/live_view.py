@@ -24,8 +24,8 @@ PLAIN_LINES = 8  # approximate number of lines printed if the output is not a te
 class Watcher:
     """Callback of the sampler that redraws a panel on a terminal and prints lines elsewhere, for the first batch alone."""
 
-    def __init__(self, model: Model, given: Tensor | None = None, every_block: bool = False) -> None:
-        self.model, self.given, self.every_block = model, given, every_block
+    def __init__(self, model: Model, fixed: Tensor | None = None, every_block: bool = False) -> None:
+        self.model, self.fixed, self.every_block = model, fixed, every_block
         self.console = Console(stderr=True)
         self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
         self.done = False
@@ -37,7 +37,7 @@ class Watcher:
         last = step == steps
         if self.live is None and not last and step % max(1, steps // PLAIN_LINES):
             return
-        text = readable(self.model, rows_shown(self.model, tokens()[:1], self.given)[0])
+        text = readable(self.model, rows_shown(self.model, tokens()[:1], self.fixed)[0])
         if self.live is None:
             print(f"  step {step:>3}/{steps}  t={t:.2f}  {text}", file=sys.stderr)
         else:

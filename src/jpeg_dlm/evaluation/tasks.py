@@ -20,7 +20,7 @@ from jpeg_dlm.evaluation.evaluate import Evaluation
 from jpeg_dlm.evaluation.metrics import TextScore, perplexity, perplexity_interval, repetition_rate, summary
 from jpeg_dlm.evaluation.scorer import Scorer
 from jpeg_dlm.evaluation.texts import ModelSource, SourceTexts, batches
-from jpeg_dlm.flow.guidance import keep_given
+from jpeg_dlm.flow.guidance import keep_fixed
 from jpeg_dlm.methods.base import FREE, Batch, Method, require_capability
 from jpeg_dlm.options import to_dict
 from jpeg_dlm.sampling.prompts import FixedTokenCounter
@@ -40,17 +40,17 @@ LONGEST_RUN = 4  # tokens that are given, or hidden, in a row (assumed)
 
 def templates(rows_NL: Tensor, layout: RowLayout, seed: int) -> Tensor:
     """Return rows in which given runs of 1 to 4 tokens alternate with runs that are FREE; the end of a row is given."""
-    given_NL = torch.full_like(rows_NL, FREE)
+    fixed_NL = torch.full_like(rows_NL, FREE)
     for i, row in enumerate(rows_NL):
         g = generator(seed, "holes", i)
         place, hidden = layout.start, bool(torch.randint(2, (), generator=g))
         while place < layout.start + layout.payload:
             size = int(torch.randint(1, LONGEST_RUN + 1, (), generator=g))
             if not hidden:
-                given_NL[i, place : place + size] = row[place : place + size]
+                fixed_NL[i, place : place + size] = row[place : place + size]
             place, hidden = place + size, not hidden
-    given_NL = given_NL.masked_fill(~is_text(rows_NL, layout), FREE)
-    return torch.where(rows_NL == layout.eos_id, rows_NL, given_NL) if layout.packing == "padded" else given_NL
+    fixed_NL = fixed_NL.masked_fill(~is_text(rows_NL, layout), FREE)
+    return torch.where(rows_NL == layout.eos_id, rows_NL, fixed_NL) if layout.packing == "padded" else fixed_NL
 
 
 def is_text(rows_NL: Tensor, layout: RowLayout) -> Tensor:
@@ -67,7 +67,7 @@ def infill(source: ModelSource, evaluation: Evaluation, n: int, seed: int, sampl
     model, layout, heldout = source.model, source.model.layout, source.blocks
     require_capability("templates", model.parts.writer)
     rows_NL = heldout.rows(range(min(n, len(heldout))))
-    given_NL = templates(rows_NL, layout, seed)
+    fixed_NL = templates(rows_NL, layout, seed)
     about = _about(source, seed, sampler, len(rows_NL))
 
     def write() -> dict[str, Any]:
@@ -75,8 +75,8 @@ def infill(source: ModelSource, evaluation: Evaluation, n: int, seed: int, sampl
 
         def fill(rows: range) -> tuple[list[list[int]], int, int]:
             options = {"seed": seed, "first": rows.start, "batch": source.batch, **sampler}
-            decoded = FixedTokenCounter(given := given_NL[rows.start : rows.stop])
-            return model.sample(len(rows), given=given, watch=decoded, **options).tolist(), decoded.kept, decoded.tokens
+            decoded = FixedTokenCounter(fixed := fixed_NL[rows.start : rows.stop])
+            return model.sample(len(rows), fixed=fixed, watch=decoded, **options).tolist(), decoded.kept, decoded.tokens
 
         parts, kept, tokens = zip(*shared(batches(len(rows_NL), source.batch), fill), strict=True)
         return {"tokens": [row for part in parts for row in part], "decoded": sum(kept) / max(1, sum(tokens))}
@@ -84,9 +84,9 @@ def infill(source: ModelSource, evaluation: Evaluation, n: int, seed: int, sampl
     depends = about | {"kind": "infill", "version": __version__} | source.identity(seed, sampler)
     written = evaluation.cache.get_or_compute(f"infill-{source.name}-seed{seed}", depends, write)
     filled_NL = torch.tensor(written["tokens"])
-    other_NL = keep_given(_other(rows_NL, layout), given_NL)
+    other_NL = keep_fixed(_other(rows_NL, layout), fixed_NL)
     text_NL = is_text(rows_NL, layout)
-    rows = {"filled": (filled_NL, given_NL), "real": (rows_NL, None), "other": (other_NL, given_NL)}
+    rows = {"filled": (filled_NL, fixed_NL), "real": (rows_NL, None), "other": (other_NL, fixed_NL)}
     texts = {name: list(model.to_text(*pair)) for name, pair in rows.items()}
     scorer = evaluation.scorer
 
@@ -96,11 +96,11 @@ def infill(source: ModelSource, evaluation: Evaluation, n: int, seed: int, sampl
 
     depends = {"kind": "infill-scores", "scorer": [scorer.hash, scorer.precision], "texts": texts}
     return about | {
-        "given": int((text_NL & (given_NL >= 0)).sum()),
-        "hidden": int((text_NL & (given_NL < 0)).sum()),
-        "kept": _share(filled_NL == given_NL, given_NL >= 0),
+        "given": int((text_NL & (fixed_NL >= 0)).sum()),
+        "hidden": int((text_NL & (fixed_NL < 0)).sum()),
+        "kept": _share(filled_NL == fixed_NL, fixed_NL >= 0),
         "decoded": written["decoded"] if "guides" in model.supports else None,
-        "recovered": _share(filled_NL == rows_NL, text_NL & (given_NL < 0)),
+        "recovered": _share(filled_NL == rows_NL, text_NL & (fixed_NL < 0)),
         "scores": evaluation.cache.get_or_compute(f"infill-scores-{source.name}-seed{seed}", depends, score),
         "samples": [dict(zip(texts, some, strict=True)) for some in islice(zip(*texts.values(), strict=True), SHOWN)],
     }
@@ -167,8 +167,8 @@ def row_cases(blocks: Blocks, layout: RowLayout, n: int) -> list[Case]:
 def completed(model: Model, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
     """Return the ids of rows that begin with these prompts, after them."""
     layout = model.layout
-    given = torch.tensor([layout.beginning(prompt, FREE) for prompt in prompts])
-    rows = model.sample(len(prompts), given=given, **options)
+    fixed = torch.tensor([layout.beginning(prompt, FREE) for prompt in prompts])
+    rows = model.sample(len(prompts), fixed=fixed, **options)
     texts = is_text(rows, layout)
     return [row[text].tolist()[len(prompt) :] for row, text, prompt in zip(rows, texts, prompts, strict=True)]
 

@@ -63,9 +63,9 @@ class OnnxNetworks:
         self._denoise, self._decode = (open_network(name, graphs[name], config) for name in NETWORKS)
 
     def sample(
-        self, sampler: Any, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None, **more: Any
+        self, sampler: Any, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None, **more: Any
     ) -> Tensor:
-        return sample(self, sampler, noise, watch, given_BL, **more)
+        return sample(self, sampler, noise, watch, fixed_BL, **more)
 
     def denoise(self, z: Tensor, t: float, s: Tensor | None, w: float) -> Tensor:
         t_B, w_B = torch.full((len(z),), t), torch.full((len(z),), w)

@@ -104,17 +104,17 @@ class GuidedDecoder:
         return x_BND - reach * share_B[:, None, None] * gradient_BND, bool((loss_B >= SATISFIED).any())
 
 
-def guided_decoder(logits: Logits, given_BL: Tensor | None, guidance: Guidance | None) -> GuidedDecoder | None:
+def guided_decoder(logits: Logits, fixed_BL: Tensor | None, guidance: Guidance | None) -> GuidedDecoder | None:
     """Return what given tokens and a guide ask for together; None if there are neither."""
     guidance = guidance or Guidance()
-    guides = [] if given_BL is None else [given_tokens(given_BL, guidance.end_id)]
+    guides = [] if fixed_BL is None else [given_tokens(fixed_BL, guidance.end_id)]
     guides += [guidance.guide] if guidance.guide else []
     return GuidedDecoder(logits, all_of(guides), guidance.strength) if guides else None
 
 
-def keep_given(x_BL: Tensor, given_BL: Tensor | None) -> Tensor:
+def keep_fixed(x_BL: Tensor, fixed_BL: Tensor | None) -> Tensor:
     """Return rows with the given ids in place (-1 is free)."""
-    return x_BL if given_BL is None else torch.where(given_BL < 0, x_BL, given_BL)
+    return x_BL if fixed_BL is None else torch.where(fixed_BL < 0, x_BL, fixed_BL)
 
 
 def checked(loss_B: Tensor, rows: int) -> Tensor:
@@ -132,18 +132,18 @@ def checked(loss_B: Tensor, rows: int) -> Tensor:
 # ---------------------------------------------------------------- guides
 
 
-def given_tokens(given_BL: Tensor, end_id: int | None = None) -> Guide:
+def given_tokens(fixed_BL: Tensor, end_id: int | None = None) -> Guide:
     """Return the guide to rows with these ids; the loss is the mean of -log p over given positions (-1 is free).
 
     With `end_id`, positions before the last given one also count, with -log of the probability of another id than that.
     """
-    given_BL = given_BL.clone()
-    kept_BL = given_BL >= 0
+    fixed_BL = fixed_BL.clone()
+    kept_BL = fixed_BL >= 0
     before_BL = ~kept_BL & (kept_BL.flip(1).cumsum(1).flip(1) > 0)
     count_B = kept_BL.sum(1).clamp_min(1)
 
     def loss(logits_BLV: Tensor) -> Tensor:
-        nll_BL = F.cross_entropy(logits_BLV.transpose(1, 2), given_BL.clamp_min(0), reduction="none") * kept_BL
+        nll_BL = F.cross_entropy(logits_BLV.transpose(1, 2), fixed_BL.clamp_min(0), reduction="none") * kept_BL
         if end_id is not None:
             nll_BL = nll_BL - log_other(logits_BLV.log_softmax(-1)[..., end_id]) * before_BL
         return nll_BL.sum(1) / count_B

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from jpeg_dlm.flow.guidance import Guidance, guided_decoder, keep_given
+from jpeg_dlm.flow.guidance import Guidance, guided_decoder, keep_fixed
 from jpeg_dlm.flow.path import make_grid
 from jpeg_dlm.util.rng import RowNoise
 
@@ -46,7 +46,7 @@ class TextSampler(Protocol):
         sampler: Any,
         noise: RowNoise,
         watch: Watch | None = None,
-        given_BL: Tensor | None = None,
+        fixed_BL: Tensor | None = None,
         *,
         guidance: Guidance | None = None,
     ) -> Tensor: ...
@@ -83,7 +83,7 @@ def sample(
     options: Any,
     noise: RowNoise,
     watch: Watch | None = None,
-    given_BL: Tensor | None = None,
+    fixed_BL: Tensor | None = None,
     guidance: Guidance | None = None,
     denoise: Denoise | None = None,
 ) -> Tensor:
@@ -98,7 +98,7 @@ def sample(
     logits = partial(networks.logits, w=w)
     if guidance and guidance.source:
         z, grid = guidance.source.state(guidance.source.clean(logits), z), guidance.source.rest(grid)
-    guided = guided_decoder(logits, given_BL, guidance)
+    guided = guided_decoder(logits, fixed_BL, guidance)
     fresh = noise.streams("sde") if options.solver == "sde" else None
     s, times, steps = None, grid.tolist(), len(grid) - 1
     for k, (t, u) in enumerate(pairwise(times)):
@@ -113,7 +113,7 @@ def sample(
     tokens = networks.tokens(z, w)
     if watch:
         watch(steps, steps, 1.0, Prediction(lambda: tokens, z))
-    return keep_given(tokens, given_BL)
+    return keep_fixed(tokens, fixed_BL)
 
 
 def step_back(z: Tensor, t: float, u: float, gamma: float, noise: Tensor) -> tuple[Tensor, float]:

@@ -175,17 +175,17 @@ class Ar(Method):
     # ------------------------------------------------------------ writing
 
     @torch.no_grad()
-    def sample(self, sampler: ArSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None) -> Tensor:
+    def sample(self, sampler: ArSampler, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None) -> Tensor:
         """Sample exactly L tokens per row; an end token does not stop a row."""
         B, L = len(noise.rows), self.config.data.token_len
-        if given_BL is None:
-            given_BL = torch.full((B, L), FREE, device=noise.device)
+        if fixed_BL is None:
+            fixed_BL = torch.full((B, L), FREE, device=noise.device)
         if self.unpredicted:
-            given_BL = torch.cat([replace_free(given_BL[:, :1], self.config.model.start_id), given_BL[:, 1:]], dim=1)
+            fixed_BL = torch.cat([replace_free(fixed_BL[:, :1], self.config.model.start_id), fixed_BL[:, 1:]], dim=1)
         # Drawn all at once, so that a row's numbers do not depend on the given tokens of its neighbors.
         u_BL = noise.streams("sample").uniform(L)
-        read_BS = self._with_start(replace_free(given_BL, UNWRITTEN))
-        tokens_BL, free_BL = read_BS[:, self.before :], given_BL == FREE  # tokens_BL is a view of read_BS
+        read_BS = self._with_start(replace_free(fixed_BL, UNWRITTEN))
+        tokens_BL, free_BL = read_BS[:, self.before :], fixed_BL == FREE  # tokens_BL is a view of read_BS
         cache = self.backbone.new_cache(B, read_BS.shape[1]) if sampler.kv_cache else None
         for i, anything_free in enumerate(free_BL.any(0).tolist()):
             if watch:
@@ -201,9 +201,9 @@ class Ar(Method):
         return tokens_BL.clone()
 
 
-def replace_free(given: Tensor, value: int) -> Tensor:
+def replace_free(fixed: Tensor, value: int) -> Tensor:
     """Return the given ids with `value` at free positions."""
-    return given.masked_fill(given == FREE, value)
+    return fixed.masked_fill(fixed == FREE, value)
 
 
 def next_token_probabilities(logits_BV: Tensor, sampler: ArSampler) -> Tensor:

@@ -287,10 +287,10 @@ class Method(Trainable):
         sampler: Any,
         noise: RowNoise,
         watch: Watch | None = None,
-        given_BL: Tensor | None = None,
+        fixed_BL: Tensor | None = None,
         guidance: Guidance | None = None,
     ) -> Tensor:
-        """Write token ids (B, L), a row for each of the noise; `given_BL` holds ids to keep and FREE elsewhere.
+        """Write token ids (B, L), a row for each of the noise; `fixed_BL` holds ids to keep and FREE elsewhere.
 
         `guidance` is passed only to methods that support guides or edits; the others may leave it out of their signature.
         """

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.config import LARGEST_STEPS, Checks, Config, StepSampler, codec_checks, opt
-from jpeg_dlm.flow.guidance import EditSource, Guidance, GuidedDecoder, guided_decoder, keep_given
+from jpeg_dlm.flow.guidance import EditSource, Guidance, GuidedDecoder, guided_decoder, keep_fixed
 from jpeg_dlm.flow.path import per_row, per_sample
 from jpeg_dlm.flow.sampler import Watch
 from jpeg_dlm.flow.vp import TanSchedule
@@ -243,16 +243,16 @@ class Cosmos(Standardization, Method):
         sampler: CosmosSampler,
         noise: RowNoise,
         watch: Watch | None = None,
-        given_BL: Tensor | None = None,
+        fixed_BL: Tensor | None = None,
         guidance: Guidance | None = None,
     ) -> Tensor:
         """Write rows; `watch` sees what the latents themselves decode to."""
-        guided = guided_decoder(self.logits, given_BL, guidance)
+        guided = guided_decoder(self.logits, fixed_BL, guidance)
         z = self.sample_latents(sampler, noise, watch, guided, guidance.source if guidance else None)
         tokens = self.greedy(guided.refine(z) if guided else z)
         if watch:
             watch(sampler.steps, sampler.steps, 1.0, lambda: tokens)
-        return keep_given(tokens, given_BL)
+        return keep_fixed(tokens, fixed_BL)
 
     @torch.no_grad()
     def sample_latents(

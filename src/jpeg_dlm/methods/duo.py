@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from jpeg_dlm.config import LARGEST_STEPS, Checks, Config, StepSampler, opt
-from jpeg_dlm.flow.guidance import keep_given
+from jpeg_dlm.flow.guidance import keep_fixed
 from jpeg_dlm.methods.argmax_noise import gamma_of, survival
 from jpeg_dlm.methods.base import FILL, Batch, CheckpointSignature, Likelihood, Method, Watch
 from jpeg_dlm.methods.discrete import (
@@ -214,14 +214,14 @@ class Duo(Method):
 
     @torch.no_grad()
     def sample(
-        self, sampler: DuoSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
+        self, sampler: DuoSampler, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None
     ) -> Tensor:
         streams, length = noise.streams("sample"), self.config.data.token_len
-        x_BL = keep_given(self.uniform_ids(streams.uniform(length)), given_BL)
+        x_BL = keep_fixed(self.uniform_ids(streams.uniform(length)), fixed_BL)
         for k, (t, s) in enumerate(pairwise([*sampling_times(sampler.steps), 0.0])):
             if watch and k < sampler.steps:
                 watch(k, sampler.steps, 1 - t, partial(self.readable, x_BL))
-            x_BL = keep_given(self.step(sampler, x_BL, t, s, streams.uniform(length)), given_BL)
+            x_BL = keep_fixed(self.step(sampler, x_BL, t, s, streams.uniform(length)), fixed_BL)
         if watch:
             watch(sampler.steps, sampler.steps, 1.0, lambda: x_BL)
         return x_BL

@@ -162,11 +162,11 @@ class Elf(Method):
         sampler: SamplerConfig,
         noise: RowNoise,
         watch: Watch | None = None,
-        given_BL: Tensor | None = None,
+        fixed_BL: Tensor | None = None,
         guidance: Guidance | None = None,
     ) -> Tensor:
         # One grid for all rows of a seed; the authors draw one per batch, so a text depends on its batch.
-        return sample(self, sampler, noise, watch, given_BL, guidance)
+        return sample(self, sampler, noise, watch, fixed_BL, guidance)
 
     def denoise(self, z: Tensor, t: float, s: Tensor | None, w: float) -> Tensor:
         """Predict clean features from the state at time t."""

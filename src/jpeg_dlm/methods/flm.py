@@ -122,7 +122,7 @@ class Flm(Method):
 
     @torch.no_grad()
     def sample(
-        self, sampler: FlmSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
+        self, sampler: FlmSampler, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None
     ) -> Tensor:
         """Integrate from noise to tokens, with given ones certain."""
         z, steps = noise.normal("sample", self.config.data.token_len, self.ids), sampler.steps
@@ -131,9 +131,9 @@ class Flm(Method):
         p = z
         for k in range(steps):
             p = self.denoise(z, taus[k].expand(len(z)).to(z.dtype))
-            if given_BL is not None:
-                certain = F.one_hot(given_BL.clamp_min(0), p.shape[-1]).to(p)
-                p = torch.where((given_BL >= 0)[..., None], certain, p)
+            if fixed_BL is not None:
+                certain = F.one_hot(fixed_BL.clamp_min(0), p.shape[-1]).to(p)
+                p = torch.where((fixed_BL >= 0)[..., None], certain, p)
             if watch:
                 watch(k, steps, taus[k].item(), lambda p=p: self.most_probable(p))
             if k + 1 < steps:  # the last step would return p

@@ -147,13 +147,13 @@ class JpegDlm(JpegDlmNetworks):
         sampler: SamplerConfig,
         noise: RowNoise,
         watch: Watch | None = None,
-        given_BL: Tensor | None = None,
+        fixed_BL: Tensor | None = None,
         guidance: Guidance | None = None,
         context: Context | None = None,
         context_scale: float = 1.0,
     ) -> Tensor:
         denoise = partial(self.denoise, context=context, context_scale=context_scale)
-        return sample(self, sampler, noise, watch, given_BL, guidance, denoise)
+        return sample(self, sampler, noise, watch, fixed_BL, guidance, denoise)
 
     def denoise(
         self, z: Tensor, t: float, s: Tensor | None, w: float, context: Context | None = None, context_scale: float = 1.0

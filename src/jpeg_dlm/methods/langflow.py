@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.config import LARGEST_STEPS, Config, StepSampler, logit_rows, opt
-from jpeg_dlm.flow.guidance import keep_given
+from jpeg_dlm.flow.guidance import keep_fixed
 from jpeg_dlm.flow.path import per_row
 from jpeg_dlm.methods.base import (
     FILL,
@@ -275,7 +275,7 @@ class LangFlow(Method):
 
     @torch.no_grad()
     def sample(
-        self, sampler: LangFlowSampler, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None
+        self, sampler: LangFlowSampler, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None
     ) -> Tensor:
         """Integrate from noise to tokens, each evaluation conditioned on the previous one; given tokens are predicted."""
         z, steps = noise.normal("sample", self.config.data.token_len, self.config.model.hidden), sampler.steps
@@ -285,9 +285,9 @@ class LangFlow(Method):
         x, tokens = torch.zeros_like(z), torch.empty(0)
         for k, gamma in enumerate(gammas):
             x, tokens = self.guess(self.states(z, z.new_full((len(z),), gamma), x), E)
-            if given_BL is not None:
-                tokens = keep_given(tokens, given_BL)
-                x = torch.where((given_BL >= 0)[..., None], F.embedding(tokens, E), x)
+            if fixed_BL is not None:
+                tokens = keep_fixed(tokens, fixed_BL)
+                x = torch.where((fixed_BL >= 0)[..., None], F.embedding(tokens, E), x)
             if watch:
                 watch(k, steps, 1 - q[k].item(), lambda tokens=tokens: tokens)
             if k + 1 < steps:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jpeg_dlm.config import Config, StepSampler, opt
-from jpeg_dlm.flow.guidance import keep_given
+from jpeg_dlm.flow.guidance import keep_fixed
 from jpeg_dlm.methods.base import FILL, Batch, CheckpointSignature, Likelihood, Method, Watch
 from jpeg_dlm.methods.discrete import (
     DIFFUSION_TENSORS,
@@ -176,10 +176,10 @@ class MaskedDiffusion(Method):
     # ------------------------------------------------------------ sampling
 
     @torch.no_grad()
-    def sample(self, sampler: Any, noise: RowNoise, watch: Watch | None = None, given_BL: Tensor | None = None) -> Tensor:
+    def sample(self, sampler: Any, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None) -> Tensor:
         """Sample rows; unmasked tokens never change, so given tokens are simply not masked."""
         masked_BL = torch.full((len(noise.rows), self.config.data.token_len), self.mask_id, device=noise.device)
-        x_BL = keep_given(masked_BL, given_BL)
+        x_BL = keep_fixed(masked_BL, fixed_BL)
         streams, states = noise.streams("sample"), self.sampling_states(sampler)
         grid = torch.tensor(sampling_times(sampler.steps), dtype=torch.float64)
         chances = self.chances(grid[:-1], grid[1:]).tolist()

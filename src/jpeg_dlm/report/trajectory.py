@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from jpeg_dlm.api import Model
-from jpeg_dlm.flow.guidance import keep_given
+from jpeg_dlm.flow.guidance import keep_fixed
 from jpeg_dlm.flow.sampler import Prediction
 
 HOLE = "_"
@@ -41,16 +41,16 @@ class TrajectoryRecorder:
     """Called by the sampler; keeps snapshots of the first texts of the first batch, and passes each to `notify`."""
 
     def __init__(
-        self, model: Model, given: Tensor | None = None, notify: Callable[[Snapshot], None] = lambda snapshot: None
+        self, model: Model, fixed: Tensor | None = None, notify: Callable[[Snapshot], None] = lambda snapshot: None
     ) -> None:
-        self.model, self.given, self.notify = model, given, notify
+        self.model, self.fixed, self.notify = model, fixed, notify
         self.snapshots: list[Snapshot] = []
 
     def __call__(self, step: int, steps: int, t: float, tokens: Callable[[], Tensor]) -> None:
         if self.snapshots and self.snapshots[-1].step == steps:
             return
         if step == steps or step % -(-steps // FRAMES) == 0:
-            rows = rows_shown(self.model, tokens()[:TEXTS], self.given)
+            rows = rows_shown(self.model, tokens()[:TEXTS], self.fixed)
             texts = tuple(readable(self.model, row) for row in rows)
             self.snapshots.append(Snapshot(step, steps, texts, t, shown_latents(tokens)))
             self.notify(self.snapshots[-1])
@@ -71,10 +71,10 @@ def shown_latents(tokens: Callable[[], Tensor]) -> tuple[Grid, ...]:
     return tuple(tuple(tuple(round(x, 2) for x in row) for row in grid) for grid in state_BND.tolist())
 
 
-def rows_shown(model: Model, tokens: Tensor, given: Tensor | None) -> list[list[int]]:
+def rows_shown(model: Model, tokens: Tensor, fixed: Tensor | None) -> list[list[int]]:
     """Return rows of a step with the given ids in place, up to where they end."""
-    given_BL = None if given is None else given.expand_as(tokens)
-    return model.ended(keep_given(tokens.cpu(), given_BL), given).tolist()
+    fixed_BL = None if fixed is None else fixed.expand_as(tokens)
+    return model.ended(keep_fixed(tokens.cpu(), fixed_BL), fixed).tolist()
 
 
 def readable(model: Model, row: Sequence[int]) -> str:

@@ -88,12 +88,12 @@ class BlockwiseSampler:
         written = [0] * len(heads)
         block = 0
         while samples:
-            given_BL = given_rows(heads, size, device)
+            fixed_BL = given_rows(heads, size, device)
             # Without a guide or given ids, no gradient is needed.
-            guided = given_BL is not None or self.guidance.guide is not None
+            guided = fixed_BL is not None or self.guidance.guide is not None
             guidance = replace(self.guidance, end_id=self.end_id) if guided else None
             noise, watcher = RowNoise(seed, samples, block, device), watch if samples[0] == first else None
-            tokens_BL = self.writer.sample(self.options, noise, watcher, given_BL, guidance, context, self.scale)
+            tokens_BL = self.writer.sample(self.options, noise, watcher, fixed_BL, guidance, context, self.scale)
             going = []
             for i, (sample, row) in enumerate(zip(samples, tokens_BL.tolist(), strict=True)):
                 ids = row[len(heads[i]) :]

@@ -71,16 +71,16 @@ def _piece(tokenizer: TextTokenizer, text: str, first: bool) -> list[int]:
     return ids
 
 
-def rows_of(given: Tensor, rows: slice) -> Tensor:
+def rows_of(fixed: Tensor, rows: slice) -> Tensor:
     """Return these rows of (n, L), or a copy of (L) for each."""
-    return given.expand(rows.stop - rows.start, -1) if given.dim() == 1 else given[rows]
+    return fixed.expand(rows.stop - rows.start, -1) if fixed.dim() == 1 else fixed[rows]
 
 
 @dataclass
 class FixedTokenCounter:
     """Counts the given tokens that latents themselves decode to; a `watch` for samplers that put the others in place."""
 
-    given: Tensor
+    fixed: Tensor
     tokens: int = 0
     kept: int = 0
     rows: int = 0
@@ -89,10 +89,10 @@ class FixedTokenCounter:
         if step < steps:
             return
         decoded = tokens().cpu()
-        given_BL = rows_of(self.given, slice(self.rows, self.rows + len(decoded)))
+        fixed_BL = rows_of(self.fixed, slice(self.rows, self.rows + len(decoded)))
         self.rows += len(decoded)
-        self.tokens += int((given_BL >= 0).sum())
-        self.kept += int(((decoded == given_BL) & (given_BL >= 0)).sum())
+        self.tokens += int((fixed_BL >= 0).sum())
+        self.kept += int(((decoded == fixed_BL) & (fixed_BL >= 0)).sum())
 
     @property
     def sentence(self) -> str:

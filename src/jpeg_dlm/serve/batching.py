@@ -67,7 +67,7 @@ class Request:
     writer: TextSampler | None = None
     sampler: Any = None
     seed: int = 0
-    given_L: Tensor | None = None
+    fixed_L: Tensor | None = None
     call: Callable[[Future[Any]], Any] | None = None
     arrived: float = field(default_factory=time.monotonic)
     future: Future[Any] = field(default_factory=Future)
@@ -78,7 +78,7 @@ class Request:
         if self.call or oldest.call or self.writer is not oldest.writer or self.sampler != oldest.sampler:
             return self is oldest
         same_seed = self.seed == oldest.seed or getattr(oldest.sampler, "grid", "") != "random"
-        return same_seed and (self.given_L is None) == (oldest.given_L is None)
+        return same_seed and (self.fixed_L is None) == (oldest.fixed_L is None)
 
     def settle(self, result: Any = None, error: Exception | None = None) -> None:
         """Deliver the result or the error, unless the caller cancelled the request."""
@@ -116,10 +116,10 @@ class BatchingService:
         self._thread.start()
 
     def submit(
-        self, writer: TextSampler, n: int, sampler: Any, seed: int = 0, first: int = 0, given_L: Tensor | None = None
+        self, writer: TextSampler, n: int, sampler: Any, seed: int = 0, first: int = 0, fixed_L: Tensor | None = None
     ) -> Future[Tensor]:
-        """Request token ids (n, L) of samples `first` to `first + n - 1` of `seed`; all of them keep `given_L`."""
-        return self._add(Request(range(first, first + n), writer, sampler, seed, given_L))
+        """Request token ids (n, L) of samples `first` to `first + n - 1` of `seed`; all of them keep `fixed_L`."""
+        return self._add(Request(range(first, first + n), writer, sampler, seed, fixed_L))
 
     def call(self, function: Callable[[Future[Any]], Any], rows: int = 1) -> Future[Any]:
         """Request the result of a function that uses a writer's model; in the queue it counts as so many rows.
@@ -222,12 +222,12 @@ class BatchingService:
         writer, sampler = pieces[0][0].writer, pieces[0][0].sampler
         assert writer is not None
         noise = StackedNoise.of([RowNoise(request.seed, rows, 0, writer.device) for request, rows in pieces])
-        given = [request.given_L.expand(len(rows), -1) for request, rows in pieces if request.given_L is not None]
+        fixed = [request.fixed_L.expand(len(rows), -1) for request, rows in pieces if request.fixed_L is not None]
 
         def stop_if_abandoned(*step: Any) -> None:
             if all(request.future.cancelled() for request, _ in pieces):
                 raise Abandoned
 
-        given_BL = torch.cat(given).to(writer.device) if given else None
-        tokens = writer.sample(sampler, noise, stop_if_abandoned, given_BL)
+        fixed_BL = torch.cat(fixed).to(writer.device) if fixed else None
+        tokens = writer.sample(sampler, noise, stop_if_abandoned, fixed_BL)
         return tokens.cpu().split([len(rows) for _, rows in pieces])

@@ -61,15 +61,15 @@ class Served:
         n: int,
         seed: int,
         first: int = 0,
-        given: Tensor | None = None,
+        fixed: Tensor | None = None,
         watch: Watch | None = None,
     ) -> Future[Tensor]:
         """Request token ids (n, L) of samples `first` to `first + n - 1` of `seed`.
 
         Texts that are watched or guided do not share batches: those need decodings of their own, these more than the networks.
         """
-        if watch is None and (given is None or "guides" not in self.model.supports):
-            return service.submit(self.model.writer, n, sampler, seed, first, given)
+        if watch is None and (fixed is None or "guides" not in self.model.supports):
+            return service.submit(self.model.writer, n, sampler, seed, first, fixed)
 
         def sample(future: Future[Tensor]) -> Tensor:
             def watch_or_stop(*step: Any) -> None:
@@ -78,13 +78,13 @@ class Served:
                 if watch:
                     watch(*step)
 
-            return self.model.sample(n, seed=seed, first=first, given=given, watch=watch_or_stop, **vars(sampler))
+            return self.model.sample(n, seed=seed, first=first, fixed=fixed, watch=watch_or_stop, **vars(sampler))
 
         return service.call(sample, n)
 
-    def given(self, prompt: str | None, template: str | None) -> Tensor | None:
+    def fixed_tokens(self, prompt: str | None, template: str | None) -> Tensor | None:
         """Return the row of ids that every text keeps; an empty prompt is none."""
-        return self.model.given(prompt or None, template)
+        return self.model.fixed_tokens(prompt or None, template)
 
     @property
     def can(self) -> dict[str, bool]:

@@ -97,14 +97,14 @@ def first_copy(row: list[int], separator: int) -> list[int]:
     return row
 
 
-def end_rows(tokens_BL: Tensor, eos_id: int, pad_id: int, given: Tensor | None = None) -> Tensor:
+def end_rows(tokens_BL: Tensor, eos_id: int, pad_id: int, fixed: Tensor | None = None) -> Tensor:
     """Replace all tokens after the first end token with padding, for models whose rows end (`DataConfig.rows_end`).
 
-    Given text (`given`, (L) or (B, L), -1 elsewhere) is kept: only end tokens after it count.
+    Given text (`fixed`, (L) or (B, L), -1 elsewhere) is kept: only end tokens after it count.
     """
     ends_BL = (tokens_BL == eos_id).long()
-    if given is not None:
-        kept = (given >= 0).long().to(tokens_BL.device)
+    if fixed is not None:
+        kept = (fixed >= 0).long().to(tokens_BL.device)
         ends_BL = ends_BL * (kept.flip(-1).cumsum(-1).flip(-1) == 0)  # no given token here or later
     return tokens_BL.masked_fill(ends_BL.cumsum(1) > ends_BL, pad_id)
 

@@ -58,12 +58,12 @@ def as_latents(latents: Any, *sizes: int) -> Tensor:
     return z.float()
 
 
-def check_given(given: Any, rows: int, token_len: int, vocab_size: int) -> None:
-    """Raise `UsageError` unless `given` is a row of ids, or one for each sample, with -1 where it is free."""
-    fits = is_integers(given) and given.shape in ((token_len,), (rows, token_len))
-    if not fits or not (given.min() >= -1 and given.max() < vocab_size):
+def check_fixed(fixed: Any, rows: int, token_len: int, vocab_size: int) -> None:
+    """Raise `UsageError` unless `fixed` is a row of ids, or one for each sample, with -1 where it is free."""
+    fits = is_integers(fixed) and fixed.shape in ((token_len,), (rows, token_len))
+    if not fits or not (fixed.min() >= -1 and fixed.max() < vocab_size):
         shapes = f"({token_len},) or ({rows}, {token_len})"
-        raise UsageError(f"`given` must be a tensor of shape {shapes} of ids below {vocab_size}, or -1, not {describe(given)}.")
+        raise UsageError(f"`fixed` must be a tensor of shape {shapes} of ids below {vocab_size}, or -1, not {describe(fixed)}.")
 
 
 def is_integers(value: Any) -> bool:
