@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 .PHONY: demo test slow all-tests browser lint bench clean
 
-# pip finds the CPU build of the torch that is pinned; another would fetch gigabytes.
+# On Linux, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives the CPU build of torch, without gigabytes for GPUs.
 $(CORE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) "$$(grep '^torch==' constraints.txt)" 'setuptools>=77' wheel

@@ -45,7 +45,7 @@ def draw(moments: Sequence[Snapshot], heading: str) -> str:
     frames = _pages(moments)
     tall = [max(map(len, lines)) for lines in zip(*frames, strict=True)]  # lines that a text needs in any frame
     tops = [MARGIN + 2 * LINE + LINE * sum(tall[:i]) + GAP * i for i in range(len(tall))]
-    height = tops[-1] + LINE * tall[-1] + MARGIN
+    height = tops[-1] + LINE * (tall[-1] - 1) + MARGIN
     final = moments[-1]
 
     root = ET.Element("svg", xmlns="http://www.w3.org/2000/svg", width=str(WIDTH), height=str(height))

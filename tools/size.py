@@ -14,7 +14,6 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = str(ROOT / "src" / "jpeg_dlm")
 TEXT = "The farmer plants corn in the valley. The captain steers ships near the river.\n\n" * 60
 
 
@@ -76,12 +75,9 @@ def main() -> None:
     sys.path.insert(0, str(ROOT / "tests"))
     import test_order
 
-    parts = getattr(test_order, "LAYERS", None) or test_order.stated_order()
-    print(f"{'layers':<12} {len(parts):>7}")
-    try:
-        from jpeg_dlm.options import option_names
-    except ImportError:
-        from jpeg_dlm.config_io import option_names  # pyright: ignore[reportMissingImports]
+    from jpeg_dlm.options import option_names
+
+    print(f"{'layers':<12} {len(test_order.LAYERS):>7}")
     print(f"{'options':<12} {len(option_names()):>7} of JPEG-DLM")
     if "--lines" in sys.argv:
         return
