@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import PATIENCE, Gated, eventually, in_thread
 
 from jpeg_dlm.api import load
-from jpeg_dlm.serve.app import Limits, Service
-from jpeg_dlm.serve.middleware import read_keys
+from jpeg_dlm.serve.app import Service
+from jpeg_dlm.serve.http import read_keys
 from jpeg_dlm.serve.models import load_models, serve_model
 from jpeg_dlm.util.errors import UsageError
 
@@ -36,7 +36,7 @@ def plain(micro_folders):
 
 @pytest.fixture(scope="module")
 def ask(models):
-    with in_thread(Service(models, Limits())) as client:
+    with in_thread(Service(models)) as client:
         yield client
 
 
@@ -198,7 +198,7 @@ def test_wrong_paths_methods_types_and_sizes(ask):
 def test_a_failure_of_the_server_tells_nothing_about_it(gated, caplog):
     models, writer = gated
     writer.sample = lambda *_: 1 // 0
-    with in_thread(Service(models, Limits())) as ask:
+    with in_thread(Service(models)) as ask:
         reply = ask("/v1/completions", {})
         assert reply.status == 500 and "division" not in reply.error
         events = ask("/v1/completions", {"stream": True}).body.decode()
@@ -212,7 +212,7 @@ def test_a_failure_of_the_server_tells_nothing_about_it(gated, caplog):
 
 def test_a_full_queue_is_429_with_a_time_to_try_again(gated):
     models, writer = gated
-    with in_thread(Service(models, Limits(queue=4, batch=2))) as ask, ThreadPoolExecutor(8) as threads:
+    with in_thread(Service(models, queue=4, batch=2)) as ask, ThreadPoolExecutor(8) as threads:
         first = threads.submit(ask.texts, n=2, seed=0)
         assert writer.entered.wait(PATIENCE)
         waiting = [threads.submit(ask.texts, n=2, seed=seed) for seed in (1, 2)]
@@ -227,7 +227,7 @@ def test_a_full_queue_is_429_with_a_time_to_try_again(gated):
 
 
 def test_an_answer_that_takes_too_long_is_504_and_its_work_is_dropped(gated):
-    service = Service(gated[0], Limits(seconds=1))
+    service = Service(gated[0], limit_s=1)
     with in_thread(service) as ask:
         reply = ask("/v1/completions", {"n": 3})
         assert reply.status == 504 and "took more than 1 s" in reply.error
@@ -246,7 +246,7 @@ def raw_request(port, path, body, length=0):
 
 
 def test_a_request_that_arrives_too_slowly_is_given_up(models):
-    with in_thread(Service(models, Limits(seconds=0.1))) as ask:
+    with in_thread(Service(models, limit_s=0.1)) as ask:
         with raw_request(ask.port, "/v1/completions", {}, length=99) as slow:
             assert slow.recv(1000).startswith(b"HTTP/1.1 504 ")
 
@@ -256,7 +256,7 @@ def test_a_request_that_arrives_too_slowly_is_given_up(models):
 def test_work_of_a_client_that_went_away_is_dropped(gated, path, stream):
     """Both what waits and what runs: the gate stays closed, so only dropping ends it."""
     models, writer = gated
-    service = Service(models, Limits(batch=2))
+    service = Service(models, batch=2)
     with in_thread(service) as ask:
         running = raw_request(ask.port, path, {"n": 2, "stream": stream})
         assert writer.entered.wait(PATIENCE)
@@ -278,7 +278,7 @@ def test_a_client_that_does_not_read_holds_nobody_up(ask):
 
 def test_a_closing_server_finishes_what_it_has(gated):
     models, writer = gated
-    service = Service(models, Limits(batch=1))
+    service = Service(models, batch=1)
     with ThreadPoolExecutor(4) as threads:
         with in_thread(service) as ask:
             futures = [threads.submit(ask.texts, n=2, seed=seed) for seed in range(3)]
@@ -296,7 +296,7 @@ def test_keys(models, tmp_path):
     (tmp_path / "keys").write_text("# two of them\nfirst-key-0123456789\n\nsecond-key-0123456789\n")
     keys = read_keys(tmp_path / "keys")
     assert len(keys) == 2 and b"first" not in b"".join(keys)
-    with in_thread(Service(models, Limits(), keys)) as ask:
+    with in_thread(Service(models, keys=keys)) as ask:
         for path in ("/v1/models", "/metrics"):
             reply = ask(path)
             assert reply.status == 401 and "needs a key" in reply.error and reply.headers["www-authenticate"] == "Bearer"
@@ -315,14 +315,14 @@ def test_keys(models, tmp_path):
 def test_other_origins_are_refused_unless_asked_for(models, ask):
     asking = {"Origin": "https://page.example", "Access_Control_Request_Method": "POST"}
     assert "access-control-allow-origin" not in ask("/v1/completions", method="OPTIONS", **asking).headers
-    with in_thread(Service(models, Limits()), ("https://page.example",)) as allowing:
+    with in_thread(Service(models), ("https://page.example",)) as allowing:
         reply = allowing("/v1/completions", method="OPTIONS", **asking)
         assert reply.status == 200 and reply.headers["access-control-allow-origin"] == "https://page.example"
         assert "access-control-allow-origin" not in allowing("/v1/models", Origin="https://other.example").headers
 
 
 def test_metrics(models):
-    service = Service(models, Limits())
+    service = Service(models)
     with in_thread(service) as ask:
         ask.texts(n=3, seed=0)
         # A batch is counted just after its last answer.
