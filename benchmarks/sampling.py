@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jpeg_dlm.api import load
 from jpeg_dlm.evaluation.table import markdown_table
-from jpeg_dlm.export.runtime import PRECISIONS, OnnxNetworks, build_graphs
+from jpeg_dlm.export.onnx_model import PRECISIONS, OnnxNetworks, build_graphs
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.presets import preset
 from jpeg_dlm.util.rng import RowNoise

@@ -26,7 +26,7 @@ from torch import Tensor
 from jpeg_dlm.config import Config
 from jpeg_dlm.evaluation.paper import paper_figures
 from jpeg_dlm.evaluation.table import markdown_table
-from jpeg_dlm.export.runtime import OnnxNetworks, build_graphs
+from jpeg_dlm.export.onnx_model import OnnxNetworks, build_graphs
 from jpeg_dlm.methods.ar import Ar
 from jpeg_dlm.methods.base import FREE, Method
 from jpeg_dlm.methods.elf import Elf

@@ -13,11 +13,19 @@ from conftest import MICRO, assert_same_tokens, made_up_text, perturb
 from jpeg_dlm.api import Model, load
 from jpeg_dlm.checkpoints.model_folder import ModelParts, write_model
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.export import runtime
-from jpeg_dlm.export.folder import EXPORT_FILE, compare, is_exported, onnx_backend, read_exported, write_exported
+from jpeg_dlm.export import onnx_model
 from jpeg_dlm.export.onnx_builder import Graph
+from jpeg_dlm.export.onnx_model import (
+    EXPORT_FILE,
+    OnnxNetworks,
+    build_graphs,
+    compare,
+    is_exported,
+    onnx_backend,
+    read_exported,
+    write_exported,
+)
 from jpeg_dlm.export.onnx_networks import logits
-from jpeg_dlm.export.runtime import OnnxNetworks, build_graphs
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.options import override
@@ -95,9 +103,9 @@ def test_every_size_and_switch_of_the_networks_reaches_the_graphs(changes):
         wanted = method.project(method.decompressor(method.unstandardize(method.decode_latents(z, w))))
         graph = Graph(int8=False)  # tokens would hide errors that turn none of them over
         output = logits(graph, method, graph.input("z", *z.shape[1:]), graph.input("w"))
-        session = runtime.open_network("decode", graph.serialized(output, "logits", [12, 300], False), method.config)
+        session = onnx_model.open_network("decode", graph.serialized(output, "logits", [12, 300], False), method.config)
     sampler = OnnxNetworks(method.config, build_graphs(method, "fp32"))
-    for output, expected in ((sampler.denoise(z, 0.3, s, 1.7), x), (runtime.run(session, z=z, w=w), wanted)):
+    for output, expected in ((sampler.denoise(z, 0.3, s, 1.7), x), (onnx_model.run(session, z=z, w=w), wanted)):
         assert expected.std(0).min() > 1e-3  # rows differ, so that agreeing is no accident
         assert torch.allclose(output, expected, rtol=1e-4, atol=1e-4)
 

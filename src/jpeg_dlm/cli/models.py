@@ -165,7 +165,7 @@ def run_export(args: argparse.Namespace) -> None:
     if args.blend:
         blend(parts, named_model(args.blend), 0.5 if args.share is None else args.share)
     if args.format == "onnx":
-        from jpeg_dlm.export.folder import write_exported
+        from jpeg_dlm.export.onnx_model import write_exported
 
         write_exported(parts, args.out, args.precision or "fp32")
     else:

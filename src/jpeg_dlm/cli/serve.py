@@ -26,7 +26,7 @@ def add_serve_arguments(parser: Parser) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> None:
-    from jpeg_dlm.serve.app import Service, address_of, bind, run_server
+    from jpeg_dlm.serve.app import Service, bind, run_server
     from jpeg_dlm.serve.http import read_keys
     from jpeg_dlm.serve.models import load_models
 
@@ -34,7 +34,8 @@ def run_serve(args: argparse.Namespace) -> None:
     bound = bind(args.host, args.port)  # before the models are loaded, which takes longer
     models = load_models(args.models, args.device, args.backend, args.precision)
     service = Service(models, args.time_limit, args.queue, args.batch, keys)
-    print(f"Serving {', '.join(models)} at {address_of(bound)}. Ctrl-C ends it.", file=sys.stderr, flush=True)
+    address = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{bound.getsockname()[1]}"
+    print(f"Serving {', '.join(models)} at {address}. Ctrl-C ends it.", file=sys.stderr, flush=True)
     run_server(service, bound, args.cors, args.log)
 
 

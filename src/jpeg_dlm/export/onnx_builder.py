@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import tempfile
 from collections.abc import Sequence
@@ -19,17 +20,19 @@ LARGEST = (1 << 31) - (1 << 20)  # bytes of weights: a protobuf holds less than 
 BATCH = "batch"  # the name of the free size
 
 
+def onnx_package(name: str) -> Any:
+    """Import a package of the extra `onnx`."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingPackageError(name.split(".")[0], "onnx", "The ONNX backend") from error
+
+
 class Graph:
     """Nodes and constants; values are known by their names, which `op` and `constant` return."""
 
     def __init__(self, int8: bool) -> None:
-        try:
-            import onnx
-            import onnxruntime.quantization  # noqa: F401
-        except ImportError as error:
-            raise MissingPackageError("onnx", "onnx", "The ONNX backend") from error
-        self.onnx: Any = onnx
-        self.int8 = int8
+        self.onnx, self.int8 = onnx_package("onnx"), int8
         self.nodes: list[Any] = []
         self.constants: list[Any] = []
         self.inputs: list[Any] = []
@@ -80,15 +83,13 @@ class Graph:
         ONNX Runtime has one scale for all rows of x, so that others are first divided by their largest value (measured: this
         keeps 98% instead of 94% of the bundled model's tokens).
         """
-        scale = self.row_scale(x) if self.int8 and not level else ""
+        scale = ""
+        if self.int8 and not level:
+            largest = self.op("ReduceMax", self.op("Abs", x), self.constant([-1]), keepdims=1)
+            scale = self.op("Max", largest, self.constant(1e-30))
         y = self.linear(self.op("Div", x, scale) if scale else x, weight_OI)
         self.quantized.append(y)
         return self.op("Add", self.op("Mul", y, scale) if scale else y, self.constant(bias_O))
-
-    def row_scale(self, x: str) -> str:
-        """The largest magnitude along the last axis."""
-        largest = self.op("ReduceMax", self.op("Abs", x), self.constant([-1]), keepdims=1)
-        return self.op("Max", largest, self.constant(1e-30))
 
     def rms_norm(self, x: str, gain: Tensor, eps: float) -> str:
         """The last axis scaled to RMS 1 and by a gain, in the form that ONNX Runtime recognizes and fuses."""
@@ -126,22 +127,20 @@ def quantize(model: Any, products: list[str]) -> bytes:
 
     A CPU without VNNI adds two products in 16 bits, which 7-bit weights cannot overflow.
     """
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    logger, level = logging.getLogger(), logging.getLogger().level
+    quantization = onnx_package("onnxruntime.quantization")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "int8.onnx"
-        logger.setLevel(logging.ERROR)  # one line for each product
+        logging.disable(logging.WARNING)  # one line for each product
         try:
-            quantize_dynamic(
+            quantization.quantize_dynamic(
                 model,
                 path,
                 op_types_to_quantize=["MatMul"],
                 per_channel=True,
                 reduce_range=not torch.cpu._is_vnni_supported(),
-                weight_type=QuantType.QInt8,
+                weight_type=quantization.QuantType.QInt8,
                 nodes_to_quantize=products,
             )
         finally:
-            logger.setLevel(level)
+            logging.disable(logging.NOTSET)
         return path.read_bytes()

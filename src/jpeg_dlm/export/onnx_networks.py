@@ -30,7 +30,7 @@ def input_sizes(name: str, config: Config) -> dict[str, tuple[int, ...]]:
 
 
 @torch.no_grad()
-def network(name: str, networks: JpegDlm, int8: bool = False) -> bytes:
+def build_graph(name: str, networks: JpegDlm, int8: bool) -> bytes:
     """Return a network as a serialized ONNX graph, with the weights as they are now."""
     g, sizes = Graph(int8), input_sizes(name, networks.config)
     inputs = {key: g.input(key, *shape) for key, shape in sizes.items()}

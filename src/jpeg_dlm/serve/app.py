@@ -202,12 +202,6 @@ def bind(host: str, port: int) -> socket.socket:
         raise UsageError(f"Cannot listen on {host}, port {port} ({reason}): choose others with --host and --port.") from error
 
 
-def address_of(bound: socket.socket) -> str:
-    """Return the address of the page."""
-    host, port, *_ = bound.getsockname()
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def run_server(service: Service, bound: socket.socket, origins: Sequence[str] = (), log: bool = False) -> None:
     """Serve until SIGTERM or Ctrl-C; then finish what was accepted and return. A second signal ends at once.
 

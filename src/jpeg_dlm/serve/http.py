@@ -35,9 +35,6 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout_error"}
 
 
-# ---------------------------------------------------------------- errors
-
-
 class ApiError(HTTPException):
     """A request that is answered with an error: a status, a sentence, and the field that is wrong."""
 
@@ -91,9 +88,6 @@ def _invalid(error: RequestValidationError) -> ApiError:
         return ApiError(422, f"The body must be a JSON object, sent as application/json: {first['msg']}.")
     name = str(first["loc"][1])[:80].encode("ascii", "replace").decode()
     return ApiError(422, f"`{name}`: {first['msg']}.", name)
-
-
-# ---------------------------------------------------------------- keys
 
 
 def read_keys(path: Path) -> list[bytes]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from jpeg_dlm.api import Backend, Model, load
 from jpeg_dlm.checkpoints.model_folder import BUNDLED
-from jpeg_dlm.export.runtime import Precision
+from jpeg_dlm.export.onnx_model import Precision
 from jpeg_dlm.flow.sampler import Watch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.serve.batching import Abandoned, BatchingService
