@@ -15,8 +15,7 @@ from jpeg_dlm.api import Model, load
 from jpeg_dlm.checkpoints.model_folder import ModelParts, write_model
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.export import onnx_model as onnx
-from jpeg_dlm.export.onnx_builder import Graph
-from jpeg_dlm.export.onnx_networks import logits
+from jpeg_dlm.export.onnx_networks import Graph, logits
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.util.errors import CheckpointError, MissingPackageError, UsageError
 from jpeg_dlm.util.files import verify_manifest, write_manifest
@@ -156,7 +155,7 @@ def test_what_cannot_be_exported_or_opened_says_why(parts, exported, tmp_path, m
             act()
     with pytest.raises(CheckpointError, match="already exists"):
         onnx.write_exported(parts, tmp_path)
-    monkeypatch.setattr("jpeg_dlm.export.onnx_builder.LARGEST", 1000)
+    monkeypatch.setattr("jpeg_dlm.export.onnx_networks.LARGEST", 1000)
     with pytest.raises(UsageError, match="2 GB"):
         onnx.write_exported(parts, tmp_path / "out")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from jpeg_dlm.checkpoints.model_folder import TOKENIZER_FILE, ModelParts, portable_config
 from jpeg_dlm.config import Config, validate
-from jpeg_dlm.export.onnx_builder import onnx_package
-from jpeg_dlm.export.onnx_networks import NETWORKS, build_graph, input_sizes
+from jpeg_dlm.export.onnx_networks import NETWORKS, build_graph, input_sizes, onnx_package
 from jpeg_dlm.flow.sampler import Capability, Watch, sample
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel

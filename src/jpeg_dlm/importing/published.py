@@ -69,19 +69,13 @@ class Published:
         return {name: value for name, value in stated if type(value) is int}
 
 
-@dataclass(frozen=True)
-class Imported:
-    """The model, the sizes that nothing in the file told, and the other options that only the preset tells."""
-
-    parts: ModelParts
-    assumed: tuple[str, ...]
-    of_preset: tuple[str, ...]
-
-
 def import_published(
     published: Published, options: Mapping[str, Any], method: str = "", base: str = "", tokenizer: Path | None = None
-) -> Imported:
-    """The model of a checkpoint; `options` win over what it says of itself, the preset `base` tells the rest."""
+) -> tuple[ModelParts, list[str], list[str]]:
+    """The model of a checkpoint, the sizes that nothing in the file told, and the other options that only the preset tells.
+
+    `options` win over what the file says of itself, and the preset `base` tells the rest.
+    """
     method = method or published.method
     known = system_class(method).signature or CheckpointSignature()
     for path, wanted in known.fixed.items():
@@ -97,9 +91,9 @@ def import_published(
     except UsageError as error:
         raise CheckpointError(f"The sizes in '{published.path}' do not fit together: {error}") from error
     given = {*facts, *(name.replace("-", "_") for name in options)}
-    assumed = tuple(name for name in known.not_in_tensors if name not in given)
-    of_preset = tuple(name for name in OF_PRESET if name in option_names(config) and name not in given)
-    return Imported(_model(published, config, tokenizer), assumed, of_preset)
+    assumed = [name for name in known.not_in_tensors if name not in given]
+    of_preset = [name for name in OF_PRESET if name in option_names(config) and name not in given]
+    return _model(published, config, tokenizer), assumed, of_preset
 
 
 def _sized(published: Published, method: str, start: Config) -> Config:

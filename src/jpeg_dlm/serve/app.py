@@ -95,7 +95,7 @@ class Service:
                 raise ApiError(422, f"{served.title} cannot {verb} texts: use a model that `/v1/models` says can.", "model")
             future = self.batching.call(lambda _: act(served, body))
             (content,) = await while_connected(request, all_done([future], self.limit_s))
-            return JSONResponse(content)
+            return JSONResponse({"object": "list", "model": served.name} | content)
 
         route.__annotations__["body"] = get_type_hints(act)["request"]  # from which FastAPI takes the schema
         return route
