@@ -175,8 +175,7 @@ def damaged(path):
 BROKEN = {
     "legacy": lambda p: torch.save(BASE, p, _use_new_zipfile_serialization=False),
     "a bare pickle": lambda p: p.write_bytes(pickle.dumps({"a": 1})),
-    "unknown instructions": lambda p: archive(p, b"\xff."),
-    "items of a number": lambda p: archive(p, b"I1\n(NNu."),
+    "a damaged program": lambda p: archive(p, b"I1\n(NNu."),
     "big-endian numbers": lambda p: archive(p, tensor_program(), [*SIX, ("byteorder", "big")]),
     "a wrong checksum": damaged,
     "missing": lambda p: None,
