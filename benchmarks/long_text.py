@@ -11,10 +11,9 @@ than the clock.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.options import override
 from jpeg_dlm.presets import preset
 from jpeg_dlm.sampling.long_text import BlockwiseSampler
-from jpeg_dlm.util.pictures import LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.util.rng import RowNoise
 
 LENGTHS = (100, 1_000, 10_000)
@@ -64,9 +62,11 @@ def measure(short: bool = False, config: Config | None = None, lengths: tuple[in
         [[f"{n:,}", *(f"{speeds[name, n]:,.0f}" for name in systems)] for n in measured],
     )
     return {
-        "title": "Long texts", "rows": rows, "markdown": table,
+        "title": "Long texts",
+        "rows": rows,
+        "markdown": table,
         "ratios": {f"{name} over {ar}, {n:,} tokens": speeds[name, n] / speeds[ar, n] for name in blocks for n in measured},
-    }  # fmt: skip
+    }
 
 
 def writers(config: Config) -> dict[str, Prepare]:
@@ -97,16 +97,3 @@ def by_tokens(config: Config, length: int) -> Callable[[], None]:
         assert method.sample(ar.sampler, RowNoise(0, [0])).shape == (1, length)
 
     return write
-
-
-def draw(result: Mapping[str, Any], path: Path) -> Path:
-    """Draw tokens per second against the length of a text."""
-    figure, (axis,) = new_figure(1, result["title"])
-    for name, color in zip(dict.fromkeys(row["system"] for row in result["rows"]), LINE_COLORS, strict=False):
-        own = [row for row in result["rows"] if row["system"] == name]
-        axis.plot([row["tokens"] for row in own], [row["tokens_per_second"] for row in own], "o-", color=color, label=name)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    dress(axis, "one text, one thread", "tokens per second", "tokens of a text")
-    axis.legend(fontsize=7.5, frameon=False)
-    return save_png(figure, path)

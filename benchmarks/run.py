@@ -66,7 +66,7 @@ def one(name: str, short: bool, out: Path) -> None:
     result = module.measure(short)
     result |= {"machine": machine(), "short": short, "seconds": time.perf_counter() - began}
     out.mkdir(parents=True, exist_ok=True)
-    getattr(module, "draw", draw_ratios)(result, out / f"{name}.png")
+    draw_ratios(result, out / f"{name}.png")
     write_atomic(out / f"{name}.md", f"## {result['title']}\n\n{result['markdown'].strip()}\n\n![{name}]({name}.png)\n")
     write_atomic(out / f"{name}.json", json.dumps(result, indent=1, default=str) + "\n")
     print(result["markdown"])
@@ -127,7 +127,7 @@ def fallen(now: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[
 
 
 def draw_ratios(result: Mapping[str, Any], path: Path) -> Path:
-    """Draw the ratios as bars, for benchmarks without their own picture."""
+    """Draw the ratios as bars."""
     names = list(result["ratios"])
     figure, (axes,) = new_figure(1, result["title"])
     axes.barh(range(len(names)), [result["ratios"][name] for name in names], color=LINE_COLORS[0])

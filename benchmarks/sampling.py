@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jpeg_dlm.api import load
 from jpeg_dlm.evaluation.table import markdown_table
-from jpeg_dlm.export.runtime import PRECISIONS, OnnxNetworks, build_graphs
+from jpeg_dlm.export.onnx_model import PRECISIONS, OnnxNetworks, build_graphs
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.presets import preset
 from jpeg_dlm.util.rng import RowNoise
@@ -35,15 +35,7 @@ def measure(short: bool = False) -> dict[str, Any]:
     rows = bundled_rows() + ([] if short else lm1b_rows())
     heading = ["size", "backend", "batch", "ms", "ratio", "same tokens", "error"]
     cells = [
-        [
-            r["size"],
-            r["backend"],
-            str(r["batch"]),
-            f"{r['ms']:.0f}",
-            f"{r['ratio']:.2f}x",
-            r.get("same", ""),
-            r.get("error", ""),
-        ]
+        [r["size"], r["backend"], r["batch"], f"{r['ms']:.0f}", f"{r['ratio']:.2f}x", r.get("same", ""), r.get("error", "")]
         for r in rows
     ]
     return {
@@ -74,7 +66,7 @@ def bundled_rows() -> list[dict[str, Any]]:
     options = model.sampler_options(solver="euler", steps=32)
     backends = samplers(model.method)
     tokens = {name: under(name, s.sample, options, RowNoise(0, range(TEXTS))) for name, s in backends.items()}
-    same = {name: f"{(found == tokens[PLAIN]).float().mean():.1%}" for name, found in tokens.items()}
+    same = {name: f"{(own == tokens[PLAIN]).float().mean():.1%}" for name, own in tokens.items()}
     rows = []
     for batch, rounds in BATCHES.items():
         acts = {n: partial(under, n, s.sample, options, RowNoise(0, range(batch))) for n, s in backends.items()}

@@ -13,12 +13,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from matplotlib.axes import Axes
 from sampling import TIME
 from timing import clock
 from torch import Tensor
@@ -26,7 +24,7 @@ from torch import Tensor
 from jpeg_dlm.config import Config
 from jpeg_dlm.evaluation.paper import paper_figures
 from jpeg_dlm.evaluation.table import markdown_table
-from jpeg_dlm.export.runtime import OnnxNetworks, build_graphs
+from jpeg_dlm.export.onnx_model import OnnxNetworks, build_graphs
 from jpeg_dlm.methods.ar import Ar
 from jpeg_dlm.methods.base import FREE, Method
 from jpeg_dlm.methods.elf import Elf
@@ -34,7 +32,6 @@ from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.registry import build_method, for_method
 from jpeg_dlm.options import override
 from jpeg_dlm.presets import preset
-from jpeg_dlm.util.pictures import INK, LINE_COLORS, dress, new_figure, save_png
 from jpeg_dlm.util.rng import RowNoise
 
 PRESETS, BATCHES = ("lm1b", "owt1024"), (1, 2, 8, 64)
@@ -65,11 +62,11 @@ def measure(
     tables, rows = [], []
     for name in presets:
         base = override(preset(name), changes or {})
-        found = [row_of(system, base, batches) for system in systems(base)]
-        for row in found:
-            row["ratio"] = {batch: speed / found[0]["texts_per_s"][batch] for batch, speed in row["texts_per_s"].items()}
-        tables += [note(base, batches), table(found, batches), winner(found, batches)]
-        rows += found
+        of_preset = [row_of(system, base, batches) for system in systems(base)]
+        for row in of_preset:
+            row["ratio"] = {batch: speed / of_preset[0]["texts_per_s"][batch] for batch, speed in row["texts_per_s"].items()}
+        tables += [note(base, batches), table(of_preset, batches), winner(of_preset, batches)]
+        rows += of_preset
     return {
         "title": f"Systems at the sizes of {' and '.join(presets)}",
         "markdown": "\n\n".join(tables) + "\n",
@@ -93,13 +90,13 @@ def note(base: Config, batches: Sequence[int]) -> str:
     """Say what the figures are, and which of them were timed in part."""
     length = base.data.token_len
     most = max(1, POSITIONS // length)
-    said = f"{base.preset}: texts of {length} tokens per second, and the ratio to {AR}; random weights. "
-    said += f"{AR} was timed at {PARTS} tokens of a text, diffusion by one evaluation and one decoding, both scaled to all."
+    text = f"{base.preset}: texts of {length} tokens per second, and the ratio to {AR}; random weights. "
+    text += f"{AR} was timed at {PARTS} tokens of a text, diffusion by one evaluation and one decoding, both scaled to all."
     if max(batches) > most:
-        said += f" At batches above {most}, {AR} and {ELF} were timed with {most} texts, JPEG-DLM with as many positions."
+        text += f" At batches above {most}, {AR} and {ELF} were timed with {most} texts, JPEG-DLM with as many positions."
     if max(batches) * length > WHOLE:
-        said += f" At batches above {WHOLE // length}, {CACHED} was timed at {PARTS * TOKENS} tokens of a text."
-    return said
+        text += f" At batches above {WHOLE // length}, {CACHED} was timed at {PARTS * TOKENS} tokens of a text."
+    return text
 
 
 def table(rows: Sequence[Mapping[str, Any]], batches: Sequence[int]) -> str:
@@ -115,9 +112,9 @@ def winner(rows: Sequence[Mapping[str, Any]], batches: Sequence[int]) -> str:
     """Say how the last system compares with AR with a cache, and at which batches that wins."""
     cached, last = next(r for r in rows if r["system"] == CACHED), rows[-1]
     gain = {b: last["texts_per_s"][b] / cached["texts_per_s"][b] for b in batches}
-    said = ", ".join(f"{gain[b]:.2f}x at batch {b}" for b in batches)
+    gains = ", ".join(f"{gain[b]:.2f}x at batch {b}" for b in batches)
     wins = [str(b) for b in batches if gain[b] < 1]
-    return f"{last['system']} against {CACHED}: {said}. " + (
+    return f"{last['system']} against {CACHED}: {gains}. " + (
         f"{CACHED} wins at batch {', '.join(wins)}." if wins else f"{CACHED} wins at none of them."
     )
 
@@ -211,23 +208,3 @@ def diffusion(evaluate: Callable[[Tensor], object], decode: Callable[[Tensor], o
     few = z[:DECODED]
     timed(lambda: evaluate(z[:1]))  # packs weights, if they are packed at the first use
     return batch * ((evaluations - 1) * timed(lambda: evaluate(z)) / len(z) + timed(lambda: decode(few)) / len(few))
-
-
-def draw(result: Mapping[str, Any], path: Path) -> Path:
-    """Draw the ratios: a panel for each size, a group of bars for each batch, a color for each system."""
-    presets = list(dict.fromkeys(row["preset"] for row in result["rows"]))
-    figure, panels = new_figure(len(presets), result["title"])
-    for axes, name in zip(panels, presets, strict=True):
-        bars(axes, name, [row for row in result["rows"] if row["preset"] == name])
-    return save_png(figure, path)
-
-
-def bars(axes: Axes, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    batches, width = list(rows[0]["ratio"]), 0.84 / len(rows)
-    for i, row in enumerate(rows):
-        places = [place + (i - (len(rows) - 1) / 2) * width for place in range(len(batches))]
-        heights = [row["ratio"][batch] for batch in batches]
-        axes.bar(places, heights, width, color=LINE_COLORS[i % len(LINE_COLORS)], label=row["system"])
-    axes.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
-    dress(axes, name, f"speed, {AR} = 1", "")
-    axes.legend(fontsize=6.5, frameon=False, labelcolor=INK)

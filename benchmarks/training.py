@@ -141,8 +141,7 @@ def measure(short: bool = False) -> dict[str, Any]:
     ours = [r for r in rows if r["variant"] != PLAIN]
     return {
         "title": "A training step beside that of the one file",
-        "markdown": markdown_table(["preset", "variant", "s per step", "speed", "MiB beyond the state", "memory"], cells)
-        + "\n",
+        "markdown": markdown_table(["preset", "variant", "s per step", "speed", "MiB beyond the state", "memory"], cells),
         "rows": rows,
         "ratios": {f"{r['preset']}, {r['variant']}: speed": r["speed"] for r in ours}
         | {f"{r['preset']}, {r['variant']}: times less memory": r["less"] for r in ours},

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from refusals import refusal as refused
+from refusals import refusal
 
 from jpeg_dlm import load
 from jpeg_dlm.checkpoints.checkpoint import save_checkpoint
@@ -29,10 +29,6 @@ from jpeg_dlm.util.files import verify_manifest, write_manifest
 from jpeg_dlm.util.json import parse_json
 
 DEEP = "[" * 100_000 + "]" * 100_000
-
-
-def refusal(capsys, *words: object, code: int = 1) -> str:
-    return refused(capsys, words, code)
 
 
 def below(folder: Path) -> set[str]:
@@ -65,6 +61,7 @@ BAD_JSON = {
     "nested": DEEP,
     "not a number": '{"a": NaN}',
     "a key twice": '{"train": {"lr": 1, "lr": 2}}',
+    "a key twice of very many": "{" + ", ".join(f'"{i % 90_000}": 1' for i in range(90_001)) + "}",
     "a list": "[]",
     "too large": " " * (2 << 20),
     "a path as method": '{"method": "../../etc/passwd", "model": {}}',
@@ -74,15 +71,13 @@ BAD_JSON = {
 @pytest.mark.parametrize("case", BAD_JSON)
 def test_options_in_json_that_cannot_be_used(case, tmp_path, capsys):
     (tmp_path / "options.json").write_text(BAD_JSON[case])
-    refusal(capsys, "train", "--data", "x", "--out", tmp_path / "run", "--config", tmp_path / "options.json", code=2)
+    refusal(capsys, ["train", "--data", "x", "--out", tmp_path / "run", "--config", tmp_path / "options.json"], 2)
     assert below(tmp_path) == {"options.json"}
 
 
 def test_strict_json_reads_what_json_reads():
     for value in ({"a": [1, -2.5e-3, None, True, "é\n"], "b": {}}, [[[]]], "x", 3, {"": "", " ": 1e308}):
         assert parse_json(json.dumps(value)) == value == parse_json(json.dumps(value).encode())
-    with pytest.raises(ValueError, match="deep"):
-        parse_json(DEEP)
 
 
 # ---------------------------------------------------------------- model folders and checkpoints
@@ -107,6 +102,9 @@ LYING_CONFIGS = {
     "a text as number": {"model.depth": "__import__('os')"},
     "longer rows than memory": {"data.token_len": 10**15},
     "guidance without measure": {"sampler.w": 1e300},
+    "infinite guidance": {"sampler.w": float("inf")},
+    "steps without end": {"sampler.steps": 10**18},
+    "more steps than anybody waits for": {"sampler.steps": 10**6},
 }
 
 
@@ -119,7 +117,7 @@ def test_a_config_that_is_not_the_models(case, model, tmp_path, capsys):
     (model / "config.json").write_text(json.dumps(values))
     vouch(model)
     before = below(tmp_path)
-    refusal(capsys, "generate", model, "--out", tmp_path / "texts.jsonl", code=2)
+    refusal(capsys, ["generate", model, "--out", tmp_path / "texts.jsonl"], (1, 2))
     assert below(tmp_path) == before
 
 
@@ -127,10 +125,10 @@ def test_a_manifest_that_does_not_match(model, tmp_path, capsys):
     (tmp_path / "secret").write_text("{}")
     original = (model / "tokenizer.json").read_bytes()
     (model / "tokenizer.json").write_bytes(original[:-1] + b" ")
-    refusal(capsys, "generate", model, code=1)
+    refusal(capsys, ["generate", model], 1)
     (model / "tokenizer.json").unlink()
     (model / "tokenizer.json").symlink_to(tmp_path / "secret")
-    assert "a link" in refusal(capsys, "generate", model, code=1)
+    assert "a link" in refusal(capsys, ["generate", model], 1)
     (model / "tokenizer.json").unlink()
     for name in ("../secret", "/etc/passwd", "a\\..\\b"):
         body = {"format": 1, "files": {name: {"sha256": "0" * 64, "size": 2}}}
@@ -148,16 +146,8 @@ def test_a_checkpoint_that_does_not_say_what_it_is(tmp_path):
             read_model(tmp_path)
 
 
-@pytest.mark.parametrize("file", ["../../etc/passwd", "/etc/passwd", 3])
-def test_an_index_of_shards_that_leaves_its_folder(file, tmp_path, capsys):
-    (tmp_path / "hub").mkdir()
-    (tmp_path / "hub" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
-    refusal(capsys, "import", tmp_path / "hub", "--out", tmp_path / "imported", code=1)
-    assert below(tmp_path) == {"hub", "hub/model.safetensors.index.json"}
-
-
 def test_control_characters_of_a_name_do_not_reach_the_terminal(tmp_path, capsys):
-    assert "\\x1b[2J\\nevil\\u202e" in refusal(capsys, "generate", tmp_path / "\x1b[2J\nevil\u202e")
+    assert "\\x1b[2J\\nevil\\u202e" in refusal(capsys, ["generate", tmp_path / "\x1b[2J\nevil\u202e"], 1)
 
 
 @pytest.mark.parametrize("changes", [{"vocab_size": 10**12}, {"heads": 0}, {"vocab_size": True}])
@@ -179,32 +169,23 @@ def test_text_whose_tokens_the_model_does_not_have(model):
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     vouch(model)
     text = "".join(map(chr, range(33, 127)))
-    for call in (lambda m: m.reconstruct([text]), lambda m: m.given(prompt=text[40:48]), lambda m: m.encode([text[40:48]])):
+    for call in (lambda m: m.reconstruct([text]), lambda m: m.fixed_tokens(text[40:48]), lambda m: m.encode([text[40:48]])):
         assert is_refused(lambda call=call: call(load(model, "cpu")))
 
 
 # ---------------------------------------------------------------- prepared folders and texts
 
 
-@pytest.fixture(scope="module")
-def blocks_folder(corpus_file, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("blocks") / "data"
-    prepare(DataConfig(source=str(corpus_file), vocab_size=300, token_len=12), folder)
-    return folder
-
-
 @pytest.fixture
-def blocks(blocks_folder, tmp_path):
-    return shutil.copytree(blocks_folder, tmp_path / "data")
-
-
-def first(index: dict) -> dict:
-    return index["splits"]["train"]["shards"][0]
+def blocks(corpus_file, tmp_path):
+    """Prepared text to tamper with."""
+    prepare(DataConfig(source=str(corpus_file), vocab_size=300, token_len=12), tmp_path / "data")
+    return tmp_path / "data"
 
 
 LYING_INDEXES = {
-    "a shard above": lambda i: first(i).update(file="../../etc/passwd"),
-    "more rows": lambda i: first(i).update(rows=10**9),
+    "a shard above": lambda i: i["splits"]["train"]["shards"][0].update(file="../../etc/passwd"),
+    "more rows": lambda i: i["splits"]["train"]["shards"][0].update(rows=10**9),
     "objects": lambda i: i.update(dtype="object"),
     "no length": lambda i: i.pop("token_len"),
     "a smaller vocabulary": lambda i: i.update(vocab_size=9),
@@ -253,7 +234,7 @@ def test_names_of_files_and_homes_need_not_be_text(tmp_path, capsys):
     with open(os.fsencode(tmp_path) + b"/d\xff/caf\xe9\n.txt", "w") as file:
         file.write("some words here\n")
     assert list(open_corpus(DataConfig(source=str(tmp_path))).stream(0)) == ["some words here"]
-    assert "nobody-has" in refusal(capsys, "prepare", "~nobody-has-this-name/x.txt", "--out", tmp_path / "out", "--quiet")
+    assert "nobody-has" in refusal(capsys, ["prepare", "~nobody-has-this-name/x.txt", "--out", tmp_path / "out"], 1)
 
 
 def test_token_ids_that_are_none(tmp_path):

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,9 @@ from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.util.rng import RowNoise
 
 PATH = Path(__file__).parent.parent / "examples" / "jpeg_dlm_in_one_file.py"
-SIZES = {
-    "data__vocab_size": 40,
-    "model__freq_dim": 32,
-    "model__proj_dim": 16,
-    "model__time_tokens": 1,
-    "model__sc_tokens": 1,
-    "model__mode_tokens": 1,
-    "model__depth": 2,
-    "objective__standardize_steps": 0,
-    "train__steps": 40,
-}
+SIZES = {f"model__{name}": 1 for name in ("time_tokens", "sc_tokens", "mode_tokens")}
+SIZES |= {"data__vocab_size": 40, "model__freq_dim": 32, "model__proj_dim": 16, "model__depth": 2}
+SIZES |= {"objective__standardize_steps": 0, "train__steps": 40}
 # Names in the package, which are those of the released checkpoints, and names in the file.
 RENAMED = {
     r"\.net\.4\.": ".3.",
@@ -73,26 +66,16 @@ def renamed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def both(one_file):
     package = micro_model(**SIZES)
     c = micro_config(**SIZES)
-    m = c.model
-    options = one_file.Options(
-        vocab_size=c.data.vocab_size,
-        token_len=c.data.token_len,
-        latent_len=m.latent_len,
-        latent_dim=m.latent_dim,
-        feature_dim=c.encoder.feature_dim,
-        bottleneck=m.bottleneck_dim,
-        codec_layers=m.codec_layers,
-        codec_heads=m.codec_heads,
-        hidden=m.hidden,
-        depth=m.depth,
-        heads=m.heads,
-        position_scale=m.position_scale,
-        decode_residual=m.decode_residual,
-        sigreg_weight=c.objective.sigreg_weight,
-        sigreg_slices=c.objective.sigreg_slices,
-        steps=c.train.steps,
-    )
-    mine = one_file.JpegDlm(options)
+    known = {"bottleneck": c.model.bottleneck_dim}
+    for group in (
+        c.data,
+        c.encoder,
+        c.model,
+        c.objective,
+        c.train,
+    ):  # the names are the same; the sizes of the model win over the encoder's
+        known |= {f.name: getattr(group, f.name) for f in fields(one_file.Options) if hasattr(group, f.name)}
+    mine = one_file.JpegDlm(one_file.Options(**known))
     mine.load_state_dict(renamed(package.state_dict()))
     return package, mine
 
@@ -107,24 +90,17 @@ def test_losses_and_gradients(both, step):
     losses = mine.losses(tokens, mask, package.features(batch), noise, step)
     assert losses.keys() == expected.keys()
     for name, loss in losses.items():
-        torch.testing.assert_close(loss, expected[name], rtol=2e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        assert torch.allclose(loss, expected[name], rtol=2e-4, atol=1e-5), (name, loss, expected[name])
     for ours, theirs in zip((mine, package), (losses, expected), strict=True):
         ours.zero_grad()
         sum(theirs.values()).backward()
     for part in ("lm_head.weight", "dit.t_emb_tokens", "compressor.latents", "decompressor.base_query"):
-        torch.testing.assert_close(
-            mine.get_parameter(part).grad,
-            package.get_parameter(part).grad,
-            rtol=2e-3,
-            atol=1e-4,
-            msg=lambda t, p=part: f"{p}: {t}",
-        )
+        gradients = (model.get_parameter(part).grad for model in (mine, package))
+        assert torch.allclose(*gradients, rtol=2e-3, atol=1e-4), part
     torch.testing.assert_close(mine.latent_scale, package.latent_scale, rtol=1e-4, atol=1e-5)
 
 
 def test_samples(both):
-    from dataclasses import replace
-
     package, mine = both
     sampler = replace(package.config.sampler, steps=5, grid="uniform", solver="euler", w=2.0)
     expected = package.eval().sample(sampler, RowNoise(4, range(16)))

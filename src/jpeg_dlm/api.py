@@ -19,8 +19,7 @@ from torch import Tensor
 from jpeg_dlm.checkpoints.model_folder import BUNDLED_FOLDER, ModelParts, named_folder, read_model, write_model
 from jpeg_dlm.config import validate
 from jpeg_dlm.encoders import FrozenEncoder
-from jpeg_dlm.export.folder import is_exported, onnx_backend, read_exported
-from jpeg_dlm.export.runtime import PRECISIONS, OnnxNetworks, Precision
+from jpeg_dlm.export.onnx_model import PRECISIONS, OnnxNetworks, Precision, is_exported, onnx_backend, read_exported
 from jpeg_dlm.flow.guidance import EditSource, Guidance, Guide, contains
 from jpeg_dlm.flow.sampler import Capability, TextSampler, Watch
 from jpeg_dlm.methods.base import FREE, Batch, Method, require_capability

@@ -9,32 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import MICRO, perturb
+from micro import micro_model
 
 from jpeg_dlm.methods.base import FREE
-from jpeg_dlm.methods.registry import build_method, for_method
-from jpeg_dlm.options import override
-from jpeg_dlm.presets import preset
 from jpeg_dlm.serve.batching import BatchingService, StackedNoise
 from jpeg_dlm.util.errors import UsageError
 from jpeg_dlm.util.rng import RowNoise
-
-
-@pytest.fixture(scope="module")
-def method():
-    torch.manual_seed(0)
-    return perturb(build_method(override(preset("smoke"), MICRO)).eval())
-
-
-class Counting:
-    """Tells what reached the sampler."""
-
-    def __init__(self, method) -> None:
-        self.method, self.batches, self.device = method, [], method.device
-
-    def sample(self, sampler, noise, watch=None, fixed_BL=None):
-        self.batches.append(len(noise.rows))
-        return self.method.sample(sampler, noise, watch, fixed_BL)
 
 
 class Gate:
@@ -54,20 +34,32 @@ class Gate:
         return torch.tensor([[part.seed, row] for part in noise.parts for row in part.rows])
 
 
+class Counting(Gate):
+    """Counts the rows that reach the sampler of a method."""
+
+    def __init__(self, method) -> None:
+        self.method, self.batches = method, []
+
+    def sample(self, sampler, noise, watch=None, fixed_BL=None):
+        self.batches.append(len(noise.rows))
+        return self.method.sample(sampler, noise, watch, fixed_BL)
+
+
 @contextmanager
 def busy(gate: Gate, *args):
     """A service whose thread is held by a first request, so that what follows piles up until the gate opens."""
     with closing(BatchingService(*args, max_wait_s=0)) as service:
-        first = service.submit(gate, 1, "first")
+        first = service.submit(gate, range(1), "first")
         assert gate.entered.wait(60)
         try:
             yield service
         finally:
             gate.open.set()
-        assert first.result(60).tolist() == [[0, 0]]
+        assert rows(first) == [[0, 0]]
 
 
-# ---------------------------------------------------------------- noise
+def rows(futures, timeout=60):
+    return torch.cat([future.result(timeout) for future in futures]).tolist()
 
 
 def test_only_the_grid_may_be_shared_by_several_seeds():
@@ -80,37 +72,26 @@ def test_only_the_grid_may_be_shared_by_several_seeds():
         mixed.shared("other")
 
 
-# ---------------------------------------------------------------- equal to sampling alone
-
-
 @pytest.mark.parametrize("max_batch", [5, 64])
-def test_mixed_requests_from_many_threads_get_what_they_would_get_alone(method, max_batch):
-    rng = random.Random(max_batch)
-    base = method.config.sampler
+def test_mixed_requests_from_many_threads_get_what_they_would_get_alone(max_batch):
+    rng, method = random.Random(max_batch), micro_model()
+    base, counting = method.config.sampler, Counting(method)
     options = [base, replace(base, solver="sde"), replace(base, grid="random", steps=4), replace(base, w=1.5)]
-    requests = [(rng.randint(1, 7), rng.choice(options), rng.randrange(3), rng.randrange(5)) for _ in range(40)]
-    counting = Counting(method)
+    firsts = [(rng.randint(1, 7), rng.randrange(5), rng.choice(options), rng.randrange(3)) for _ in range(40)]
+    requests = [(range(first, first + n), sampler, seed) for n, first, sampler, seed in firsts]
     with closing(BatchingService(max_batch)) as service, ThreadPoolExecutor(16) as threads:
-        sampled = list(threads.map(lambda request: service.submit(counting, *request).result(60), requests))
-    for (n, sampler, seed, first), tokens in zip(requests, sampled, strict=True):
-        assert torch.equal(tokens, method.sample(sampler, RowNoise(seed, range(first, first + n)))), (n, sampler, seed, first)
+        sampled = list(threads.map(lambda request: rows(service.submit(counting, *request)), requests))
+    for (numbers, sampler, seed), tokens in zip(requests, sampled, strict=True):
+        assert tokens == method.sample(sampler, RowNoise(seed, numbers)).tolist(), (numbers, sampler, seed)
     assert max(counting.batches) <= max_batch
 
 
-def test_requests_of_several_seeds_share_one_batch(method):
-    counting = Counting(method)
-    with closing(BatchingService(6, max_wait_s=60)) as service:
-        futures = [service.submit(counting, 2, method.config.sampler, seed) for seed in range(3)]
-        assert [len(future.result(60)) for future in futures] == [2, 2, 2]
-    assert counting.batches == [6]
-
-
-def test_a_large_request_is_split_and_others_join_its_last_part():
+def test_texts_of_several_seeds_share_batches_in_their_order():
     gate = Gate()
     with busy(gate, 4) as service:
-        large, small = service.submit(gate, 6, "x", seed=1), service.submit(gate, 1, "x", seed=2)
+        large, small = service.submit(gate, range(6), "x", seed=1), service.submit(gate, range(1), "x", seed=2)
         gate.open.set()
-        assert large.result(60).tolist() == [[1, row] for row in range(6)] and small.result(60).tolist() == [[2, 0]]
+        assert rows(large) == [[1, row] for row in range(6)] and rows(small) == [[2, 0]]
     assert gate.batches == [[0], [0, 1, 2, 3], [4, 5, 0]]
 
 
@@ -118,28 +99,24 @@ def test_a_full_batch_starts_at_once_and_a_lone_request_after_its_wait():
     gate, observed = Gate(), []
     gate.open.set()
     with closing(BatchingService(2, max_wait_s=60, observe=lambda rows, seconds: observed.append(rows))) as service:
-        assert [len(f.result(30)) for f in (service.submit(gate, 1, "x"), service.submit(gate, 1, "x"))] == [1, 1]
+        assert len(rows([*service.submit(gate, range(1), "x"), *service.submit(gate, range(1), "x")])) == 2
         service.call(lambda _: None).result(60)
     assert observed == [2]
     with closing(BatchingService(2, max_wait_s=0.01)) as service:
-        assert len(service.submit(gate, 1, "x").result(30)) == 1
-
-
-# ---------------------------------------------------------------- errors, cancellation, the end
+        assert len(rows(service.submit(gate, range(1), "x"))) == 1
 
 
 def test_an_error_reaches_only_who_caused_it():
     gate = Gate()
     with busy(gate, 8) as service:
-        good, bad = [service.submit(gate, 2, "x", seed) for seed in (1, 2)], service.submit(gate, 1, "x", seed=13)
-        split, other = service.submit(gate, 20, "y", seed=13), service.submit(gate, 1, "bad")
+        good, bad = [service.submit(gate, range(2), "x", seed) for seed in (1, 2)], service.submit(gate, range(1), "x", 13)
+        other = service.submit(gate, range(1), "bad")
         gate.open.set()
-        assert [future.result(60).tolist() for future in good] == [[[seed, 0], [seed, 1]] for seed in (1, 2)]
-        for future in (bad, split, other):
+        assert [rows(futures) for futures in good] == [[[seed, 0], [seed, 1]] for seed in (1, 2)]
+        for futures in (bad, other):
             with pytest.raises(ValueError, match="unlucky"):
-                future.result(60)
-        assert len(service.submit(gate, 1, "x", seed=4).result(60)) == 1  # and it goes on
-    assert gate.batches.count(list(range(8))) == 1 and list(range(8, 16)) not in gate.batches  # the rest was dropped
+                rows(futures)
+        assert len(rows(service.submit(gate, range(1), "x", seed=4))) == 1  # and it goes on
 
 
 def test_a_batch_for_which_nobody_waits_stops_at_its_next_step():
@@ -155,9 +132,9 @@ def test_a_batch_for_which_nobody_waits_stops_at_its_next_step():
     gate = Gate()
     gate.open.set()
     with closing(BatchingService(max_wait_s=0)) as service:
-        future = service.submit(Endless(), 100, "x")  # its second batch must not start either
-        assert began.wait(60) and future.cancel()
-        assert service.submit(gate, 1, "x", seed=4).result(60).tolist() == [[4, 0]] and service.waiting == 0
+        futures = service.submit(Endless(), range(100), "x")  # its second batch must not start either
+        assert began.wait(60) and all(future.cancel() for future in reversed(futures))
+        assert rows(service.submit(gate, range(1), "x", seed=4)) == [[4, 0]] and service.waiting == 0
 
 
 def test_calls_run_in_the_same_thread_between_batches():
@@ -173,29 +150,25 @@ def test_calls_run_in_the_same_thread_between_batches():
 def test_closing_finishes_what_was_asked_for():
     gate = Gate()
     with busy(gate, 1) as service:
-        waiting = [service.submit(gate, 1, "x", seed) for seed in range(3)]
+        waiting = [service.submit(gate, range(1), "x", seed) for seed in range(3)]
         assert service.alive
-    assert [future.result(0).tolist() for future in waiting] == [[[seed, 0]] for seed in range(3)]
+    assert [rows(futures, 0) for futures in waiting] == [[[seed, 0]] for seed in range(3)]
     assert not service.alive and not service._thread.is_alive()
     with pytest.raises(UsageError, match="closed"):
-        service.submit(gate, 1, "x")
-
-
-# ---------------------------------------------------------------- given tokens
+        service.submit(gate, range(1), "x")
 
 
 @pytest.mark.parametrize("name", ["ar", "mdlm", "sedd", "duo"])
 def test_given_tokens_of_several_requests_share_a_batch(name):
-    torch.manual_seed(0)
-    method = perturb(build_method(for_method(override(preset("smoke"), MICRO), name)).eval())
-    counting, sampler, rows = Counting(method), method.config.sampler, []
-    for length in (1, 3, 7):
-        rows.append(torch.full((12,), FREE))
-        rows[-1][:length] = torch.arange(length) + 20
+    method = micro_model(name)
+    counting, sampler, given = Counting(method), method.config.sampler, []
+    for length in (1, 3, 7, 1):
+        given.append(torch.full((12,), FREE))
+        given[-1][:length] = torch.arange(length) + 20
     with closing(BatchingService(8, max_wait_s=60)) as service:
-        futures = [service.submit(counting, 2, sampler, seed, fixed_L=row) for seed, row in enumerate([*rows, rows[0]])]
-        sampled = [future.result(60) for future in futures]
+        futures = [service.submit(counting, range(2), sampler, seed, row) for seed, row in enumerate(given)]
+        sampled = [torch.tensor(rows(texts)) for texts in futures]
     assert counting.batches == [8]
-    for seed, (row, tokens) in enumerate(zip([*rows, rows[0]], sampled, strict=True)):
+    for seed, (row, tokens) in enumerate(zip(given, sampled, strict=True)):
         assert torch.equal(tokens, method.sample(sampler, RowNoise(seed, range(2)), fixed_BL=row.expand(2, -1)))
         assert torch.equal(tokens[:, row != FREE], row[row != FREE].expand(2, -1))

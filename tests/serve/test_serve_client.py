@@ -17,27 +17,17 @@ def client():
         assert server.stop() == 0
 
 
-@pytest.fixture(scope="module")
-def model():
-    return load(None, "cpu")
-
-
-def test_completions(client, model):
+def test_completions_and_embeddings(client):
+    model = load(None, "cpu")
     assert [one.id for one in client.models.list()] == ["bundled"]
     answer = client.completions.create(model="bundled", prompt="", n=3, seed=5)
     assert [choice.text for choice in answer.choices] == list(model.generate(3, seed=5))
     assert {choice.finish_reason for choice in answer.choices} <= {"stop", "length"} and answer.usage.completion_tokens > 0
     fast = client.completions.create(model="bundled", prompt="", seed=5, extra_body={"steps": 11, "w": 2.5})
     assert fast.choices[0].text == model.generate(1, seed=5, steps=11, w=2.5)[0]
-
-
-def test_streaming(client, model):
     with client.completions.create(model="bundled", prompt="", n=4, seed=6, max_tokens=40, stream=True) as stream:
         texts = {choice.index: choice.text for chunk in stream for choice in chunk.choices}
     assert texts == dict(enumerate(model.generate(4, seed=6)))
-
-
-def test_embeddings(client, model):
     texts = ["A dog is running in the grass.", "Two men are playing chess."]
     answer = client.embeddings.create(model="bundled", input=texts)  # the client asks for base64
     assert torch.allclose(torch.tensor([one.embedding for one in answer.data]), model.encode(texts).mean(1), atol=1e-4)

@@ -8,7 +8,7 @@ from serving import PATIENCE, eventually, in_thread
 
 from jpeg_dlm import load
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.serve.app import Limits, Service
+from jpeg_dlm.serve.app import Service
 from jpeg_dlm.serve.models import serve_model
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ class Page:
 
 def test_the_page(browser):
     model, page = load(None, "cpu"), Page(browser)
-    with in_thread(Service({"bundled": serve_model("bundled", model)}, Limits(seconds=PATIENCE))) as client:
+    with in_thread(Service({"bundled": serve_model("bundled", model)}, limit_s=PATIENCE)) as client:
         address = f"http://127.0.0.1:{client.port}/"
         browser.get(address)
         eventually(lambda: page.texts("#write [name=model] option"))

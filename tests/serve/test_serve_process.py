@@ -1,9 +1,7 @@
 """Server processes under load and with faults: no answer is lost or wrong."""
 
 import contextlib
-import functools
 import json
-import random
 import signal
 import socket
 import subprocess
@@ -13,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from refusals import refusal
 from serving import PATIENCE, eventually, process
 
 from jpeg_dlm import load
-from jpeg_dlm.cli.main import build_parser, main
+from jpeg_dlm.cli.main import build_parser
 
 pytest_plugins = ["stand_in"]  # fixtures
 CLIENT = """
@@ -29,53 +28,19 @@ connection.getresponse().read()
 """
 
 
-def refusal(capsys, *words):
-    assert main(["serve", *map(str, words)]) != 0
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
-
-
 def test_what_cannot_be_served_is_one_sentence(capsys, tmp_path):
+    def refused(*words):
+        return refusal(capsys, ["serve", *words], (1, 2))
+
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert "in use" in refusal(capsys, "--port", taken.getsockname()[1])
-    assert "--port" in refusal(capsys, "--port", "70000")
-    assert "nothing" in refusal(capsys, tmp_path / "nothing", "--port", "0")
-    assert "Cannot listen" in refusal(capsys, "--host", "192.0.2.1", "--port", "0")
+        assert "in use" in refused("--port", taken.getsockname()[1])
+    assert "--port" in refused("--port", "70000")
+    assert "nothing" in refused(tmp_path / "nothing", "--port", "0")
+    assert "Cannot listen" in refused("--host", "192.0.2.1", "--port", "0")
     (tmp_path / "keys").write_text("")
-    assert "no key" in refusal(capsys, "--keys", tmp_path / "keys", "--port", "0")
-
-
-@pytest.mark.slow
-def test_64_clients_get_what_generate_gives():
-    """Mixed requests, some of which share batches; every answer is compared."""
-    rng, model = random.Random(0), load(None, "cpu")
-    samplers = [{}, {"steps": 8, "solver": "euler"}, {"steps": 11, "w": 2.0}]
-    counts = [{"n": n, "stream": stream} for n, stream in ((1, False), (1, True), (2, False), (5, True))]
-    requests = [(rng.randrange(50), rng.choice(counts), rng.choice(samplers)) for _ in range(96)]
-
-    def answer(request):
-        seed, count, sampler = request
-        reply = server.ask("/v1/completions", {"seed": seed, **count, **sampler})
-        assert reply.status == 200, reply.body
-        parts = reply.events if count["stream"] else [reply.json]
-        texts = {choice["index"]: choice["text"] for part in parts for choice in part["choices"]}
-        return [texts[i] for i in range(count["n"])]
-
-    def batched():
-        lines = server.ask("/metrics").body.decode().splitlines()
-        values = dict(line.split() for line in lines if line.startswith("jpeg_dlm_batch_rows_") and "{" not in line)
-        return float(values["jpeg_dlm_batch_rows_sum"]), float(values["jpeg_dlm_batch_rows_count"])
-
-    with process("--time-limit", "900") as server, ThreadPoolExecutor(64) as threads:
-        answers, rows = list(threads.map(answer, requests)), sum(count["n"] for _, count, _ in requests)
-        eventually(lambda: batched()[0] == rows)  # a batch is counted just after its last answer
-        assert batched()[1] < rows / 4
-        assert server.stop() == 0
-    known = functools.cache(lambda seed, options: list(model.generate(5, seed=seed, **dict(options))))
-    for (seed, count, sampler), texts in zip(requests, answers, strict=True):
-        assert texts == known(seed, tuple(sampler.items()))[: count["n"]], (seed, sampler)
+    assert "no key" in refused("--keys", tmp_path / "keys", "--port", "0")
 
 
 @pytest.mark.slow

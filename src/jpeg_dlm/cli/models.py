@@ -118,17 +118,16 @@ def run_import(args: argparse.Namespace) -> None:
 
     published = read_published(args.path, args.weights)
     base = "" if args.preset == BY_FILE else args.preset
-    imported = import_published(published, options, method, base, args.tokenizer)
-    parts = imported.parts
+    parts, assumed, of_preset = import_published(published, options, method, base, args.tokenizer)
     write_model(parts, args.out)
 
     which = " (averaged weights)" if published.weights == "ema" else ""
     data, parameters = parts.config.data, sum(t.numel() for t in published.tensors.values())
     sizes = f"{parameters:,} parameters, {data.token_len} tokens, vocabulary {data.vocab_size:,}"
     print(f"Imported {parts.method.title}{which}: {sizes}, into '{args.out}'.")
-    if imported.assumed:
-        print(f"Not stated in the file, so assumed: {_values(imported.assumed, parts.config)}.")
-    print(f"Of preset {parts.config.preset}, as no weights tell them: {_values(imported.of_preset, parts.config)}.")
+    if assumed:
+        print(f"Not stated in the file, so assumed: {_values(assumed, parts.config)}.")
+    print(f"Of preset {parts.config.preset}, as no weights tell them: {_values(of_preset, parts.config)}.")
 
 
 def _values(names: Sequence[str], config: Config) -> str:
@@ -165,7 +164,7 @@ def run_export(args: argparse.Namespace) -> None:
     if args.blend:
         blend(parts, named_model(args.blend), 0.5 if args.share is None else args.share)
     if args.format == "onnx":
-        from jpeg_dlm.export.folder import write_exported
+        from jpeg_dlm.export.onnx_model import write_exported
 
         write_exported(parts, args.out, args.precision or "fp32")
     else:

@@ -9,8 +9,6 @@ from pathlib import Path
 from jpeg_dlm.cli.generate import add_backend
 from jpeg_dlm.cli.parser import Parser, number, positive, whole
 
-BACKLOG = 2048  # connections that wait to be accepted
-
 
 def add_serve_arguments(parser: Parser) -> None:
     models = "model folders, runs or checkpoints, as PATH or NAME=PATH; 'bundled' is the bundled model (default: bundled)"
@@ -28,16 +26,16 @@ def add_serve_arguments(parser: Parser) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> None:
-    from jpeg_dlm.serve.app import Limits, Service, address_of, bind, run_server
-    from jpeg_dlm.serve.middleware import read_keys
+    from jpeg_dlm.serve.app import Service, bind, run_server
+    from jpeg_dlm.serve.http import read_keys
     from jpeg_dlm.serve.models import load_models
 
     keys = read_keys(args.keys) if args.keys else ()
     bound = bind(args.host, args.port)  # before the models are loaded, which takes longer
     models = load_models(args.models, args.device, args.backend, args.precision)
-    service = Service(models, Limits(args.time_limit, args.queue, args.batch), keys)
-    bound.listen(BACKLOG)
-    print(f"Serving {', '.join(models)} at {address_of(bound)}. Ctrl-C ends it.", file=sys.stderr, flush=True)
+    service = Service(models, args.time_limit, args.queue, args.batch, keys)
+    address = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{bound.getsockname()[1]}"
+    print(f"Serving {', '.join(models)} at {address}. Ctrl-C ends it.", file=sys.stderr, flush=True)
     run_server(service, bound, args.cors, args.log)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,24 +65,17 @@ class Published:
 
     def facts(self) -> dict[str, int]:
         """Options that the notes tell and the tensors do not."""
-        stated = {name: [dig(self.notes, *path) for path in paths] for name, paths in FACTS.items()}
-        numbers = {name: [value for value in values if type(value) is int] for name, values in stated.items()}
-        return {name: values[0] for name, values in numbers.items() if values}
-
-
-@dataclass(frozen=True)
-class Imported:
-    """The model, the sizes that nothing in the file told, and the other options that only the preset tells."""
-
-    parts: ModelParts
-    assumed: tuple[str, ...]
-    of_preset: tuple[str, ...]
+        stated = [(name, dig(self.notes, *path)) for name, paths in FACTS.items() for path in reversed(paths)]
+        return {name: value for name, value in stated if type(value) is int}
 
 
 def import_published(
     published: Published, options: Mapping[str, Any], method: str = "", base: str = "", tokenizer: Path | None = None
-) -> Imported:
-    """The model of a checkpoint; `options` win over what it says of itself, the preset `base` tells the rest."""
+) -> tuple[ModelParts, list[str], list[str]]:
+    """The model of a checkpoint, the sizes that nothing in the file told, and the other options that only the preset tells.
+
+    `options` win over what the file says of itself, and the preset `base` tells the rest.
+    """
     method = method or published.method
     known = system_class(method).signature or CheckpointSignature()
     for path, wanted in known.fixed.items():
@@ -99,9 +91,9 @@ def import_published(
     except UsageError as error:
         raise CheckpointError(f"The sizes in '{published.path}' do not fit together: {error}") from error
     given = {*facts, *(name.replace("-", "_") for name in options)}
-    assumed = tuple(name for name in known.not_in_tensors if name not in given)
-    of_preset = tuple(name for name in OF_PRESET if name in option_names(config) and name not in given)
-    return Imported(_model(published, config, tokenizer), assumed, of_preset)
+    assumed = [name for name in known.not_in_tensors if name not in given]
+    of_preset = [name for name in OF_PRESET if name in option_names(config) and name not in given]
+    return _model(published, config, tokenizer), assumed, of_preset
 
 
 def _sized(published: Published, method: str, start: Config) -> Config:
@@ -179,8 +171,8 @@ def _chosen(path: Path, saved: Any, notes: Mapping[str, Any], weights: Weights |
         weights = "raw" if average is None else "ema"
     if weights == "ema":
         tensors = _averaged(tensors, average, path)
-    own = dig(saved, "hyper_parameters")
-    return Published(path, tensors, own if isinstance(own, dict) else notes, weights)
+    config = dig(saved, "hyper_parameters", "config")
+    return Published(path, tensors, notes if config is None else {"config": config}, weights)
 
 
 def _averaged(tensors: dict[str, Tensor], average: Any, path: Path) -> dict[str, Tensor]:
@@ -233,7 +225,7 @@ def _system_of_notes(notes: Mapping[str, Any]) -> str | None:
     algo, parameterization = dig(notes, "config", "algo", "name"), dig(notes, "config", "parameterization")
     hub = str([notes.get(key) for key in ("model_type", "architectures", "auto_map")]).lower()
     candidates = (
-        [name for name, p in known.items() if any(fnmatchcase(str(algo), pattern) for pattern in p.algo)],
+        [name for name, p in known.items() if algo in p.algo],
         [name for name, p in known.items() if p.parameterization and p.parameterization == parameterization],
         [name for name, p in known.items() if p.keys and p.keys <= notes.keys()],
         [name for name, p in known.items() if p.hub and p.hub in hub],

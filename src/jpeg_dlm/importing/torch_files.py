@@ -87,14 +87,16 @@ class _Unpickler(pickle.Unpickler):
     """Reads the pickle of an archive with `Stub` in place of every name that it does not know."""
 
     def __init__(self, archive: zipfile.ZipFile, content: mmap.mmap) -> None:
-        self.archive, self.content = archive, content
+        self.archive, self.content, self.names = archive, content, dict(_KNOWN)
         program = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
         self.folder = program.removesuffix("data.pkl")
         super().__init__(io.BytesIO(archive.read(program)), encoding="utf-8")
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}".replace("__builtin__.", "builtins.")  # the name of Python 2, which protocol 2 writes
-        return _KNOWN[full] if full in _KNOWN else type("Stub", (Stub,), {"name": full})
+        if full not in self.names:
+            self.names[full] = type("Stub", (Stub,), {"name": full})
+        return self.names[full]
 
     def persistent_load(self, pid: Any) -> Any:
         """Return a storage, given as ("storage", type, member, device, length), as a vector."""

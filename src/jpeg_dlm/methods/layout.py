@@ -15,7 +15,7 @@ from jpeg_dlm.util.errors import CheckpointError
 class CheckpointSignature:
     """Facts about the authors' own checkpoints of a system: how to recognize and read them."""
 
-    algo: tuple[str, ...] = ()  # patterns of its names in config.algo.name of Lightning's hyperparameters (Duo, FLM)
+    algo: tuple[str, ...] = ()  # its names in config.algo.name of Lightning's hyperparameters (Duo, FLM)
     parameterization: str = ""  # its name in config.parameterization there (MDLM)
     hub: str = ""  # its name in model_type, architectures or auto_map of a config on the Hugging Face hub
     keys: frozenset[str] = frozenset()  # keys that its config alone has

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import prometheus_client
 from fastapi import APIRouter, Depends, FastAPI
@@ -25,13 +23,11 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from jpeg_dlm import __version__
 from jpeg_dlm.serve import codec, schemas
 from jpeg_dlm.serve.batching import MAX_BATCH, BatchingService
-from jpeg_dlm.serve.http import ApiError, all_done, api_error, while_connected
+from jpeg_dlm.serve.http import ApiError, Metrics, RequestMiddleware, all_done, api_error, check_key, while_connected
 from jpeg_dlm.serve.jobs import CompletionJob, TrajectoryJob
-from jpeg_dlm.serve.middleware import Metrics, RequestMiddleware, check_key
 from jpeg_dlm.serve.models import Served
 from jpeg_dlm.util.errors import JpegDlmError, UsageError
 
-LOGGER = logging.getLogger(__name__)
 GRACE_S = 5.0  # beyond the limit of a request
 SSE_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second tells nginx to pass events on at once
 # Only files of this server run, and only this server is asked.
@@ -47,22 +43,23 @@ PAGE = {"/": "serve/page/index.html", "/page.js": "serve/page/page.js", "/page.c
 PAGE |= {f"/{name}": f"report/{name}" for name in ("player.js", "player.css", "style.css")}
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The most that the service takes on."""
-
-    seconds: float = 60.0  # for one request
-    queue: int = 1024  # texts that wait
-    batch: int = MAX_BATCH
-
-
 class Service:
-    """The models, the queue in front of them, and everything that requests share."""
+    """The models, the queue in front of them, and everything that requests share.
 
-    def __init__(self, models: Mapping[str, Served], limits: Limits, keys: Sequence[bytes] = ()) -> None:
-        self.models, self.limits, self.keys = models, limits, keys
+    A request may take `limit_s` seconds; `queue` texts may wait, and `batch` are written at once.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Served],
+        limit_s: float = 60.0,
+        queue: int = 1024,
+        batch: int = MAX_BATCH,
+        keys: Sequence[bytes] = (),
+    ) -> None:
+        self.models, self.limit_s, self.keys = models, limit_s, keys
         self.metrics = Metrics(lambda: self.batching.waiting)
-        self.batching = BatchingService(limits.batch, max_queue=limits.queue, observe=self.metrics.observe_batch)
+        self.batching = BatchingService(batch, max_queue=queue, observe=self.metrics.observe_batch)
 
     def find(self, name: str | None) -> Served:
         """Return a model by name, or the first one."""
@@ -73,37 +70,35 @@ class Service:
             raise ApiError(404, f"There is no model '{name[:80]}': choose one of {known}.", "model", "model_not_found")
         return self.models[name]
 
-    def to_api_error(self, error: Exception) -> ApiError:
-        """Return the answer to an error; log it if it is the server's own."""
-        answer = api_error(error)
-        if answer.status_code >= 500 and not isinstance(error, ApiError):
-            LOGGER.error("The server failed on a request.", exc_info=error)
-        return answer
-
     async def answer(self, job: CompletionJob | TrajectoryJob, request: Request, stream: bool) -> Response:
         """Answer with all texts, or with events, in which an error after the first is an event too."""
-        limit_s = self.limits.seconds
         if not stream:
-            return JSONResponse(await while_connected(request, job.answer(limit_s)))
+            return JSONResponse(await while_connected(request, job.answer(self.limit_s)))
 
         async def events() -> AsyncIterator[str]:
             try:
-                async for chunk in job.chunks(limit_s):
+                async for chunk in job.chunks(self.limit_s):
                     yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
                 yield "data: [DONE]\n\n"
             except Exception as error:
-                yield f"data: {json.dumps(self.to_api_error(error).as_json())}\n\n"
+                yield f"data: {json.dumps(api_error(error).as_json())}\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream", headers=SSE_HEADERS)
 
-    async def use_codec(self, verb: str, act: Callable[[Served, Any], Any], body: Any, request: Request) -> Response:
-        """Answer with what a function of `codec` returns; it runs in the thread of the queue."""
-        served = self.find(body.model)
-        if not served.can[verb]:
-            raise ApiError(422, f"{served.title} cannot {verb} texts: use a model that `/v1/models` says can.", "model")
-        future = self.batching.call(lambda _: act(served, body))
-        (content,) = await while_connected(request, all_done([future], self.limits.seconds))
-        return JSONResponse(content)
+    def codec_route(self, act: Callable[[Served, Any], Any]) -> Callable[[Any, Request], Awaitable[Response]]:
+        """Return a route that answers with what a function of `codec` returns; this runs in the thread of the queue."""
+        verb = act.__name__
+
+        async def route(body: Any, request: Request) -> Response:
+            served = self.find(body.model)
+            if not served.can[verb]:
+                raise ApiError(422, f"{served.title} cannot {verb} texts: use a model that `/v1/models` says can.", "model")
+            future = self.batching.call(lambda _: act(served, body))
+            (content,) = await while_connected(request, all_done([future], self.limit_s))
+            return JSONResponse({"object": "list", "model": served.name} | content)
+
+        route.__annotations__["body"] = get_type_hints(act)["request"]  # from which FastAPI takes the schema
+        return route
 
 
 def api_routes(service: Service) -> APIRouter:
@@ -125,25 +120,13 @@ def api_routes(service: Service) -> APIRouter:
         """Write texts and return what they would be after each step."""
         return await service.answer(TrajectoryJob(service.find(body.model), body, service.batching), request, body.stream)
 
-    @router.post("/v1/embeddings")
-    async def embeddings(body: schemas.EmbeddingRequest, request: Request) -> Response:
-        """Encode texts: the mean of their latents, or all latents in a row."""
-        return await service.use_codec("embed", codec.embed, body, request)
-
-    @router.post("/v1/reconstruct")
-    async def reconstruct(body: schemas.Reconstruction, request: Request) -> Response:
-        """Encode and decode texts; tell for each token whether it came back at its place."""
-        return await service.use_codec("reconstruct", codec.reconstruct, body, request)
-
-    @router.post("/v1/interpolate")
-    async def interpolate(body: schemas.Interpolation, request: Request) -> Response:
-        """Decode points on the line between two texts."""
-        return await service.use_codec("interpolate", codec.interpolate, body, request)
-
-    @router.post("/v1/edit")
-    async def edit(body: schemas.Edit, request: Request) -> Response:
-        """Write variations of a text from its latents with noise."""
-        return await service.use_codec("edit", codec.edit, body, request)
+    for path, act in (
+        ("embeddings", codec.embed),
+        ("reconstruct", codec.reconstruct),
+        ("interpolate", codec.interpolate),
+        ("edit", codec.edit),
+    ):
+        router.add_api_route(f"/v1/{path}", service.codec_route(act), methods=["POST"], name=path, description=act.__doc__)
 
     @router.get("/v1/models")
     async def list_models() -> Response:
@@ -173,7 +156,7 @@ def build_app(service: Service, origins: Sequence[str] = ()) -> FastAPI:
         await asyncio.to_thread(service.batching.close)
 
     async def refuse(_: Request, error: Exception) -> Response:
-        return service.to_api_error(error).as_response()
+        return api_error(error).as_response()
 
     app = FastAPI(
         title="jpeg-dlm",
@@ -204,30 +187,19 @@ def build_app(service: Service, origins: Sequence[str] = ()) -> FastAPI:
 
     for path in PAGE:
         app.add_route(path, page, include_in_schema=False)
-    facts: dict[str, Any] = {"to_api_error": service.to_api_error, "metrics": service.metrics}
-    app.add_middleware(RequestMiddleware, limit_s=service.limits.seconds, **facts)
+    app.add_middleware(RequestMiddleware, limit_s=service.limit_s, metrics=service.metrics)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     return app
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket; it refuses connections until the server starts."""
+    """Return a socket that listens; connections wait until the server starts."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(f"Cannot listen on {host}, port {port} ({reason}): choose others with --host and --port.") from error
-    return bound
-
-
-def address_of(bound: socket.socket) -> str:
-    """Return the address of the page."""
-    host, port, *_ = bound.getsockname()
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def run_server(service: Service, bound: socket.socket, origins: Sequence[str] = (), log: bool = False) -> None:
@@ -245,16 +217,12 @@ def run_server(service: Service, bound: socket.socket, origins: Sequence[str] = 
         lifespan="on",
         ws="none",
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(service.limits.seconds + GRACE_S),
+        timeout_graceful_shutdown=int(service.limit_s + GRACE_S),
         proxy_headers=False,
     )
-    # uvicorn raises the signals it took again for the handlers that it found; here they have done their work.
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        server = uvicorn.Server(config)
-        server.run(sockets=[bound])
-        if server.force_exit:
-            sys.exit(1)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises again those that it took, after they have done their work
+        signal.signal(number, lambda *_: None)
+    server = uvicorn.Server(config)
+    server.run(sockets=[bound])
+    if server.force_exit:
+        sys.exit(1)

@@ -1,13 +1,14 @@
 """Samples many small requests from many threads in few batches; each request gets the same texts as alone.
 
 service = BatchingService()
-waiting = [service.submit(model.writer, 1, model.sampler_options(steps=8), seed=s) for s in range(40)]
-tokens = [future.result() for future in waiting]
+waiting = [future for s in range(40) for future in service.submit(model.writer, range(2), model.sampler_options(), seed=s)]
+rows = [future.result() for future in waiting]
 service.close()
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -61,17 +62,17 @@ class StackedNoise(RowNoise):
 
 @dataclass(eq=False)
 class Request:
-    """Rows that a caller waits for, or one call; `rows` are those still to be sampled, and `done` those that are."""
+    """A text that a caller waits for, or one call, which counts as so many `texts`."""
 
-    rows: range
     writer: TextSampler | None = None
     sampler: Any = None
     seed: int = 0
+    row: int = 0
     fixed_L: Tensor | None = None
     call: Callable[[Future[Any]], Any] | None = None
+    texts: int = 1
     arrived: float = field(default_factory=time.monotonic)
     future: Future[Any] = field(default_factory=Future)
-    done: list[Tensor] = field(default_factory=list)
 
     def fits(self, oldest: Request) -> bool:
         """Return whether it can share a batch; given tokens may choose another sampler, and random grids belong to a seed."""
@@ -88,15 +89,12 @@ class Request:
             pass
 
 
-Piece = tuple[Request, range]  # rows of one request that take part in a batch
-
-
 class BatchingService:
     """Works in one thread. Requests with the same writer and options share a batch; the one with the oldest request is first.
 
     A batch starts when it is full, when it has as many rows as the batch before, or when its oldest request has waited for
-    `max_wait_s` (after a long batch, for a share of its time). A request that does not fit is split. A batch whose futures
-    are all cancelled stops after its current step. Meanwhile only this thread may use the writers.
+    `max_wait_s` (after a long batch, for a share of its time). A batch whose futures are all cancelled stops after its
+    current step. Meanwhile only this thread may use the writers.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class BatchingService:
         max_queue: int | None = None,
         observe: Callable[[int, float], None] = lambda rows, seconds: None,
     ) -> None:
-        """Start the thread; `max_queue` bounds the rows that wait, and `observe(rows, seconds)` is called after every batch."""
+        """Start the thread; `max_queue` bounds the texts that wait, and `observe(rows, seconds)` is called after each batch."""
         self.max_batch, self.max_wait_s, self.max_queue, self.observe = max_batch, max_wait_s, max_queue, observe
         self._queue: list[Request] = []  # in the order of arrival
         self._before = (max_batch, 0.0)  # rows and seconds of the batch before
@@ -116,34 +114,34 @@ class BatchingService:
         self._thread.start()
 
     def submit(
-        self, writer: TextSampler, n: int, sampler: Any, seed: int = 0, first: int = 0, fixed_L: Tensor | None = None
-    ) -> Future[Tensor]:
-        """Request token ids (n, L) of samples `first` to `first + n - 1` of `seed`; all of them keep `fixed_L`."""
-        return self._add(Request(range(first, first + n), writer, sampler, seed, fixed_L))
+        self, writer: TextSampler, rows: range, sampler: Any, seed: int = 0, fixed_L: Tensor | None = None
+    ) -> list[Future[Tensor]]:
+        """Request the token ids (1, L) of each of these samples of `seed`, all or none; all of them keep `fixed_L`."""
+        return self._add([Request(writer, sampler, seed, row, fixed_L) for row in rows])
 
-    def call(self, function: Callable[[Future[Any]], Any], rows: int = 1) -> Future[Any]:
-        """Request the result of a function that uses a writer's model; in the queue it counts as so many rows.
+    def call(self, function: Callable[[Future[Any]], Any], texts: int = 1) -> Future[Any]:
+        """Request the result of a function that uses a writer's model; in the queue it counts as so many texts.
 
         It is called with its own future, so that it can stop when this is cancelled.
         """
-        return self._add(Request(range(rows), call=function))
+        return self._add([Request(call=function, texts=texts)])[0]
 
-    def _add(self, request: Request) -> Future[Any]:
+    def _add(self, requests: list[Request]) -> list[Future[Any]]:
         with self._changed:
             if self._closed:
                 raise UsageError("The service is closed: start another one.")
-            if self.max_queue is not None and self._waiting() + len(request.rows) > self.max_queue:
+            if self.max_queue is not None and self._waiting() + sum(r.texts for r in requests) > self.max_queue:
                 raise QueueFullError(f"{self._waiting()} texts wait already: try again later.")
-            self._queue.append(request)
+            self._queue += requests
             self._changed.notify()
-        return request.future
+        return [request.future for request in requests]
 
     def _waiting(self) -> int:
-        return sum(len(request.rows) for request in self._queue if not request.future.done())
+        return sum(request.texts for request in self._queue if not request.future.done())
 
     @property
     def waiting(self) -> int:
-        """The number of rows that wait for their batch."""
+        """The number of texts that wait for their batch."""
         with self._changed:
             return self._waiting()
 
@@ -162,72 +160,58 @@ class BatchingService:
     # ------------------------------------------------------------ in the thread
 
     def _work(self) -> None:
-        while pieces := self._next_batch():
-            began, rows = time.monotonic(), sum(len(rows) for _, rows in pieces)
-            self._run(pieces)
+        while batch := self._next_batch():
+            began = time.monotonic()
+            self._run(batch)
             seconds = time.monotonic() - began
-            if pieces[0][0].call is None:
-                self._before = (rows, seconds)
-                self.observe(rows, seconds)
+            if batch[0].call is None:
+                self._before = (len(batch), seconds)
+                self.observe(len(batch), seconds)
 
-    def _next_batch(self) -> list[Piece]:
+    def _next_batch(self) -> list[Request]:
         """Wait for the next batch and take it from the queue; empty once the service is closed and the queue is empty."""
         with self._changed:
             while True:
-                self._queue = [request for request in self._queue if request.rows and not request.future.done()]
+                self._queue = [request for request in self._queue if not request.future.done()]
                 if not self._queue:
                     if self._closed:
                         return []
                     self._changed.wait()
                     continue
                 oldest, (rows, seconds) = self._queue[0], self._before
-                companions = [request for request in self._queue if request.fits(oldest)]
+                batch = [request for request in self._queue if request.fits(oldest)][: self.max_batch]
                 left = oldest.arrived + max(self.max_wait_s, WAIT_SHARE * seconds) - time.monotonic()
-                enough = oldest.call or sum(len(request.rows) for request in companions) >= min(rows, self.max_batch)
-                if self._closed or enough or left <= 0:
-                    return self._take(companions)
+                if self._closed or oldest.call or len(batch) >= min(rows, self.max_batch) or left <= 0:
+                    self._queue = [request for request in self._queue if request not in batch]
+                    return batch
                 self._changed.wait(left)
 
-    def _take(self, companions: Sequence[Request]) -> list[Piece]:
-        """Take the first rows of these requests up to a full batch."""
-        pieces, room = [], self.max_batch
-        for request in companions:
-            rows = request.rows if request.call else request.rows[:room]
-            if rows:
-                pieces.append((request, rows))
-                request.rows, room = request.rows[len(rows) :], room - len(rows)
-        return pieces
-
-    def _run(self, pieces: Sequence[Piece]) -> None:
-        first = pieces[0][0]
+    def _run(self, batch: Sequence[Request]) -> None:
+        first = batch[0]
         try:
-            if first.call:
-                first.settle(first.call(first.future))
-                return
-            sampled = self._sample(pieces)
+            results = [first.call(first.future)] if first.call else self._sample(batch)
         except Exception as error:
-            if len(pieces) == 1 or isinstance(error, Abandoned):
-                first.settle(error=error)  # a request's texts are delivered together, so its remaining rows are dropped
+            if len(batch) == 1 or isinstance(error, Abandoned):
+                first.settle(error=error)
                 return
-            for piece in pieces:  # one request may have caused it: alone, each gets its own texts or its own error
-                self._run([piece])
+            for request in batch:  # one request may have caused it: alone, each gets its own text or its own error
+                if not request.future.done():
+                    self._run([request])
             return
-        for (request, _), tokens in zip(pieces, sampled, strict=True):
-            request.done.append(tokens)
-            if not request.rows:
-                request.settle(torch.cat(request.done))
+        for request, result in zip(batch, results, strict=True):
+            request.settle(result)
 
     @torch.no_grad()
-    def _sample(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
-        writer, sampler = pieces[0][0].writer, pieces[0][0].sampler
+    def _sample(self, batch: Sequence[Request]) -> Sequence[Tensor]:
+        writer, sampler = batch[0].writer, batch[0].sampler
         assert writer is not None
-        noise = StackedNoise.of([RowNoise(request.seed, rows, 0, writer.device) for request, rows in pieces])
-        fixed = [request.fixed_L.expand(len(rows), -1) for request, rows in pieces if request.fixed_L is not None]
+        seeds = itertools.groupby(batch, lambda request: request.seed)
+        noise = StackedNoise.of([RowNoise(seed, [r.row for r in rows], 0, writer.device) for seed, rows in seeds])
+        fixed = [request.fixed_L for request in batch if request.fixed_L is not None]
 
         def stop_if_abandoned(*step: Any) -> None:
-            if all(request.future.cancelled() for request, _ in pieces):
+            if all(request.future.cancelled() for request in batch):
                 raise Abandoned
 
-        fixed_BL = torch.cat(fixed).to(writer.device) if fixed else None
-        tokens = writer.sample(sampler, noise, stop_if_abandoned, fixed_BL)
-        return tokens.cpu().split([len(rows) for _, rows in pieces])
+        fixed_BL = torch.stack(fixed).to(writer.device) if fixed else None
+        return writer.sample(sampler, noise, stop_if_abandoned, fixed_BL).cpu().split(1)

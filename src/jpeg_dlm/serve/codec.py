@@ -26,12 +26,8 @@ def embed(served: Served, request: EmbeddingRequest) -> dict[str, Any]:
     if request.encoding_format == "base64":
         coded = [base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode() for vector in vectors]
     tokens = sum(len(served.model.tokenizer.encode(text)) for text in as_list(request.input))
-    return {
-        "object": "list",
-        "model": served.name,
-        "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(coded)],
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    }
+    data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(coded)]
+    return {"data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
 
 
 def reconstruct(served: Served, request: Reconstruction) -> dict[str, Any]:
@@ -40,13 +36,8 @@ def reconstruct(served: Served, request: Reconstruction) -> dict[str, Any]:
     sizes = [len(served.model.tokenizer.encode(text)) for text in as_list(request.input)]
     if sum(sizes) > MOST_TEXTS * config.data.token_len:
         raise ApiError(422, f"The texts have {sum(sizes)} tokens: send at most {MOST_TEXTS * config.data.token_len}.", "input")
-    return {
-        "object": "list",
-        "model": served.name,
-        "latents": config.model.latent_len,
-        "tokens": config.data.token_len,
-        "data": [{"index": i, **_reconstructed(served.model, text)} for i, text in enumerate(as_list(request.input))],
-    }
+    data = [{"index": i, **_reconstructed(served.model, text)} for i, text in enumerate(as_list(request.input))]
+    return {"latents": config.model.latent_len, "tokens": config.data.token_len, "data": data}
 
 
 def _reconstructed(model: Model, text: str) -> dict[str, Any]:
@@ -77,12 +68,10 @@ def interpolate(served: Served, request: Interpolation) -> dict[str, Any]:
     """Decode points on the line between two texts."""
     texts = served.model.interpolate(request.first, request.second, points=request.points)
     last = len(texts) - 1
-    data = [{"index": i, "position": round(i / last, 4), "text": text} for i, text in enumerate(texts)]
-    return {"object": "list", "model": served.name, "data": data}
+    return {"data": [{"index": i, "position": round(i / last, 4), "text": text} for i, text in enumerate(texts)]}
 
 
 def edit(served: Served, request: Edit) -> dict[str, Any]:
     """Write variations of a text from its latents with noise."""
     texts = served.model.edit(request.input, noise=request.noise, n=request.n, seed=request.seed)
-    data = [{"index": i, "text": text} for i, text in enumerate(texts)]
-    return {"object": "list", "model": served.name, "seed": request.seed, "data": data}
+    return {"seed": request.seed, "data": [{"index": i, "text": text} for i, text in enumerate(texts)]}

@@ -28,14 +28,12 @@ class CompletionJob:
             raise ApiError(422, f"Prompts times `n` must be at most {MOST_TEXTS}: send several requests.", "n")
         self.head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": int(time.time())}
         self.head |= {"model": served.name, "seed": request.seed}
-        self.fixed = [served.fixed_tokens(prompt, request.template) for prompt in self.prompts]
+        self.fixed = [served.model.fixed_tokens(prompt or None, request.template) for prompt in self.prompts]
         self.prompt_ids = [served.model.tokenizer.encode(prompt) if prompt else [] for prompt in self.prompts]
-        sampler, size = served.sampler(request), 1 if request.stream else request.n  # streamed texts are sent one by one
         self.futures: list[Future[Tensor]] = []
         try:
             for fixed in self.fixed:
-                for first in range(0, request.n, size):
-                    self.futures.append(served.submit(service, sampler, size, request.seed, first, fixed))
+                self.futures += served.submit(service, request, fixed)
         except Exception:
             for future in self.futures:
                 future.cancel()
@@ -90,13 +88,12 @@ class TrajectoryJob:
     """One request for a trajectory. Snapshots arrive from the service's thread in a queue; None follows the last."""
 
     def __init__(self, served: Served, request: Trajectory, service: BatchingService) -> None:
-        fixed = served.fixed_tokens(request.prompt, request.template)
+        fixed = served.model.fixed_tokens(request.prompt or None, request.template)
         self.loop = asyncio.get_running_loop()
         self.queue: asyncio.Queue[Snapshot | None] = asyncio.Queue()
         recorder = TrajectoryRecorder(served.model, fixed, self._put)
         self.head = {"object": "trajectory", "model": served.name, "seed": request.seed, "heading": recorder.heading}
-        sampler = served.sampler(request)
-        self.future = served.submit(service, sampler, request.n, request.seed, fixed=fixed, watch=recorder)
+        (self.future,) = served.submit(service, request, fixed, watch=recorder)
         self.future.add_done_callback(lambda _: self._put(None))
 
     def _put(self, snapshot: Snapshot | None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from jpeg_dlm.api import Backend, Model, load
 from jpeg_dlm.checkpoints.model_folder import BUNDLED
-from jpeg_dlm.export.runtime import Precision
+from jpeg_dlm.export.onnx_model import Precision
 from jpeg_dlm.flow.sampler import Watch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.serve.batching import Abandoned, BatchingService
@@ -55,21 +55,15 @@ class Served:
         return self.model.sampler_options(**options)
 
     def submit(
-        self,
-        service: BatchingService,
-        sampler: Any,
-        n: int,
-        seed: int,
-        first: int = 0,
-        fixed: Tensor | None = None,
-        watch: Watch | None = None,
-    ) -> Future[Tensor]:
-        """Request token ids (n, L) of samples `first` to `first + n - 1` of `seed`.
+        self, service: BatchingService, request: Writing, fixed: Tensor | None, watch: Watch | None = None
+    ) -> list[Future[Tensor]]:
+        """Request the token ids of n texts, in one future or in several.
 
         Texts that are watched or guided do not share batches: those need decodings of their own, these more than the networks.
         """
+        n, seed, sampler = request.n, request.seed, self.sampler(request)
         if watch is None and (fixed is None or "guides" not in self.model.supports):
-            return service.submit(self.model.writer, n, sampler, seed, first, fixed)
+            return service.submit(self.model.writer, range(n), sampler, seed, fixed)
 
         def sample(future: Future[Tensor]) -> Tensor:
             def watch_or_stop(*step: Any) -> None:
@@ -78,13 +72,9 @@ class Served:
                 if watch:
                     watch(*step)
 
-            return self.model.sample(n, seed=seed, first=first, fixed=fixed, watch=watch_or_stop, **vars(sampler))
+            return self.model.sample(n, seed=seed, fixed=fixed, watch=watch_or_stop, **vars(sampler))
 
-        return service.call(sample, n)
-
-    def fixed_tokens(self, prompt: str | None, template: str | None) -> Tensor | None:
-        """Return the row of ids that every text keeps; an empty prompt is none."""
-        return self.model.fixed_tokens(prompt or None, template)
+        return [service.call(sample, n)]
 
     @property
     def can(self) -> dict[str, bool]:

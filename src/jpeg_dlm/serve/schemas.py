@@ -13,21 +13,18 @@ MOST_TEXTS = 64  # of one request
 MOST_STEPS = 1024
 MOST_WATCHED = 4
 DRAWN_SEEDS = 2**31  # a seed that nobody chose is below it, so that people can copy it
+SEED = "text i of a seed is always the same; drawn if absent"
 SAMPLER_FIELDS = ("steps", "solver", "grid", "w", "temperature", "top_k", "top_p")
 
 Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
 Word = Annotated[str, Field(min_length=1, max_length=100)]
-Seed = Annotated[int, Field(ge=0, le=LARGEST, description="text i of a seed is always the same; drawn if absent")]
+Seed = Annotated[int, Field(ge=0, le=LARGEST, default_factory=lambda: secrets.randbelow(DRAWN_SEEDS), description=SEED)]
 Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=MOST_TEXTS)]
 
 
 def as_list(texts: Texts | None) -> list[str]:
     """Return one text or several as a list."""
     return [] if texts is None else [texts] if isinstance(texts, str) else texts
-
-
-def draw_seed() -> int:
-    return secrets.randbelow(DRAWN_SEEDS)
 
 
 class Request(BaseModel):
@@ -40,7 +37,11 @@ class Request(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: Any) -> Any:
-        return {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
+        if not isinstance(values, dict):
+            return values
+        if len(values) > len(cls.model_fields):  # there would be an error for each field, which takes long
+            raise ValueError(f"it has {len(values)} fields of at most {len(cls.model_fields)}")
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class Writing(Request):
@@ -49,7 +50,7 @@ class Writing(Request):
     prompt: Texts | None = Field(None, description="how each text begins, for models that support prompts")
     template: Text | None = Field(None, description="text with holes [MASK] or [MASK:n] to fill")
     n: int = Field(1, ge=1, le=MOST_TEXTS, description="texts for each prompt")
-    seed: Seed = Field(default_factory=draw_seed)
+    seed: Seed
     stream: bool = Field(False, description="send each text, or each step, when it is done, as server-sent events")
     steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="sampling steps; this and the following: the model's own")
     solver: Word | None = Field(None, description="solver of the sampler")
@@ -125,4 +126,4 @@ class Edit(Request):
     input: Text = Field(description="the text to vary")
     noise: float = Field(0.4, ge=0, le=1, description="how much noise its latents get")
     n: int = Field(1, ge=1, le=MOST_TEXTS, description="variations")
-    seed: Seed = Field(default_factory=draw_seed)
+    seed: Seed

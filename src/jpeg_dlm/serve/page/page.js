@@ -51,10 +51,8 @@
   function values(form) {
     const found = {};
     for (const field of form.elements) {
-      if (!field.name || field.disabled || field.closest("[hidden]")) continue;
-      if (field.type === "checkbox") { if (field.checked) found[field.name] = true; } else if (field.value !== "") {
-        found[field.name] = field.type === "number" || field.type === "range" ? Number(field.value) : field.value;
-      }
+      if (!field.name || field.disabled || field.closest("[hidden]") || field.value === "") continue;
+      found[field.name] = field.type === "number" || field.type === "range" ? Number(field.value) : field.value;
     }
     return found;
   }
@@ -62,8 +60,7 @@
   function fill(form, wanted) {
     for (const field of form.elements) {
       if (!field.name) continue;
-      if (field.type === "checkbox") field.checked = wanted.get(field.name) === "true";
-      else if (wanted.has(field.name)) field.value = wanted.get(field.name);
+      if (wanted.has(field.name)) field.value = wanted.get(field.name);
       else if (field.tagName === "SELECT") field.selectedIndex = 0;
       else field.value = field.defaultValue;
       field.dispatchEvent(new Event("change"));

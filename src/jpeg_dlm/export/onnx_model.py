@@ -1,6 +1,7 @@
-"""An exported model on disk, complete for sampling: export.json, two ONNX graphs, tokenizer.json and manifest.json.
+"""The two networks of Algorithm 2 in ONNX Runtime, and a folder of them that is complete for sampling.
 
-export.json has the precision, the versions that wrote it, how closely it agreed with torch, and the config.
+It holds export.json, two ONNX graphs, tokenizer.json and manifest.json. export.json has the precision, the versions that wrote
+it, how closely it agreed with torch, and the config. Shapes: B batch, N latents, D latent width, L tokens.
 """
 
 from __future__ import annotations
@@ -8,21 +9,27 @@ from __future__ import annotations
 import importlib.metadata
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from jpeg_dlm.checkpoints.model_folder import TOKENIZER_FILE, ModelParts, portable_config
-from jpeg_dlm.config import validate
-from jpeg_dlm.export.onnx_networks import NETWORKS
-from jpeg_dlm.export.runtime import PRECISIONS, OnnxNetworks, Precision, build_graphs
+from jpeg_dlm.config import Config, validate
+from jpeg_dlm.export.onnx_networks import NETWORKS, build_graph, input_sizes, onnx_package
+from jpeg_dlm.flow.sampler import Capability, Watch, sample
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel
 from jpeg_dlm.options import from_dict, to_dict
-from jpeg_dlm.util.errors import CheckpointError, UsageError
+from jpeg_dlm.util.errors import CheckpointError, UsageError, reason_of
 from jpeg_dlm.util.files import atomic_directory, verify_manifest, write_atomic, write_manifest
 from jpeg_dlm.util.json import dump_json, load_json
 from jpeg_dlm.util.rng import RowNoise
 
+Precision = Literal["fp32", "int8"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
+DECODE_ROWS = 8  # decoded at once: the logits of more would take gigabytes at the paper's vocabulary (assumed)
 EXPORT_FILE = "export.json"
 EXPORT_BYTES = 1 << 20  # a whole config has 3,000
 CHECK_ROWS, CHECK_TIME = 4, 0.5
@@ -31,13 +38,58 @@ LARGEST_ERROR: dict[Precision, float] = {"fp32": 1e-3, "int8": 0.3}
 LEAST_AGREEMENT = 0.99  # share of tokens; rounding may turn over the few that are nearly as probable as another
 
 
-def is_exported(path: Path) -> bool:
-    return (path / EXPORT_FILE).is_file()
+# ---------------------------------------------------------------- the networks
 
 
-def onnx_backend(parts: ModelParts, precision: Precision) -> OnnxNetworks:
-    """Return a sampler on ONNX graphs of a model's weights as they are now."""
-    return OnnxNetworks(parts.config, build_graphs(exportable(parts), precision))
+def open_network(name: str, graph: bytes, config: Config) -> Any:
+    """Return a session on the CPU with as many threads as torch has; refuse a graph with other inputs than the config's."""
+    onnxruntime = onnx_package("onnxruntime")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3  # errors
+    # Between two calls torch computes: threads that wait for work by spinning would take its cores.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    try:
+        session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its error types have nothing but Exception in common
+        raise CheckpointError(f"ONNX Runtime cannot run the {name} network ({reason_of(error)}): export it again.") from error
+    shapes = {i.name: tuple(i.shape[1:]) for i in session.get_inputs()}
+    if shapes != input_sizes(name, config):
+        raise CheckpointError(f"The {name} network does not take what its config says ({shapes}): export the model again.")
+    return session
+
+
+def run(session: Any, **inputs: Tensor) -> Tensor:
+    """Return the output of a session."""
+    arrays: dict[str, np.ndarray] = {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in inputs.items()}
+    return torch.from_numpy(session.run(None, arrays)[0])
+
+
+class OnnxNetworks:
+    """The networks of Algorithm 2 on two ONNX graphs, on the CPU; they have no gradient, so they take no guidance."""
+
+    title, device, supports = "JPEG-DLM", torch.device("cpu"), frozenset[Capability]()
+    noise_scale, v_floor = JpegDlm.noise_scale, JpegDlm.v_floor
+
+    def __init__(self, config: Config, graphs: dict[str, bytes]) -> None:
+        self.config = config
+        self.latent_shape = (config.model.latent_len, config.model.latent_dim)
+        self._denoise, self._decode = (open_network(name, graphs[name], config) for name in NETWORKS)
+
+    def sample(
+        self, sampler: Any, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None, **more: Any
+    ) -> Tensor:
+        return sample(self, sampler, noise, watch, fixed_BL, **more)
+
+    def denoise(self, z: Tensor, t: float, s: Tensor | None, w: float) -> Tensor:
+        t_B, w_B = torch.full((len(z),), t), torch.full((len(z),), w)
+        return run(self._denoise, z=z, t=t_B, s=torch.zeros_like(z) if s is None else s, w=w_B)
+
+    def tokens(self, z: Tensor, w: float) -> Tensor:
+        return torch.cat([run(self._decode, z=part, w=torch.full((len(part),), w)) for part in z.split(DECODE_ROWS)])
+
+    def logits(self, z: Tensor, w: float) -> Tensor:
+        raise UsageError("Exported networks have no gradient to guide them: use the model that they were exported from.")
 
 
 def exportable(parts: ModelParts) -> JpegDlm:
@@ -46,6 +98,23 @@ def exportable(parts: ModelParts) -> JpegDlm:
     if not isinstance(method, JpegDlm) or type(method).greedy is not JpegDlm.greedy:
         raise UsageError(f"Only jpeg-dlm has an ONNX form, not {parts.config.method}: use the torch backend.")
     return method
+
+
+def build_graphs(networks: JpegDlm, precision: Precision) -> dict[str, bytes]:
+    """Return both networks as serialized ONNX graphs; int8 is that of the products in the blocks of the denoiser."""
+    return {name: build_graph(name, networks, int8=precision == "int8" and name == "denoise") for name in NETWORKS}
+
+
+def onnx_backend(parts: ModelParts, precision: Precision) -> OnnxNetworks:
+    """Return a sampler on ONNX graphs of a model's weights as they are now."""
+    return OnnxNetworks(parts.config, build_graphs(exportable(parts), precision))
+
+
+# ---------------------------------------------------------------- the folder
+
+
+def is_exported(path: Path) -> bool:
+    return (path / EXPORT_FILE).is_file()
 
 
 def write_exported(parts: ModelParts, out: Path, precision: Precision = "fp32") -> Path:
