@@ -84,22 +84,6 @@ def test_rows_longer_than_the_models_own_can_be_scored():
     assert build({"model__start_id": 5}).token_nll(x[:, :1]).tolist() == [[0], [0]]
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("options", STARTS[:2])
-def test_hidden_states_have_read_their_own_token(options):
-    method = build(options)
-    x = tokens(method=method)
-    h = method.hidden_states(x)
-    assert h.shape == (B, L, 16)
-    for i in (0, 4, L - 2):
-        p = method.logits(h[:, i]).double().softmax(-1)
-        assert torch.allclose(p[2], slow_probabilities(method, x[2], i + 1), atol=1e-6)
-    changed = x.clone()
-    changed[:, -1] = (changed[:, -1] + 1) % VOCAB
-    moved = (method.hidden_states(changed) - h).abs().amax(-1) > 1e-4
-    assert moved[:, -1].all() and not moved[:, :-1].any()
-
-
 def test_a_literal_mask_in_the_text_does_not_stop_a_run():
     method = build({"model__mask_id": 3})
     loss = method.losses(Batch(torch.full((B, L), 3)), noise())["ce"]

@@ -8,14 +8,13 @@ from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.discrete import (
     DiscreteObjective,
     LogLinear,
-    ddit_training,
     draw_tokens,
-    paper_data,
     reduce_loss,
     sampling_times,
     training_times,
     with_mask,
 )
+from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.util.rng import RowNoise
@@ -96,14 +95,11 @@ def test_a_token_without_probability_is_never_drawn():
 
 
 def test_tokenizers_and_budget_of_the_paper():
-    data, mask_id = paper_data(preset("lm1b"))
-    assert (data.tokenizer, data.vocab_size, mask_id, data.token_len) == ("bert-base-uncased", 30_522, 103, 128)
-    data, mask_id = paper_data(preset("owt1024"))
-    assert (data.tokenizer, data.vocab_size, mask_id, data.token_len) == ("gpt2", 50_257, -1, 1024)
-    assert all((d.packing, d.frame) == ("continuous", True) for d in (data, paper_data(preset("lm1b"))[0]))
-    assert paper_data(preset("lm1b"), "gpt2")[0].vocab_size == 50_257
-    for name in ("lm1b", "owt1024"):
-        train = ddit_training(preset(name))
+    for name, wanted in (("lm1b", ("bert-base-uncased", 30_522, 103, 128)), ("owt1024", ("gpt2", 50_257, -1, 1024))):
+        config = for_method(preset(name), "mdlm")
+        data, train = config.data, config.train
+        assert (data.tokenizer, data.vocab_size, config.model.mask_id, data.token_len) == wanted
+        assert (data.packing, data.frame, config.sampler.steps) == ("continuous", True, data.token_len)
         assert train.batch * train.accumulation * train.devices == 512
         assert (train.steps, train.lr, train.warmup, train.schedule) == (1_000_000, 3e-4, 2500, "constant")
         assert (train.ema, train.ema_warmup, train.weight_decay, train.beta2) == (0.9999, True, 0.0, 0.999)

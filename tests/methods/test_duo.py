@@ -217,14 +217,8 @@ class Oracle(nn.Module):
         super().__init__()
         self.joint_KK = joint_KK
 
-    def vocab_embed(self, x):
-        return nn.functional.one_hot(x, len(self.joint_KK)).double()
-
-    def condition(self, sigma_B):
-        return torch.exp(-sigma_B.double())
-
-    def states(self, e_B2K, alpha_B):
-        alpha = alpha_B[:, None, None]
+    def states(self, x_B2, sigma_B):
+        e_B2K, alpha = nn.functional.one_hot(x_B2, len(self.joint_KK)).double(), torch.exp(-sigma_B.double())[:, None, None]
         first, second = (alpha * e_B2K + (1 - alpha) / len(self.joint_KK)).unbind(1)  # how probable x_t is for each x0
         return torch.stack([second @ self.joint_KK.T, first @ self.joint_KK], 1).clamp_min(1e-30).log()
 

@@ -56,7 +56,7 @@ def test_the_loss_is_what_it_says(mask):
     for b in range(B):
         z = ((1 - t[b]) * eps[b] + t[b] * F.one_hot(tokens()[b], V)).float()[None]
         x = z @ method.backbone.vocab_embed.embedding
-        logits = method.backbone.head(method.backbone.states(x, method.backbone.condition(tau[b : b + 1])))
+        logits = method.backbone.head(method.backbone.embedded_states(x, tau[b : b + 1]))
         row = F.cross_entropy(logits[0], tokens()[b], reduction="none")
         nll += row.tolist() if mask is None else row[mask[b]].tolist()
     assert method.losses(Batch(tokens(), mask), noise())["ce"].item() == pytest.approx(sum(nll) / len(nll), rel=1e-5)

@@ -145,7 +145,7 @@ def slow_losses(method, batch, n, skip):
 
         def logits(x, z=z, b=b, a=a, s=s):
             inputs = z + method.backbone.self_cond_proj(torch.cat([z, x], -1))
-            h = method.backbone.states(inputs, method.backbone.condition(gamma[b : b + 1]))
+            h = method.backbone.embedded_states(inputs, gamma[b : b + 1])
             return method.backbone.head(h) + skip * a / s**2 * z @ E.T
 
         x = torch.zeros_like(z)
@@ -250,7 +250,7 @@ def test_the_sampler_follows_its_definition():
     gamma = [p.loc.item() - p.scale.item() * math.log(-math.log(v)) for v in q]
     for k in range(5):
         g = torch.full((2,), gamma[k])
-        h = method.backbone.states(method.backbone.conditioned(z, x), method.backbone.condition(g))
+        h = method.backbone.embedded_states(method.backbone.conditioned(z, x), g)
         logits = method.backbone.head(h) + skip_scale(g)[0] * z @ E.T
         x = logits.softmax(-1) @ E
         if k < 4:

@@ -331,11 +331,11 @@ def test_many_steps_give_the_joint_distribution_and_one_step_only_the_marginals(
 
 def test_rows_are_computed_again_only_where_that_matters_and_never_in_place():
     seen, mask = [], 9
-    cache = RowCache(lambda x: seen.append(x.tolist()) or x[..., None].float() * 10, mask_id=mask)
-    first = cache(torch.tensor([[mask, mask], [mask, 1], [mask, mask]]))
+    cache = RowCache(lambda x, t: seen.append(x.tolist()) or x[..., None].float() * 10, mask_id=mask)
+    first = cache(torch.tensor([[mask, mask], [mask, 1], [mask, mask]]), 0.9)
     kept = first.clone()
-    assert cache(torch.tensor([[mask, mask], [mask, 1], [mask, mask]])) is first and len(seen) == 1
-    second = cache(torch.tensor([[mask, 3], [2, 1], [mask, mask]]))  # changed, full, as before
+    assert cache(torch.tensor([[mask, mask], [mask, 1], [mask, mask]]), 0.6) is first and len(seen) == 1
+    second = cache(torch.tensor([[mask, 3], [2, 1], [mask, mask]]), 0.3)  # changed, full, as before
     assert second[0].flatten().tolist() == [90, 30] and seen[1:] == [[[mask, 3]]]
     assert torch.equal(first, kept)  # a watcher of an earlier step may decode it later
 

@@ -16,22 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jpeg_dlm.config import Checks, Config, opt
-from jpeg_dlm.methods.base import FILL, FREE, Batch, CheckpointSignature, Likelihood, Method, Watch
-from jpeg_dlm.methods.discrete import (
-    CE_CHUNK,
-    PAPER_TOKENIZERS,
-    adapted,
-    ddit_model,
-    ddit_sizes,
-    draw_tokens,
-    nucleus,
-    paper_data,
-    reduce_loss,
-    with_mask,
-)
+from jpeg_dlm.methods.base import FREE, Batch, CheckpointSignature, Likelihood, Watch
+from jpeg_dlm.methods.discrete import CE_CHUNK, DditMethod, draw_tokens, nucleus, reduce_loss, with_mask
 from jpeg_dlm.nn import token_loss
 from jpeg_dlm.nn.ddit import CausalTransformer, TransformerConfig
-from jpeg_dlm.util.errors import CheckpointError
 from jpeg_dlm.util.rng import RowNoise
 
 FORBIDDEN = -1e6  # logit of the mask token (Duo); its probability is zero even in float64
@@ -99,12 +87,11 @@ class ArSampler:
         return token_len
 
 
-class Ar(Method):
+class Ar(DditMethod):
     """A causal language model of token rows."""
 
     title = "AR"
     groups = {"model": ArConfig, "objective": ArObjective, "sampler": ArSampler}
-    supports = FILL
     exact_likelihood = True
     signature = CheckpointSignature(("ar",), "ar", tensors=("backbone.vocab_embed.embedding",))
 
@@ -119,24 +106,15 @@ class Ar(Method):
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
-        data, mask_id = paper_data(base)
-        sizes = {key: value for key, value in ddit_model(base).items() if key in ("hidden", "depth", "heads", "dropout")}
-        start_id = START_IDS.get(data.tokenizer, -1) if data.frame else -1
-        model, objective = ArConfig(**sizes, mask_id=mask_id, start_id=start_id), ArObjective(ce_chunk=base.objective.ce_chunk)
-        return adapted(base, name, objective=objective, sampler=ArSampler(), model=model, data=data)
+        config = super().adapt(base, name)
+        start_id = START_IDS.get(config.data.tokenizer, -1) if config.data.frame else -1
+        return replace(config, model=replace(config.model, start_id=start_id))
 
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
-        ids, sizes = ddit_sizes(tensors)
-        if "cond_dim" in sizes:
-            raise CheckpointError("The file holds a diffusion model, whose network reads a noise level: load it as one.")
-        start_id = base.model.start_id if base.model.start_id < ids - 1 else -1
-        data, special = replace(base.data, vocab_size=ids - 1), {"mask_id": -1, "start_id": start_id}
-        for tokenizer, vocab_size, mask_id in PAPER_TOKENIZERS.values():
-            if ids == vocab_size + (mask_id == -1):
-                data = replace(base.data, tokenizer=tokenizer, vocab_size=vocab_size)
-                special = {"mask_id": mask_id, "start_id": START_IDS[tokenizer]}
-        return replace(base, data=data, model=replace(base.model, **sizes, **special))
+        config = super().config_of(tensors, base)
+        start_id = START_IDS.get(config.data.tokenizer, base.model.start_id)
+        return replace(config, model=replace(config.model, start_id=start_id if start_id < config.data.vocab_size else -1))
 
     # ------------------------------------------------------------ reading
 
@@ -157,10 +135,6 @@ class Ar(Method):
         h_BSH = self.backbone.states(self._with_start(tokens_BL)[:, :-1])
         nll = token_loss.token_nll(self.logits, h_BSH, tokens_BL[:, self.unpredicted :], self.config.objective.ce_chunk)
         return F.pad(nll, (self.unpredicted, 0))
-
-    def hidden_states(self, tokens_BL: Tensor) -> Tensor:
-        """Return the inputs of the head (B, L, H); position i has read x_0 to x_i."""
-        return self.backbone.states(self._with_start(tokens_BL))[:, self.before :]
 
     def logits(self, h: Tensor) -> Tensor:
         """Map states (..., H) to logits of the next token (..., V)."""

@@ -219,10 +219,8 @@ class Trainable(nn.Module, ABC):
 
     def total_loss(self, losses: dict[str, Tensor]) -> Tensor:
         """Return the weighted sum of the terms that have a weight."""
-        terms = [weight * losses[name] for name, weight in self.loss_weights.items() if weight and name in losses]
-        if not terms:
-            raise ValueError("no loss term has a weight")
-        return sum(terms[1:], start=terms[0])
+        terms = (weight * losses[name] for name, weight in self.loss_weights.items() if weight and name in losses)
+        return sum(terms, start=torch.zeros((), device=self.device))
 
     @property
     def device(self) -> torch.device:

@@ -10,7 +10,6 @@ Shapes: B batch, L tokens, K ids, N positions, H hidden width.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -19,36 +18,30 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from jpeg_dlm.config import LARGEST_STEPS, Checks, Config, StepSampler, opt
+from jpeg_dlm.config import LARGEST_STEPS, Checks, Config, opt
 from jpeg_dlm.flow.guidance import keep_fixed
 from jpeg_dlm.methods.argmax_noise import gamma_of, survival
-from jpeg_dlm.methods.base import FILL, Batch, CheckpointSignature, Likelihood, Method, Watch
+from jpeg_dlm.methods.base import Batch, CheckpointSignature, Likelihood, Watch
 from jpeg_dlm.methods.discrete import (
     DIFFUSION_TENSORS,
-    PAPER_TOKENIZERS,
     POSITIONS_AT_ONCE,
     T_MIN_SAMPLING,
+    AncestralSampler,
+    DditMethod,
     DiscreteObjective,
     ExtendedDdit,
     LogLinear,
-    adapted,
-    ddit_model,
-    ddit_sizes,
     draw_tokens,
     nucleus,
     reduce_loss,
-    sampler_steps,
     sampling_times,
     training_times,
 )
 from jpeg_dlm.nn.ddit import DDiT
-from jpeg_dlm.nn.layers import fp32_island
 from jpeg_dlm.nn.token_loss import in_parts
-from jpeg_dlm.util.errors import CheckpointError
 from jpeg_dlm.util.rng import RowNoise
 
 BELOW_ONE = math.nextafter(1, 0)  # 1 would always draw the last id, however improbable
-MOST_EXTRA = 128  # assumed: a checkpoint with more extra ids belongs to another tokenizer
 
 # Duo: Gaussian levels of the curriculum; alpha falls from 0.942 to 0.049 and from 0.945 to 0.049.
 PAPER_GAMMAS = {"lm1b": (-3.5, -1.75), "owt1024": (-3.55, -1.85)}
@@ -79,10 +72,9 @@ class DuoObjective(DiscreteObjective):
 
 
 @dataclass(frozen=True)
-class DuoSampler(StepSampler):
+class DuoSampler(AncestralSampler):
     """Ancestral sampling, in which every token may change at every step."""
 
-    steps: int = opt(128, "steps of equal time (paper: 128 on LM1B, 1024 on OWT)", ge=1, le=100_000)
     final: Literal["ancestral", "greedy"] = opt(
         "ancestral", "last evaluation: draw from the posterior of clean tokens, or take the most probable tokens (Duo)"
     )
@@ -91,10 +83,6 @@ class DuoSampler(StepSampler):
     def label(self) -> str:
         greedy = ", greedy tail" if self.final == "greedy" else ""
         return f"{self.steps} steps{greedy}" + (f", top-p {self.top_p:g}" if self.top_p < 1 else "")
-
-    def evaluations(self, token_len: int) -> int:
-        """Add the final evaluation."""
-        return self.steps + 1
 
 
 @dataclass(frozen=True)
@@ -107,11 +95,10 @@ class Noised:
     dalpha_B: Tensor
 
 
-class Duo(Method):
+class Duo(DditMethod):
     """The whole system; only training uses the curriculum, likelihood and sampler do not."""
 
     title = "Duo"
-    supports = FILL
     signature = CheckpointSignature(("duo", "duo_base"), hub="duo", tensors=DIFFUSION_TENSORS)
     groups = {"model": ExtendedDdit, "objective": DuoObjective, "sampler": DuoSampler}
     has_phases = True  # the curriculum
@@ -128,24 +115,8 @@ class Duo(Method):
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
         gamma_min, gamma_max = PAPER_GAMMAS.get(base.preset, (0.0, 0.0))
-        objective = DuoObjective(ce_chunk=base.objective.ce_chunk, gamma_min=gamma_min, gamma_max=gamma_max)
-        model = ExtendedDdit(**ddit_model(base), extra_ids=int(base.preset == "owt1024"))
-        return adapted(base, name, objective=objective, sampler=DuoSampler(sampler_steps(base)), model=model)
-
-    @classmethod
-    def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
-        ids, sizes = ddit_sizes(tensors)
-        data = base.data
-        for tokenizer, vocab_size, _ in PAPER_TOKENIZERS.values():
-            if ids in (vocab_size, vocab_size + 1):
-                data = replace(data, tokenizer=tokenizer, vocab_size=vocab_size)
-        extra = ids - data.vocab_size
-        if not 0 <= extra <= MOST_EXTRA:
-            raise CheckpointError(
-                f"The file has {ids:,} ids where the tokenizer '{data.tokenizer}' has {data.vocab_size:,}: "
-                "name the preset or the tokenizer it was trained with."
-            )
-        return replace(base, data=data, model=replace(base.model, **sizes, extra_ids=extra))
+        config = super().adapt(base, name)
+        return replace(config, objective=replace(config.objective, gamma_min=gamma_min, gamma_max=gamma_max))
 
     # ------------------------------------------------------------ training
 
@@ -185,18 +156,14 @@ class Duo(Method):
     def nelbo(self, x0_BL: Tensor, noised: Noised) -> Tensor:
         """Return nats at every position (B, L), per unit of time, in float64."""
         alpha_B1, dalpha_B1 = noised.alpha_B[:, None], noised.dalpha_B[:, None]
-        with fp32_island(x0_BL):
-            e_BLH = self.backbone.vocab_embed(noised.seen)
-        h_BLH = self.backbone.states(e_BLH, self.backbone.condition(-noised.alpha_B.log().float()))
+        h_BLH = self.backbone.states(noised.seen, -noised.alpha_B.log().float())
         odds_BL = (self.ids * alpha_B1 / (1 - alpha_B1)).float().expand(x0_BL.shape)
         places = [x.flatten(0, 1) for x in (h_BLH, odds_BL, x0_BL, noised.x_t_BL)]
-        chunk = self.config.objective.ce_chunk
 
         def terms(h: Tensor, odds: Tensor, x0: Tensor, x_t: Tensor) -> Tensor:
             return log_terms(self.backbone.head(h).float(), odds, x0, x_t)
 
-        logs = in_parts(terms, chunk, *places)
-        logs_BL3 = logs.view(*x0_BL.shape, 3).double()
+        logs_BL3 = in_parts(terms, self.config.objective.ce_chunk, *places).view(*x0_BL.shape, 3).double()
         return nelbo_integrand(logs_BL3, noised.x_t_BL == x0_BL, alpha_B1, dalpha_B1, self.ids)
 
     @torch.no_grad()
@@ -229,8 +196,7 @@ class Duo(Method):
     def step(self, sampler: DuoSampler, x_BL: Tensor, t: float, s: float, u_BL: Tensor) -> Tensor:
         """Step from x_t to x_s with one number u per position; s = 0 is clean text, which has only the tokenizer's ids."""
         alpha_t, alpha_s = self.alpha(t), self.alpha(s)
-        sigma_B = torch.full((len(x_BL),), -math.log(alpha_t), device=x_BL.device)
-        h_BLH = self.backbone.states(self.backbone.vocab_embed(x_BL), self.backbone.condition(sigma_B))
+        h_BLH = self.backbone.states(x_BL, torch.full((len(x_BL),), -math.log(alpha_t), device=x_BL.device))
 
         def drawn(h_NH: Tensor, x_N: Tensor, u_N: Tensor) -> Tensor:
             logits_NK = self.backbone.head(h_NH).float()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -24,24 +24,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jpeg_dlm.config import Config, StepSampler, opt
+from jpeg_dlm.config import Config, opt
 from jpeg_dlm.flow.guidance import keep_fixed
-from jpeg_dlm.methods.base import FILL, Batch, CheckpointSignature, Likelihood, Method, Watch
+from jpeg_dlm.methods.base import Batch, CheckpointSignature, Likelihood, Watch
 from jpeg_dlm.methods.discrete import (
     DIFFUSION_TENSORS,
     PAPER_TOKENIZERS,
     POSITIONS_AT_ONCE,
     T_MIN_SAMPLING,
+    AncestralSampler,
+    DditMethod,
     DiscreteObjective,
     LogLinear,
     MaskedDdit,
-    adapted,
-    ddit_model,
-    ddit_sizes,
     draw_tokens,
-    paper_data,
     reduce_loss,
-    sampler_steps,
     sampling_times,
     training_times,
     with_mask,
@@ -51,40 +48,28 @@ from jpeg_dlm.nn.token_loss import in_parts
 from jpeg_dlm.util.rng import RowNoise, RowStreams, chosen_rows, on_device
 
 
-@dataclass(frozen=True)
-class MaskedSampler(StepSampler):
-    """Ancestral sampling from all masks on evenly spaced times."""
-
-    steps: int = opt(128, "steps from all masks to text (paper: 128 on LM1B, 1024 on OWT)", ge=1, le=100_000)
-
-    def evaluations(self, token_len: int) -> int:
-        """Add one evaluation for tokens that are still masked after the last step."""
-        return self.steps + 1
-
-
 class RowCache:
-    """Caches the states of a network that sees only tokens: unchanged or fully unmasked rows are not recomputed."""
+    """Caches the states of a network that ignores time: unchanged or fully unmasked rows are not recomputed."""
 
-    def __init__(self, states: Callable[[Tensor], Tensor], mask_id: int) -> None:
+    def __init__(self, states: Callable[[Tensor, float], Tensor], mask_id: int) -> None:
         self.states, self.mask_id = states, mask_id
         self.last: tuple[Tensor, Tensor] | None = None
 
-    def __call__(self, x_BL: Tensor) -> Tensor:
+    def __call__(self, x_BL: Tensor, t: float) -> Tensor:
         if self.last is None:
-            h_BLH = self.states(x_BL)
+            h_BLH = self.states(x_BL, t)
         else:
             before_BL, h_BLH = self.last
             stale_B = (x_BL != before_BL).any(1) & (x_BL == self.mask_id).any(1)
             if stale_B.any():  # a new tensor, as a watcher may still hold the last one
-                h_BLH = h_BLH.index_put((stale_B,), self.states(x_BL[stale_B]))
+                h_BLH = h_BLH.index_put((stale_B,), self.states(x_BL[stale_B], t))
         self.last = x_BL, h_BLH
         return h_BLH
 
 
-class MaskedDiffusion(Method):
+class MaskedDiffusion(DditMethod):
     """Masked diffusion; subclasses define the weights and their cost."""
 
-    supports = FILL
     time_conditioned: ClassVar[bool]  # True if the network receives the noise level
 
     def __init__(self, config: Config) -> None:
@@ -94,14 +79,6 @@ class MaskedDiffusion(Method):
         self.schedule = LogLinear()
         self.backbone = DDiT(self.vocab, config.model)
         self.loss_weights = {"nelbo": 1.0}
-
-    @classmethod
-    def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
-        ids, sizes = ddit_sizes(tensors)
-        published = {vocab + (mask_id == -1): (name, vocab, mask_id) for name, vocab, mask_id in PAPER_TOKENIZERS.values()}
-        tokenizer, vocab, mask_id = published.get(ids, (base.data.tokenizer, ids - 1, -1))
-        data = replace(base.data, tokenizer=tokenizer, vocab_size=vocab)
-        return replace(base, data=data, model=replace(base.model, **sizes, mask_id=mask_id))
 
     # ------------------------------------------------------------ defined by subclasses
 
@@ -126,7 +103,7 @@ class MaskedDiffusion(Method):
     def states(self, x_BL: Tensor, t_B: Tensor) -> Tensor:
         """Return the inputs of the head (B, L, H)."""
         sigma_B = self.schedule.sigma(t_B) if self.time_conditioned else torch.zeros_like(t_B)
-        return self.backbone.states(self.backbone.vocab_embed(x_BL), self.backbone.condition(sigma_B))
+        return self.backbone.states(x_BL, sigma_B)
 
     def logits(self, h_NH: Tensor) -> Tensor:
         """Return logits (N, V) in fp32; the mask is never predicted."""
@@ -229,7 +206,7 @@ class MaskedDiffusion(Method):
 
 
 @dataclass(frozen=True)
-class MdlmSampler(MaskedSampler):
+class MdlmSampler(AncestralSampler):
     """MDLM's sampler `ddpm_cache`."""
 
     cache: bool = opt(True, "evaluate a row again only after one of its tokens changed (MDLM: after any of the batch did)")
@@ -259,12 +236,6 @@ class Mdlm(MaskedDiffusion):
     groups = {"model": MaskedDdit, "objective": DiscreteObjective, "sampler": MdlmSampler}
     time_conditioned = False
 
-    @classmethod
-    def adapt(cls, base: Config, name: str) -> Config:
-        data, mask_id = paper_data(base)
-        objective, model = DiscreteObjective(ce_chunk=base.objective.ce_chunk), MaskedDdit(**ddit_model(base), mask_id=mask_id)
-        return adapted(base, name, objective=objective, sampler=MdlmSampler(sampler_steps(base)), model=model, data=data)
-
     def weights(self, h_NH: Tensor) -> Tensor:
         return self.logits(h_NH).softmax(-1)
 
@@ -281,10 +252,7 @@ class Mdlm(MaskedDiffusion):
 
     def sampling_states(self, sampler: MdlmSampler) -> Callable[[Tensor, float], Tensor]:
         states = super().sampling_states(sampler)
-        if not sampler.cache:
-            return states
-        cache = RowCache(lambda x_BL: states(x_BL, 0.0), self.mask_id)  # the network ignores time
-        return lambda x_BL, t: cache(x_BL)
+        return RowCache(states, self.mask_id) if sampler.cache else states
 
 
 # ---------------------------------------------------------------- SEDD-Absorb
@@ -318,7 +286,8 @@ class Sedd(MaskedDiffusion):
         tensors=DIFFUSION_TENSORS,
         fixed={("graph", "type"): "absorb", ("noise", "type"): "loglinear", ("model", "scale_by_sigma"): True},
     )
-    groups = {"model": MaskedDdit, "objective": SeddObjective, "sampler": MaskedSampler}
+    groups = {"model": MaskedDdit, "objective": SeddObjective, "sampler": AncestralSampler}
+    tokenizer = "gpt2"
     time_conditioned = True
 
     @classmethod
@@ -327,14 +296,10 @@ class Sedd(MaskedDiffusion):
 
         A small preset keeps its data and uses stratified times and a mean over tokens: less noise, and a comparable loss.
         """
-        data, mask_id = paper_data(base, "gpt2")
-        objective = SeddObjective(ce_chunk=base.objective.ce_chunk)
+        config = super().adapt(base, name)
         if base.preset in PAPER_TOKENIZERS:
-            data = replace(data, frame=False)
-        else:
-            objective = replace(objective, stratified=True, reduction="token_mean")
-        model, sampler = MaskedDdit(**ddit_model(base), mask_id=mask_id), MaskedSampler(sampler_steps(base))
-        return adapted(base, name, steps=1_300_001, objective=objective, sampler=sampler, model=model, data=data)
+            return replace(config, data=replace(config.data, frame=False), train=replace(config.train, steps=1_300_001))
+        return replace(config, objective=replace(config.objective, stratified=True, reduction="token_mean"))
 
     def weights(self, h_NH: Tensor) -> Tensor:
         return (self.logits(h_NH) - math.log(self.vocab - 1)).exp()

@@ -44,17 +44,6 @@ class DditConfig(TransformerConfig):
         return [*super().checks(config), (self.freq_dim % 2 == 0, "model.freq_dim must be even")]
 
 
-class Norm(nn.Module):
-    """LayerNorm with a gain and no bias, in fp32."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.float(), self.weight.shape, self.weight, eps=1e-5)
-
-
 class Embedding(nn.Module):
     """One row per token; for distributions over tokens (..., V), `forward` returns the mean row."""
 
@@ -106,10 +95,10 @@ class DditBlock(nn.Module):
         super().__init__()
         self.heads, self.dropout, self.causal, self.softcap = m.heads, m.dropout, causal, softcap
         inner = MLP_RATIO * m.hidden
-        self.norm1 = Norm(m.hidden)
+        self.norm1 = nn.LayerNorm(m.hidden, bias=False)
         self.attn_qkv = nn.Linear(m.hidden, 3 * m.hidden, bias=False)
         self.attn_out = nn.Linear(m.hidden, m.hidden, bias=False)
-        self.norm2 = Norm(m.hidden)
+        self.norm2 = nn.LayerNorm(m.hidden, bias=False)
         self.mlp = nn.Sequential(nn.Linear(m.hidden, inner), nn.GELU(approximate="tanh"), nn.Linear(inner, m.hidden))
         self.adaLN_modulation = None if cond_dim is None else zero_linear(cond_dim, 6 * m.hidden)
 
@@ -167,7 +156,7 @@ class OutputLayer(nn.Module):
 
     def __init__(self, hidden: int, vocab: int, cond_dim: int | None) -> None:
         super().__init__()
-        self.norm_final = Norm(hidden)
+        self.norm_final = nn.LayerNorm(hidden, bias=False)
         self.linear = zero_linear(hidden, vocab)
         self.adaLN_modulation = None if cond_dim is None else zero_linear(cond_dim, 2 * hidden)
 
@@ -190,13 +179,14 @@ class DDiT(nn.Module):
         self.blocks = nn.ModuleList(DditBlock(m, m.cond_dim, softcap=softcap) for _ in range(m.depth))
         self.output_layer = OutputLayer(m.hidden, vocab, m.cond_dim)
 
-    def condition(self, sigma_B: Tensor) -> Tensor:
-        """Return the condition c (B, C) of the noise level, in fp32."""
-        with fp32_island(sigma_B):
-            return F.silu(self.sigma_map(sigma_B))
+    def states(self, tokens_BL: Tensor, sigma_B: Tensor) -> Tensor:
+        """Return the inputs of the head (B, L, H) for token ids (B, L) or distributions over tokens (B, L, V)."""
+        return self.embedded_states(self.vocab_embed(tokens_BL), sigma_B)
 
-    def states(self, x_BLH: Tensor, c_BC: Tensor) -> Tensor:
-        """Run embedded inputs through the blocks; return the inputs of the head (B, L, H)."""
+    def embedded_states(self, x_BLH: Tensor, sigma_B: Tensor) -> Tensor:
+        """Return the inputs of the head for inputs that are embedded already."""
+        with fp32_island(sigma_B):
+            c_BC = F.silu(self.sigma_map(sigma_B))
         cos, sin = rotary_table(x_BLH.shape[1], self.head_dim, x_BLH.device)
         for block in self.blocks:
             x_BLH = block(x_BLH, c_BC, cos, sin)
@@ -207,8 +197,7 @@ class DDiT(nn.Module):
         return self.output_layer.linear(h)
 
     def forward(self, tokens_BL: Tensor, sigma_B: Tensor) -> Tensor:
-        """Return logits (B, L, V) for token ids (B, L) or distributions over tokens (B, L, V)."""
-        return self.head(self.states(self.vocab_embed(tokens_BL), self.condition(sigma_B)))
+        return self.head(self.states(tokens_BL, sigma_B))
 
 
 class CausalTransformer(nn.Module):
