@@ -57,7 +57,7 @@ def test_likelihood_is_the_product_of_next_token_probabilities(options):
     wanted = torch.zeros(B, L, dtype=torch.float64)
     for b, i in itertools.product(range(B), range(first, L)):
         wanted[b, i] = -slow_probabilities(method, x[b], i)[x[b, i]].log()
-    assert torch.allclose(method.token_nll(x).double(), wanted, atol=1e-5) and wanted.std() > 0.3
+    assert torch.allclose(method.token_nll(x).double(), wanted[:, first:], atol=1e-5) and wanted.std() > 0.3
     known = method.likelihood(Batch(x), noise())
     assert torch.allclose(known.nats_B, wanted.sum(1), atol=1e-4) and known.tokens_B.tolist() == [L - first] * B
     assert method.losses(Batch(x), noise())["ce"].item() == pytest.approx(wanted[:, first:].mean().item(), rel=1e-5)
@@ -81,7 +81,7 @@ def test_rows_longer_than_the_models_own_can_be_scored():
     nll = method.token_nll(x)
     assert nll.shape == (2, 3 * L) and torch.allclose(nll[:, :L], method.token_nll(x[:, :L]), atol=1e-5)
     assert nll[0, 20].item() == pytest.approx(-slow_probabilities(method, x[0], 20)[x[0, 20]].log().item(), abs=1e-5)
-    assert build({"model__start_id": 5}).token_nll(x[:, :1]).tolist() == [[0], [0]]
+    assert build({"model__start_id": 5}).token_nll(x[:, :1]).shape == (2, 0)
 
 
 def test_a_literal_mask_in_the_text_does_not_stop_a_run():

@@ -18,8 +18,8 @@ from torch import Tensor
 from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.methods.base import FREE, Batch, CheckpointSignature, Likelihood, Watch
 from jpeg_dlm.methods.discrete import CE_CHUNK, DditMethod, draw_tokens, nucleus, reduce_loss, with_mask
-from jpeg_dlm.nn import token_loss
 from jpeg_dlm.nn.ddit import CausalTransformer, TransformerConfig
+from jpeg_dlm.nn.token_loss import token_nll
 from jpeg_dlm.util.rng import RowNoise
 
 FORBIDDEN = -1e6  # logit of the mask token (Duo); its probability is zero even in float64
@@ -119,22 +119,18 @@ class Ar(DditMethod):
     # ------------------------------------------------------------ reading
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
-        return {"ce": reduce_loss(self._predicted(batch), batch, self.config.objective.reduction, self.unpredicted)}
+        nll = self.token_nll(batch.tokens_BL)
+        return {"ce": reduce_loss(nll, batch, self.config.objective.reduction, self.unpredicted)}
 
     @torch.no_grad()
     def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
         """Compute the exact likelihood; a first token that is never predicted does not count."""
-        return Likelihood.over(self._predicted(batch).double(), batch.real_BL[:, self.unpredicted :])
-
-    def _predicted(self, batch: Batch) -> Tensor:
-        """Return the NLL of the predicted tokens of each row."""
-        return self.token_nll(batch.tokens_BL)[:, self.unpredicted :]
+        return Likelihood.over(self.token_nll(batch.tokens_BL).double(), batch.real_BL[:, self.unpredicted :])
 
     def token_nll(self, tokens_BL: Tensor) -> Tensor:
-        """Return -log p(x_i | x_<i) for rows of any length (B, L), with 0 for a first token that is not predicted."""
+        """Return -log p(x_i | x_<i) of the predicted tokens of rows of any length."""
         h_BSH = self.backbone.states(self._with_start(tokens_BL)[:, :-1])
-        nll = token_loss.token_nll(self.logits, h_BSH, tokens_BL[:, self.unpredicted :], self.config.objective.ce_chunk)
-        return F.pad(nll, (self.unpredicted, 0))
+        return token_nll(self.logits, h_BSH, tokens_BL[:, self.unpredicted :], self.config.objective.ce_chunk)
 
     def logits(self, h: Tensor) -> Tensor:
         """Map states (..., H) to logits of the next token (..., V)."""
@@ -155,11 +151,13 @@ class Ar(DditMethod):
         if fixed_BL is None:
             fixed_BL = torch.full((B, L), FREE, device=noise.device)
         if self.unpredicted:
-            fixed_BL = torch.cat([replace_free(fixed_BL[:, :1], self.config.model.start_id), fixed_BL[:, 1:]], dim=1)
+            fixed_BL = fixed_BL.clone()
+            fixed_BL[:, 0] = fixed_BL[:, 0].where(fixed_BL[:, 0] != FREE, self.config.model.start_id)
         # Drawn all at once, so that a row's numbers do not depend on the given tokens of its neighbors.
         u_BL = noise.streams("sample").uniform(L)
-        read_BS = self._with_start(replace_free(fixed_BL, UNWRITTEN))
-        tokens_BL, free_BL = read_BS[:, self.before :], fixed_BL == FREE  # tokens_BL is a view of read_BS
+        free_BL = fixed_BL == FREE
+        read_BS = self._with_start(fixed_BL.masked_fill(free_BL, UNWRITTEN))
+        tokens_BL = read_BS[:, self.before :]  # a view
         cache = self.backbone.new_cache(B, read_BS.shape[1]) if sampler.kv_cache else None
         for i, anything_free in enumerate(free_BL.any(0).tolist()):
             if watch:
@@ -173,11 +171,6 @@ class Ar(DditMethod):
         if watch:
             watch(L, L, 1.0, tokens_BL.clone)
         return tokens_BL.clone()
-
-
-def replace_free(fixed: Tensor, value: int) -> Tensor:
-    """Return the given ids with `value` at free positions."""
-    return fixed.masked_fill(fixed == FREE, value)
 
 
 def next_token_probabilities(logits_BV: Tensor, sampler: ArSampler) -> Tensor:

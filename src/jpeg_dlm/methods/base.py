@@ -150,7 +150,7 @@ class Trainable(nn.Module, ABC):
     title: str  # as the paper's tables name it
     groups: ClassVar[dict[str, type]]  # classes of the options `model`, `objective` and `sampler`
     rate_group: ClassVar[str] = "flow"  # key of the learning rate in the config, unless `parameter_groups` says otherwise
-    uses_encoder: ClassVar[bool] = False
+    uses_encoder: ClassVar[bool] = False  # whether it takes features of a frozen encoder
     uses_context: ClassVar[bool] = False  # whether `model.context_blocks` rows before each row are given in a batch
     learns_latents: ClassVar[bool] = False  # whether evaluations measure its latents
     has_phases: ClassVar[bool] = False  # whether training ends in another way than it begins, after a share of its steps
@@ -165,11 +165,6 @@ class Trainable(nn.Module, ABC):
         return cls(config, encoder) if cls.uses_encoder else cls(config)
 
     @classmethod
-    def needs_encoder(cls, config: Config) -> bool:
-        """Return True if a model of this config takes features of a frozen encoder."""
-        return cls.uses_encoder
-
-    @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
         """Return this method's config under the conditions of a preset of JPEG-DLM: same data and budget, similar sizes."""
         return dataclasses.replace(base, method=name)
@@ -177,7 +172,7 @@ class Trainable(nn.Module, ABC):
     @classmethod
     def stages(cls, config: Config) -> list[Config]:
         """Return the configs of what is trained before this method, in order: its encoder, unless a trained one is named."""
-        own_encoder = cls.needs_encoder(config) and config.encoder.kind == "small" and not config.encoder.name
+        own_encoder = cls.uses_encoder and config.encoder.kind == "small" and not config.encoder.name
         return [encoder_stage(config)] if own_encoder else []
 
     @classmethod
@@ -255,7 +250,7 @@ class Trainable(nn.Module, ABC):
 
     def import_state(self, tensors: Mapping[str, Tensor], origin: str) -> None:
         """Load what `export_state` returned."""
-        copy_tensors({name: t for name, t in self.state_dict().items() if not name.startswith(FROZEN)}, tensors, origin)
+        copy_tensors(self.export_state(), tensors, origin)
 
 
 def encoder_stage(config: Config) -> Config:

@@ -193,9 +193,9 @@ def training_times(noise: RowNoise, objective: DiscreteObjective) -> Tensor:
     return (1 - objective.t_min) * u + objective.t_min
 
 
-def sampling_times(steps: int) -> list[float]:
-    """Return evenly spaced times from 1 down to the last time (MDLM, SEDD, Duo)."""
-    return torch.linspace(1, T_MIN_SAMPLING, steps + 1, dtype=torch.float64).tolist()
+def sampling_times(steps: int) -> Tensor:
+    """Return evenly spaced times from 1 down to the last time (MDLM, SEDD, Duo), in float64."""
+    return torch.linspace(1, T_MIN_SAMPLING, steps + 1, dtype=torch.float64)
 
 
 def reduce_loss(nll_BL: Tensor, batch: Batch, reduction: str, first: int = 0) -> Tensor:

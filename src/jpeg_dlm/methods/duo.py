@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from jpeg_dlm.config import LARGEST_STEPS, Checks, Config, opt
@@ -185,22 +186,22 @@ class Duo(DditMethod):
     ) -> Tensor:
         streams, length = noise.streams("sample"), self.config.data.token_len
         x_BL = keep_fixed(self.uniform_ids(streams.uniform(length)), fixed_BL)
-        for k, (t, s) in enumerate(pairwise([*sampling_times(sampler.steps), 0.0])):
-            if watch and k < sampler.steps:
-                watch(k, sampler.steps, 1 - t, partial(self.readable, x_BL))
-            x_BL = keep_fixed(self.step(sampler, x_BL, t, s, streams.uniform(length)), fixed_BL)
+        grid, last_id = F.pad(sampling_times(sampler.steps), (0, 1)), self.config.data.vocab_size - 1
+        for k, (alpha_t, alpha_s) in enumerate(pairwise(self.schedule.alpha(grid).tolist())):
+            if watch and k < sampler.steps:  # extra ids are shown as the tokenizer's last
+                watch(k, sampler.steps, 1 - grid[k].item(), partial(x_BL.clamp_max, last_id))
+            x_BL = keep_fixed(self.step(sampler, x_BL, alpha_t, alpha_s, streams.uniform(length)), fixed_BL)
         if watch:
             watch(sampler.steps, sampler.steps, 1.0, lambda: x_BL)
         return x_BL
 
-    def step(self, sampler: DuoSampler, x_BL: Tensor, t: float, s: float, u_BL: Tensor) -> Tensor:
-        """Step from x_t to x_s with one number u per position; s = 0 is clean text, which has only the tokenizer's ids."""
-        alpha_t, alpha_s = self.alpha(t), self.alpha(s)
+    def step(self, sampler: DuoSampler, x_BL: Tensor, alpha_t: float, alpha_s: float, u_BL: Tensor) -> Tensor:
+        """Step from x_t to x_s with one number u per position; clean text (alpha_s = 1) has only the tokenizer's ids."""
         h_BLH = self.backbone.states(x_BL, torch.full((len(x_BL),), -math.log(alpha_t), device=x_BL.device))
 
         def drawn(h_NH: Tensor, x_N: Tensor, u_N: Tensor) -> Tensor:
             logits_NK = self.backbone.head(h_NH).float()
-            if s == 0:
+            if alpha_s == 1:
                 logits_NK[:, self.config.data.vocab_size :] = -torch.inf
                 if sampler.final == "greedy":
                     return logits_NK.argmax(-1)
@@ -208,16 +209,9 @@ class Duo(DditMethod):
 
         return in_parts(drawn, POSITIONS_AT_ONCE, *(x.flatten(0, 1) for x in (h_BLH, x_BL, u_BL))).view(x_BL.shape)
 
-    def alpha(self, t: float) -> float:
-        return float(self.schedule.alpha(torch.tensor(t, dtype=torch.float64)))
-
     def uniform_ids(self, u: Tensor) -> Tensor:
         """Map float64 uniform numbers in [0, 1), fine enough for any K, to uniform ids."""
         return (u * self.ids).long()
-
-    def readable(self, x_BL: Tensor) -> Tensor:
-        """Return intermediate tokens for display, with extra ids replaced by the tokenizer's last id."""
-        return x_BL.clamp_max(self.config.data.vocab_size - 1)
 
 
 def curriculum_range(objective: DuoObjective, ids: int) -> tuple[float, float]:

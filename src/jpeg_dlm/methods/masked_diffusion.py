@@ -158,7 +158,7 @@ class MaskedDiffusion(DditMethod):
         masked_BL = torch.full((len(noise.rows), self.config.data.token_len), self.mask_id, device=noise.device)
         x_BL = keep_fixed(masked_BL, fixed_BL)
         streams, states = noise.streams("sample"), self.sampling_states(sampler)
-        grid = torch.tensor(sampling_times(sampler.steps), dtype=torch.float64)
+        grid = sampling_times(sampler.steps)
         chances = self.chances(grid[:-1], grid[1:]).tolist()
         for k, (t, c) in enumerate(zip(grid.tolist(), chances, strict=False)):
             h_BLH = states(x_BL, t)
