@@ -8,7 +8,7 @@ from micro import micro_model
 from jpeg_dlm.cost.flops import build_weightless
 from jpeg_dlm.methods.argmax_noise import TimeMap
 from jpeg_dlm.methods.base import Batch
-from jpeg_dlm.methods.flm import SOFTCAP, Flm
+from jpeg_dlm.methods.flm import Flm
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.util.rng import RowNoise
@@ -50,7 +50,7 @@ def test_states_lie_on_the_linear_path():
 @torch.no_grad()
 def test_the_loss_is_what_it_says(mask):
     method = build()
-    assert all(block.softcap == SOFTCAP == 50 for block in method.backbone.blocks)
+    assert all(block.mix.keywords == {"cap": 50} for block in method.backbone.blocks)
     tau = (noise().uniform("time") + torch.arange(B)) / B
     t, eps, nll = TimeMap(V)(tau), noise().normal("state", L, V), []
     for b in range(B):

@@ -86,11 +86,11 @@ def test_the_proposal_finds_the_curve_of_the_loss():
     method.proposal = p
     assert method.proposal_loss(target, gamma) > 0.1
     optimizer = torch.optim.Adam(p.parameters(), lr=0.03)
-    for _ in range(400):
+    for step in range(400):
         optimizer.zero_grad()
         method.proposal_loss(target, gamma).backward()
         optimizer.step()
-        p.project()
+        method.after_step(step, 400)
     assert [x.item() for x in (p.loc, p.scale, p.entropy)] == pytest.approx([3.5, 0.6, 2.5], abs=0.02)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.methods.base import FREE, Batch, CheckpointSignature, Likelihood, Watch
-from jpeg_dlm.methods.discrete import CE_CHUNK, DditMethod, draw_tokens, nucleus, reduce_loss, with_mask
+from jpeg_dlm.methods.discrete import CE_CHUNK, DditMethod, Reduction, draw_tokens, nucleus, reduce_loss, with_mask
 from jpeg_dlm.nn.ddit import CausalTransformer, TransformerConfig
 from jpeg_dlm.nn.token_loss import token_nll
 from jpeg_dlm.util.rng import RowNoise
@@ -31,9 +30,7 @@ UNWRITTEN = 0  # placeholder for tokens to come: the padding of BERT's, T5's and
 class ArConfig(TransformerConfig):
     """Sizes of the transformer and its two special ids."""
 
-    mask_id: int = opt(
-        -1, "id that is never sampled; -1 adds an id for it after the tokenizer's (MDLM: GPT-2 -1, BERT 103)", ge=-1, le=1 << 20
-    )
+    mask_id: int = opt(-1, "never sampled; -1 adds an id after the tokenizer's (MDLM: GPT-2 -1, BERT 103)", ge=-1, le=1 << 20)
     start_id: int = opt(
         -1,
         "id that starts every row and is not predicted (MDLM: GPT-2 50256, BERT 101); -1 puts the mask before each row",
@@ -55,9 +52,7 @@ class ArConfig(TransformerConfig):
 class ArObjective:
     """Reduction of the loss."""
 
-    reduction: Literal["token_mean", "sequence_sum"] = opt(
-        "token_mean", "mean over tokens (MDLM, Duo), or sum over a row's tokens and mean over rows"
-    )
+    reduction: Reduction = opt("token_mean", "mean over tokens (MDLM, Duo), or over rows of the sum of a row's tokens")
     ce_chunk: int = opt(0, CE_CHUNK, ge=0, le=1 << 30)
 
 

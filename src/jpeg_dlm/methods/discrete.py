@@ -26,6 +26,8 @@ POSITIONS_AT_ONCE = 1024  # assumed: positions whose logits exist at once while 
 PAPER_TOKENIZERS = {"lm1b": "bert-base-uncased", "owt1024": "gpt2"}  # of the comparison (paper)
 VOCABULARIES = {"bert-base-uncased": (30_522, 103), "gpt2": (50_257, -1)}  # number of ids, mask; GPT-2 gets an id for it
 
+Reduction = Literal["token_mean", "sequence_sum"]
+
 CE_CHUNK = "token positions whose logits exist at once, recomputed in backward; 0 keeps all"
 
 # Tensors by which a checkpoint of the shared transformer with a noise level is known.
@@ -36,18 +38,14 @@ DIFFUSION_TENSORS = ("backbone.vocab_embed.embedding", "backbone.sigma_map.mlp.0
 class ExtendedDdit(DditConfig):
     """Sizes of the shared transformer, whose ids may exceed the tokenizer's."""
 
-    extra_ids: int = opt(
-        0, "extra ids of the process after the tokenizer's, never written (Duo, FLM: 1 for GPT-2, a pad)", ge=0, le=1 << 20
-    )
+    extra_ids: int = opt(0, "ids after the tokenizer's, never written (Duo, FLM: 1 for GPT-2, a pad)", ge=0, le=1 << 20)
 
 
 @dataclass(frozen=True)
 class MaskedDdit(DditConfig):
     """Sizes of the shared transformer with a mask token."""
 
-    mask_id: int = opt(
-        -1, "id of the mask token; -1 adds an id for it after the tokenizer's (MDLM: GPT-2 -1, BERT 103)", ge=-1, le=1 << 20
-    )
+    mask_id: int = opt(-1, "mask token; -1 adds an id after the tokenizer's (MDLM: GPT-2 -1, BERT 103)", ge=-1, le=1 << 20)
 
     def checks(self, config: Config) -> Checks:
         return [*super().checks(config), (self.mask_id < config.data.vocab_size, "model.mask_id must be -1 or an id")]
@@ -64,9 +62,7 @@ class DiscreteObjective:
 
     t_min: float = opt(1e-3, "smallest time in training (MDLM, SEDD, Duo)", gt=0, lt=1)
     stratified: bool = opt(True, "one time in each of as many intervals as the global batch has rows (Duo); else independent")
-    reduction: Literal["token_mean", "sequence_sum"] = opt(
-        "token_mean", "mean over tokens (MDLM, Duo), or sum over a row's tokens and mean over rows (SEDD)"
-    )
+    reduction: Reduction = opt("token_mean", "mean over tokens (MDLM, Duo), or over rows of the sum of a row's tokens (SEDD)")
     ce_chunk: int = opt(0, CE_CHUNK, ge=0, le=1 << 30)
 
 
@@ -163,10 +159,9 @@ def ddit_training(base: Config) -> TrainConfig:
 
 
 class LogLinear:
-    """The schedule alpha_t = 1 - (1 - eps) t, the share of tokens without noise, with eps = 1e-3 (MDLM, SEDD, Duo)."""
+    """The schedule alpha_t = 1 - (1 - eps) t, the share of tokens without noise (MDLM, SEDD, Duo)."""
 
-    def __init__(self, eps: float = 1e-3) -> None:
-        self.eps = eps
+    eps = 1e-3
 
     def alpha(self, t: Tensor) -> Tensor:
         return 1 - (1 - self.eps) * t

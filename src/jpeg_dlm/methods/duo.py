@@ -53,12 +53,8 @@ CURRICULUM_ALPHAS = (0.945, 0.05)  # range of alpha for other vocabularies
 class DuoObjective(DiscreteObjective):
     """The bound, and the curriculum, which replaces tokens by softened Gaussian latents in the first part of training."""
 
-    curriculum: Literal["none", "simple"] = opt(
-        "simple", "Gaussian latents in the first part of training (Duo), or tokens only"
-    )
-    curriculum_steps: int = opt(
-        0, "steps of the curriculum; 0 is half of train.steps (Duo: 500k of 1M)", ge=0, le=LARGEST_STEPS
-    )
+    curriculum: Literal["none", "simple"] = opt("simple", "Gaussian latents in the first part of training (Duo), or none")
+    curriculum_steps: int = opt(0, "its steps; 0 is half of train.steps (Duo: 500k of 1M)", ge=0, le=LARGEST_STEPS)
     gamma_min: float = opt(
         0.0, "its lowest noise level (Duo: LM1B -3.5, OWT -3.55); both 0: the level with alpha = 0.945", ge=-100, le=100
     )

@@ -104,12 +104,6 @@ class GumbelProposal(nn.Module):
         """Return entropy * exp(-exp(-(gamma - loc) / scale))."""
         return self.entropy * (-(-(gamma - self.loc) / self.scale).exp()).exp()
 
-    @torch.no_grad()
-    def project(self) -> None:
-        """Clamp the parameters to a valid distribution after an optimizer step."""
-        self.scale.clamp_(min=MIN_SCALE)
-        self.entropy.clamp_(min=0.0)
-
 
 class SelfConditionedDDiT(DDiT):
     """The shared transformer on embeddings, conditioned on an earlier prediction of them."""
@@ -203,8 +197,11 @@ class LangFlow(DditMethod):
         ramp = self.config.objective.skip_ramp or rounded_up_share(self.config.train.steps, 0.5, most=5000)
         return min(1.0, step / ramp)
 
+    @torch.no_grad()
     def after_step(self, step: int, total: int) -> None:
-        self.proposal.project()
+        """Clamp the proposal to a valid distribution."""
+        self.proposal.scale.clamp_(min=MIN_SCALE)
+        self.proposal.entropy.clamp_(min=0.0)
 
     def parameter_groups(self) -> list[ParameterGroup]:
         backbone, proposal = (

@@ -18,7 +18,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from jpeg_dlm.config import Config, opt
 from jpeg_dlm.flow.guidance import keep_fixed
+from jpeg_dlm.flow.path import per_sample
 from jpeg_dlm.methods.base import Batch, CheckpointSignature, Likelihood, Watch
 from jpeg_dlm.methods.discrete import (
     DIFFUSION_TENSORS,
@@ -157,7 +158,8 @@ class MaskedDiffusion(DditMethod):
         """Sample rows; unmasked tokens never change, so given tokens are simply not masked."""
         masked_BL = torch.full((len(noise.rows), self.config.data.token_len), self.mask_id, device=noise.device)
         x_BL = keep_fixed(masked_BL, fixed_BL)
-        streams, states = noise.streams("sample"), self.sampling_states(sampler)
+        streams = noise.streams("sample")
+        states = RowCache(self.states_at, self.mask_id) if getattr(sampler, "cache", False) else self.states_at
         grid = sampling_times(sampler.steps)
         chances = self.chances(grid[:-1], grid[1:]).tolist()
         for k, (t, c) in enumerate(zip(grid.tolist(), chances, strict=False)):
@@ -173,9 +175,9 @@ class MaskedDiffusion(DditMethod):
             watch(sampler.steps, sampler.steps, 1.0, lambda: x_BL)
         return x_BL
 
-    def sampling_states(self, sampler: Any) -> Callable[[Tensor, float], Tensor]:
-        """Return the function `states(x, t)` of one sampler run, in which all rows have the same time t."""
-        return lambda x_BL, t: self.states(x_BL, torch.full((len(x_BL),), t, device=x_BL.device))
+    def states_at(self, x_BL: Tensor, t: float) -> Tensor:
+        """Return the states of rows that have the same time."""
+        return self.states(x_BL, per_sample(t, x_BL))
 
     def chances(self, t: Tensor, s: Tensor) -> Tensor:
         """Return c of the steps from times t to s; SEDD's analytic and Euler steps have it too, as alpha is linear in t."""
@@ -250,22 +252,8 @@ class Mdlm(MaskedDiffusion):
         """Return the most probable tokens."""
         return self.logits(h_NH).argmax(-1)
 
-    def sampling_states(self, sampler: MdlmSampler) -> Callable[[Tensor, float], Tensor]:
-        states = super().sampling_states(sampler)
-        return RowCache(states, self.mask_id) if sampler.cache else states
-
 
 # ---------------------------------------------------------------- SEDD-Absorb
-
-
-@dataclass(frozen=True)
-class SeddObjective(DiscreteObjective):
-    """Score entropy with SEDD's times and reduction."""
-
-    stratified: bool = opt(False, "one time in each of as many intervals as the global batch has rows; else independent (SEDD)")
-    reduction: Literal["token_mean", "sequence_sum"] = opt(
-        "sequence_sum", "sum over a row's tokens and mean over rows (SEDD), or mean over tokens"
-    )
 
 
 class Sedd(MaskedDiffusion):
@@ -286,20 +274,22 @@ class Sedd(MaskedDiffusion):
         tensors=DIFFUSION_TENSORS,
         fixed={("graph", "type"): "absorb", ("noise", "type"): "loglinear", ("model", "scale_by_sigma"): True},
     )
-    groups = {"model": MaskedDdit, "objective": SeddObjective, "sampler": AncestralSampler}
+    groups = {"model": MaskedDdit, "objective": DiscreteObjective, "sampler": AncestralSampler}
     tokenizer = "gpt2"
     time_conditioned = True
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
-        """Use SEDD's own recipe at the paper's sizes: GPT-2's tokenizer on both corpora, and rows without a frame.
+        """Use SEDD's own recipe at the paper's sizes: GPT-2's tokenizer on both corpora, rows without a frame, its loss.
 
-        A small preset keeps its data and uses stratified times and a mean over tokens: less noise, and a comparable loss.
+        A small preset has stratified times and a mean over tokens, as the others: less noise, and a comparable loss.
         """
         config = super().adapt(base, name)
-        if base.preset in PAPER_TOKENIZERS:
-            return replace(config, data=replace(config.data, frame=False), train=replace(config.train, steps=1_300_001))
-        return replace(config, objective=replace(config.objective, stratified=True, reduction="token_mean"))
+        if base.preset not in PAPER_TOKENIZERS:
+            return config
+        objective = replace(config.objective, stratified=False, reduction="sequence_sum")
+        data, train = replace(config.data, frame=False), replace(config.train, steps=1_300_001)
+        return replace(config, objective=objective, data=data, train=train)
 
     def weights(self, h_NH: Tensor) -> Tensor:
         return (self.logits(h_NH) - math.log(self.vocab - 1)).exp()

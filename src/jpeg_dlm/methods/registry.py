@@ -108,7 +108,7 @@ def build_method(config: Config, encoder: nn.Module | None = None) -> Trainable:
 
     from jpeg_dlm.util.rng import derive_seed
 
-    cls = method_class(config.method)
+    cls: Any = method_class(config.method)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.train.seed, "init"))
-        return cls.from_config(config, encoder)
+        return cls(config, encoder) if cls.uses_encoder else cls(config)

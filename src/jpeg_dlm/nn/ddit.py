@@ -8,7 +8,9 @@ Shapes: B batch, L tokens, H hidden width, C condition width, V vocabulary, K at
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,8 @@ from jpeg_dlm.config import Checks, Config, head_checks, opt
 from jpeg_dlm.nn.layers import attend, fp32_island, rotary_table, rotate_halves, scalar_embedding, zero_linear
 
 MLP_RATIO = 4  # (MDLM)
+
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]  # attention of queries, keys and values
 
 
 @dataclass(frozen=True)
@@ -91,9 +95,9 @@ class KvCache:
 class DditBlock(nn.Module):
     """A transformer layer; with `cond_dim` the condition modulates and gates it, otherwise it is plain."""
 
-    def __init__(self, m: TransformerConfig, cond_dim: int | None, causal: bool = False, softcap: float = 0.0) -> None:
+    def __init__(self, m: TransformerConfig, cond_dim: int | None, mix: Mix = attend) -> None:
         super().__init__()
-        self.heads, self.dropout, self.causal, self.softcap = m.heads, m.dropout, causal, softcap
+        self.heads, self.mix, self.drop = m.heads, mix, nn.Dropout(m.dropout)
         inner = MLP_RATIO * m.hidden
         self.norm1 = nn.LayerNorm(m.hidden, bias=False)
         self.attn_qkv = nn.Linear(m.hidden, 3 * m.hidden, bias=False)
@@ -104,11 +108,11 @@ class DditBlock(nn.Module):
 
     def forward(self, x: Tensor, c_BC: Tensor | None, cos: Tensor, sin: Tensor, cache: KvCache | None = None) -> Tensor:
         if self.adaLN_modulation is None:
-            x = x + self._drop(self.attention(self.norm1(x), cos, sin, cache))
-            return x + self._drop(self.mlp(self.norm2(x)))
+            x = x + self.drop(self.attention(self.norm1(x), cos, sin, cache))
+            return x + self.drop(self.mlp(self.norm2(x)))
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c_BC)[:, None].chunk(6, dim=-1)
-        x = x + gate1 * self._drop(self.attention(modulate(self.norm1(x), shift1, scale1), cos, sin, cache))
-        return x + gate2 * self._drop(self.mlp(modulate(self.norm2(x), shift2, scale2)))
+        x = x + gate1 * self.drop(self.attention(modulate(self.norm1(x), shift1, scale1), cos, sin, cache))
+        return x + gate2 * self.drop(self.mlp(modulate(self.norm2(x), shift2, scale2)))
 
     def attention(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KvCache | None) -> Tensor:
         qkv = self.attn_qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # 3 B K L d
@@ -116,16 +120,7 @@ class DditBlock(nn.Module):
         q, k = rotate_halves(qkv[:2].float(), cos, sin).to(v.dtype)
         if cache is not None:
             k, v = cache.append(k, v)
-        if self.softcap:
-            mixed = capped_attention(q, k, v, self.softcap)
-        elif self.causal:
-            mixed = causal_attention(q, k, v)
-        else:
-            mixed = attend(q, k, v)
-        return self.attn_out(mixed.transpose(1, 2).flatten(2))
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
+        return self.attn_out(self.mix(q, k, v).transpose(1, 2).flatten(2))
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -176,7 +171,8 @@ class DDiT(nn.Module):
         self.head_dim = m.hidden // m.heads
         self.vocab_embed = Embedding(vocab, m.hidden)
         self.sigma_map = NoiseLevel(m.freq_dim, m.cond_dim)
-        self.blocks = nn.ModuleList(DditBlock(m, m.cond_dim, softcap=softcap) for _ in range(m.depth))
+        mix = partial(capped_attention, cap=softcap) if softcap else attend
+        self.blocks = nn.ModuleList(DditBlock(m, m.cond_dim, mix) for _ in range(m.depth))
         self.output_layer = OutputLayer(m.hidden, vocab, m.cond_dim)
 
     def states(self, tokens_BL: Tensor, sigma_B: Tensor) -> Tensor:
@@ -207,7 +203,7 @@ class CausalTransformer(nn.Module):
         super().__init__()
         self.heads, self.head_dim = m.heads, m.hidden // m.heads
         self.vocab_embed = Embedding(vocab, m.hidden)
-        self.blocks = nn.ModuleList(DditBlock(m, None, causal=True) for _ in range(m.depth))
+        self.blocks = nn.ModuleList(DditBlock(m, None, causal_attention) for _ in range(m.depth))
         self.output_layer = OutputLayer(m.hidden, vocab, None)
 
     def new_cache(self, batch: int, length: int) -> list[KvCache]:
