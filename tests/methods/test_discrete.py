@@ -1,9 +1,12 @@
 """Shared parts of the systems on token ids: schedule, times, reductions, drawing tokens, conditions of a preset."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from jpeg_dlm.config import TrainConfig
+from jpeg_dlm.config import TrainConfig, validate
+from jpeg_dlm.cost.flops import build_weightless
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.discrete import (
     DiscreteObjective,
@@ -15,6 +18,7 @@ from jpeg_dlm.methods.discrete import (
     with_mask,
 )
 from jpeg_dlm.methods.registry import for_method
+from jpeg_dlm.options import override
 from jpeg_dlm.presets import preset
 from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.util.rng import RowNoise
@@ -90,18 +94,61 @@ def test_a_token_without_probability_is_never_drawn():
         assert p.gather(1, drawn[:, None]).min() > 0
 
 
-# ---------------------------------------------------------------- conditions of a preset
+# ---------------------------------------------------------------- presets and published checkpoints
+
+EMBEDDINGS = 2 * 768 * 768 + 3  # LangFlow's self-conditioning map and proposal
+# Published numbers of parameters with the tokenizers of LM1B and of OpenWebText; SEDD has GPT-2's for both.
+PARAMETERS = {
+    "ar": (131_912_250, 162_246_482),
+    "mdlm": (139_292_986, 169_627_218),
+    "sedd": (169_627_218, 169_627_218),
+    "duo": (139_292_986, 169_627_218),
+    "flm": (139_292_986, 169_627_218),
+    "langflow": (139_292_986 + EMBEDDINGS, 169_625_681 + EMBEDDINGS),
+}
+SPECIAL = {"bert-base-uncased": {"mask_id": 103, "start_id": 101, "extra_ids": 0}, "gpt2": {"mask_id": -1, "start_id": 50_256}}
 
 
-def test_tokenizers_and_budget_of_the_paper():
-    for name, wanted in (("lm1b", ("bert-base-uncased", 30_522, 103, 128)), ("owt1024", ("gpt2", 50_257, -1, 1024))):
-        config = for_method(preset(name), "mdlm")
-        data, train = config.data, config.train
-        assert (data.tokenizer, data.vocab_size, config.model.mask_id, data.token_len) == wanted
-        assert (data.packing, data.frame, config.sampler.steps) == ("continuous", True, data.token_len)
-        assert train.batch * train.accumulation * train.devices == 512
-        assert (train.steps, train.lr, train.warmup, train.schedule) == (1_000_000, 3e-4, 2500, "constant")
-        assert (train.ema, train.ema_warmup, train.weight_decay, train.beta2) == (0.9999, True, 0.0, 0.999)
+@pytest.mark.parametrize("corpus", ["lm1b", "owt1024"])
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_models_of_the_paper_and_what_their_tensors_tell(name, corpus):
+    config, bert = validate(for_method(preset(corpus), name)), corpus == "lm1b" and name != "sedd"
+    data, train, model = config.data, config.train, config.model
+    assert (data.tokenizer, data.vocab_size) == (("bert-base-uncased", 30_522) if bert else ("gpt2", 50_257))
+    assert (data.packing, data.frame, data.token_len) == ("continuous", name != "sedd", 128 if corpus == "lm1b" else 1024)
+    special = {"extra_ids": int(corpus == "owt1024")} | SPECIAL[data.tokenizer]
+    assert all(vars(model)[option] == value for option, value in special.items() if hasattr(model, option))
+    assert name == "ar" or config.sampler.steps == data.token_len
+    assert train.batch * train.accumulation * train.devices == 512
+    assert (train.lr, train.warmup, train.schedule, model.dropout) == (3e-4, 2500, "constant", 0.1)
+    assert (train.steps, train.ema, train.ema_warmup) == (1_300_001 if name == "sedd" else 1_000_000, 0.9999, True)
+    assert (train.weight_decay, train.beta2) == (0.0, 0.999)
+    method = build_weightless(config)
+    assert sum(p.numel() for p in method.parameters()) == PARAMETERS[name][corpus == "owt1024"]
+    read = type(method).config_of(method.export_state(), for_method(preset("smoke"), name))
+    assert (read.data.tokenizer, read.data.vocab_size) == (data.tokenizer, data.vocab_size)
+    assert replace(read.model, dropout=0.1) == model
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_sizes_of_a_checkpoint_of_another_vocabulary(name):
+    options = {"data.vocab_size": 699, "model.hidden": 128, "model.depth": 3, "model.heads": 2}
+    config = override(for_method(preset("tiny"), name), options | ({"model.start_id": 6} if name == "ar" else {}))
+    method, base = build_weightless(config), override(config, {"data.vocab_size": 4096, "model.hidden": 16, "model.depth": 1})
+    read = validate(type(method).config_of(method.export_state(), base))
+    assert (read.data, read.model) == (config.data, config.model)
+
+
+def test_a_small_preset_keeps_its_text_and_budget_and_sedds_loss_is_that_of_the_others():
+    tiny = preset("tiny")
+    for name in PARAMETERS:
+        config = for_method(tiny, name)
+        assert config.data == tiny.data and config.train.steps == tiny.train.steps
+        assert getattr(config.objective, "stratified", True)
+    paper = for_method(preset("lm1b"), "sedd").objective
+    assert (
+        not paper.stratified and paper.reduction == "sequence_sum" and for_method(tiny, "sedd").objective == DiscreteObjective()
+    )
 
 
 def test_the_mask_gets_a_row_unless_the_tokenizer_has_one():

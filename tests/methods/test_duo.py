@@ -351,27 +351,3 @@ def test_the_greedy_tail_takes_the_most_probable_token():
     x = method.sample(DuoSampler(steps=3, final="greedy"), noise())
     handle.remove()
     assert torch.equal(x, seen[-1][:, :VOCAB].argmax(-1).view(B, L))
-
-
-# ---------------------------------------------------------------- options and files
-
-
-@pytest.mark.parametrize(
-    ("name", "ids", "count", "steps"), [("lm1b", 30_522, 139_292_986, 128), ("owt1024", 50_258, 169_627_218, 1024)]
-)
-def test_sizes_of_the_paper(name, ids, count, steps):
-    config = for_method(preset(name), "duo")
-    with torch.device("meta"):
-        method = Duo(config)
-    assert method.ids == ids and sum(p.numel() for p in method.parameters()) == count
-    assert config.sampler.steps == steps and config.train.steps == 1_000_000
-
-
-@pytest.mark.parametrize(("name", "tokenizer", "extra"), [("lm1b", "bert-base-uncased", 0), ("owt1024", "gpt2", 1)])
-def test_a_published_number_of_ids_names_its_tokenizer(name, tokenizer, extra):
-    wanted = for_method(preset(name), "duo")
-    with torch.device("meta"):
-        tensors = Duo(wanted).export_state()
-    found = Duo.config_of(tensors, for_method(preset("smoke"), "duo"))
-    assert (found.data.tokenizer, found.data.vocab_size) == (tokenizer, wanted.data.vocab_size)
-    assert found.model.extra_ids == extra and found.model.heads == 12 and found.model.depth == 12

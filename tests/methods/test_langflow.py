@@ -273,16 +273,3 @@ def test_given_embeddings_keep_their_noise_until_they_are_clean():
         alpha, sigma = alpha_sigma(gamma[0])
         alpha_0, sigma_0 = alpha_sigma(seen[0][1][0])
         assert torch.allclose(z, alpha * clean + sigma * (eps - alpha_0 * clean) / sigma_0, atol=1e-3)
-
-
-# ---------------------------------------------------------------- configuration and files
-
-
-def test_presets_are_the_comparisons_settings():
-    lm1b, owt = (for_method(preset(name), "langflow") for name in ("lm1b", "owt1024"))
-    assert (lm1b.data.tokenizer, lm1b.data.vocab_size, lm1b.sampler.steps) == ("bert-base-uncased", 30_522, 128)
-    assert (owt.data.tokenizer, owt.data.vocab_size, owt.sampler.steps) == ("gpt2", 50_257, 1024)
-    assert (owt.train.lr, owt.train.warmup, owt.train.steps, owt.model.dropout) == (3e-4, 2500, 1_000_000, 0.1)
-    with torch.device("meta"):
-        size = sum(p.numel() for p in LangFlow(owt).parameters())
-    assert size == 169_625_681 + 2 * 768 * 768 + 3  # the shared transformer, the self-conditioning map, the proposal
