@@ -37,12 +37,25 @@ def tokens(rows=B):
     return torch.randint(0, VOCAB, (rows, L), generator=torch.Generator().manual_seed(7))
 
 
-def noise(rows=B, step=0, seed=0):
-    return RowNoise(seed, range(rows), step)
+def noise(rows=B):
+    return RowNoise(0, range(rows))
 
 
 def double(*values):
     return torch.tensor(values, dtype=torch.float64)
+
+
+def chi_square(x, wanted):
+    """Of how often each id is in x."""
+    counts = torch.bincount(x.flatten(), minlength=len(wanted))
+    assert len(counts) == len(wanted)
+    return ((counts - wanted) ** 2 / wanted).sum().item()
+
+
+def assert_fits(x, wanted):
+    """Four deviations of chi-square above its mean at most."""
+    cells = len(wanted) - 1
+    assert chi_square(x, wanted) < cells + 4 * math.sqrt(2 * cells)
 
 
 # ---------------------------------------------------------------- the bound
@@ -202,9 +215,7 @@ def test_how_often_a_token_stays(forward):
     rows, ids = 3000, VOCAB + 2
     x0 = torch.full((rows, L), 5)
     noised = getattr(method, forward)(x0, torch.full((rows,), 0.4, dtype=torch.float64), noise(rows))
-    found = torch.bincount(noised.x_t_BL.flatten(), minlength=ids)
-    wanted = rows * L * forward_matrix(noised.alpha_B[0].item(), ids)[5]
-    assert ((found - wanted) ** 2 / wanted).sum() < ids - 1 + 5 * math.sqrt(2 * (ids - 1))
+    assert_fits(noised.x_t_BL, rows * L * forward_matrix(noised.alpha_B[0].item(), ids)[5])
 
 
 # ---------------------------------------------------------------- with a perfect denoiser
@@ -268,29 +279,20 @@ def test_likelihood_of_dependent_tokens():
     assert (found.tokens_B == 2).all()
 
 
-def chi_square(found, wanted):
-    return ((found - wanted) ** 2 / wanted).sum().item()
-
-
 @pytest.mark.parametrize("steps", [1, 4])
 def test_independent_tokens_are_sampled_exactly_in_any_number_of_steps(steps):
     """Two extra ids, which the source never has, are there on the way and not at the end."""
     pi = torch.cat([source(8), double(0.0, 0.0)])
     method, rows = knowing(torch.outer(pi, pi), extra=2), 6000
-    x = method.sample(DuoSampler(steps=steps), noise(rows))
-    found = torch.bincount(x.flatten(), minlength=8)
-    assert len(found) == 8
-    assert chi_square(found, 2 * rows * pi[:8]) < 7 + 4 * math.sqrt(14)
+    assert_fits(method.sample(DuoSampler(steps=steps), noise(rows)), 2 * rows * pi[:8])
 
 
 def test_many_steps_sample_dependent_tokens():
     """In one step the two tokens would not know of each other; in 32 they have their joint distribution."""
     p, rows = joint(), 1500
-    off = {}
-    for steps in (1, 32):
-        x = knowing(p).sample(DuoSampler(steps=steps), noise(rows))
-        off[steps] = chi_square(torch.bincount(x[:, 0] * 4 + x[:, 1], minlength=16), rows * p.flatten())
-    assert off[32] < 15 + 4 * math.sqrt(30) and off[1] > 100
+    one, many = (knowing(p).sample(DuoSampler(steps=steps), noise(rows)) @ torch.tensor([4, 1]) for steps in (1, 32))
+    assert_fits(many, rows * p.flatten())
+    assert chi_square(one, rows * p.flatten()) > 100
 
 
 # ---------------------------------------------------------------- the posterior

@@ -9,8 +9,8 @@ from reference import affine, silu, under
 
 from jpeg_dlm.nn.ddit import CausalTransformer, DDiT, DditConfig, capped_attention
 
-B, L, V, H, HEADS, DEPTH, COND, FREQ = 3, 7, 11, 24, 3, 2, 10, 8
-SIZES = DditConfig(H, DEPTH, HEADS, 0.0, COND, FREQ)
+B, L, V, H, HEADS, DEPTH, FREQ = 3, 7, 11, 24, 3, 2, 8
+SIZES = DditConfig(H, DEPTH, HEADS, 0.0, cond_dim=10, freq_dim=FREQ)
 
 
 def ddit(softcap=0.0):
@@ -41,19 +41,17 @@ def test_the_number_of_parameters_of_the_medium_size():
     assert sum(p.numel() for p in network.parameters()) == 424_477_010
 
 
-BLOCK = ["norm1.weight", "attn_qkv.weight", "attn_out.weight", "norm2.weight"]
-BLOCK += ["mlp.0.weight", "mlp.0.bias", "mlp.2.weight", "mlp.2.bias"]
-ENDS = ["vocab_embed.embedding", "output_layer.norm_final.weight", "output_layer.linear.weight", "output_layer.linear.bias"]
-MODULATION = ["adaLN_modulation.weight", "adaLN_modulation.bias"]
-LEVEL = ["sigma_map.mlp.0.weight", "sigma_map.mlp.0.bias", "sigma_map.mlp.2.weight", "sigma_map.mlp.2.bias"]
-
-
 def test_names_are_those_of_published_checkpoints():
-    plain = {f"blocks.{i}.{name}" for i in range(DEPTH) for name in BLOCK} | set(ENDS)
-    assert set(causal().state_dict()) == plain
-    modulated = {f"blocks.{i}.{name}" for i in range(DEPTH) for name in MODULATION}
-    modulated |= {f"output_layer.{name}" for name in MODULATION}
-    assert set(ddit().state_dict()) == plain | modulated | set(LEVEL)
+    def affine_names(*layers):
+        return {f"{layer}.{part}" for layer in layers for part in ("weight", "bias")}
+
+    plain = {"vocab_embed.embedding", "output_layer.norm_final.weight", *affine_names("output_layer.linear")}
+    modulated = affine_names("sigma_map.mlp.0", "sigma_map.mlp.2", "output_layer.adaLN_modulation")
+    for block in (f"blocks.{i}" for i in range(DEPTH)):
+        plain |= {f"{block}.{name}.weight" for name in ("norm1", "attn_qkv", "attn_out", "norm2")}
+        plain |= affine_names(f"{block}.mlp.0", f"{block}.mlp.2")
+        modulated |= affine_names(f"{block}.adaLN_modulation")
+    assert set(causal().state_dict()) == plain and set(ddit().state_dict()) == plain | modulated
 
 
 # ---------------------------------------------------------------- a slow second version
