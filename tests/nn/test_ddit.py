@@ -10,6 +10,7 @@ from reference import affine, silu, under
 from jpeg_dlm.nn.ddit import CausalTransformer, DDiT, DditConfig, capped_attention
 
 B, L, V, H, HEADS, DEPTH, FREQ = 3, 7, 11, 24, 3, 2, 8
+TOKENS, SIGMA = torch.randint(0, V, (B, L), generator=torch.Generator().manual_seed(1)), torch.tensor([0.05, 1.2, 6.9])
 SIZES = DditConfig(H, DEPTH, HEADS, 0.0, cond_dim=10, freq_dim=FREQ)
 
 
@@ -21,14 +22,6 @@ def ddit(softcap=0.0):
 def causal():
     torch.manual_seed(0)
     return perturb(CausalTransformer(V, SIZES)).eval()
-
-
-def tokens():
-    return torch.randint(0, V, (B, L), generator=torch.Generator().manual_seed(1))
-
-
-def sigma():
-    return torch.tensor([0.05, 1.2, 6.9])
 
 
 # ---------------------------------------------------------------- published sizes and names
@@ -118,9 +111,9 @@ def slow_network(network, ids, level=None, cap=0.0):
 def test_a_slow_version_with_the_same_weights_agrees(kind):
     cap = 0.5 if kind == "capped" else 0.0
     network = causal() if kind == "causal" else ddit(cap)
-    fast = network(tokens()) if kind == "causal" else network(tokens(), sigma())
-    levels = [None] * B if kind == "causal" else sigma().tolist()
-    slow = torch.stack([slow_network(network, row, level, cap) for row, level in zip(tokens(), levels, strict=True)])
+    fast = network(TOKENS) if kind == "causal" else network(TOKENS, SIGMA)
+    levels = [None] * B if kind == "causal" else SIGMA.tolist()
+    slow = torch.stack([slow_network(network, row, level, cap) for row, level in zip(TOKENS, levels, strict=True)])
     assert slow.std() > 0.3  # the comparison means something
     assert torch.allclose(fast.double(), slow, atol=1e-5, rtol=1e-5)
 
@@ -137,8 +130,8 @@ def test_scores_are_capped_in_full_precision():
 
 
 def test_a_fresh_network_gives_zero_logits():
-    assert not DDiT(V, SIZES)(tokens(), sigma()).any()
-    assert not CausalTransformer(V, SIZES)(tokens()).any()
+    assert not DDiT(V, SIZES)(TOKENS, SIGMA).any()
+    assert not CausalTransformer(V, SIZES)(TOKENS).any()
 
 
 @torch.no_grad()
@@ -147,10 +140,10 @@ def test_distributions_are_read_as_the_mean_of_rows():
     p = torch.rand(B, L, V, generator=torch.Generator().manual_seed(0)).softmax(-1)
     mean = sum(p[..., v, None] * network.vocab_embed.embedding[v] for v in range(V))
     assert torch.allclose(network.vocab_embed(p), mean, atol=1e-5)
-    one_hot = torch.nn.functional.one_hot(tokens(), V)
-    assert torch.allclose(network(one_hot.double(), sigma()), network(tokens(), sigma()), atol=1e-5)
+    one_hot = torch.nn.functional.one_hot(TOKENS, V)
+    assert torch.allclose(network(one_hot.double(), SIGMA), network(TOKENS, SIGMA), atol=1e-5)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(network.vocab_embed(one_hot.float()), network.vocab_embed(tokens()))
+        assert torch.equal(network.vocab_embed(one_hot.float()), network.vocab_embed(TOKENS))
 
 
 @torch.no_grad()
@@ -158,8 +151,8 @@ def test_distributions_are_read_as_the_mean_of_rows():
 def test_reading_in_parts_with_a_cache_is_reading_at_once(parts):
     network = causal()
     cache = network.new_cache(B, L + 2)
-    states = torch.cat([network.states(part, cache) for part in tokens().split(parts, dim=1)], dim=1)
-    assert torch.allclose(states, network.states(tokens()), atol=1e-5)
+    states = torch.cat([network.states(part, cache) for part in TOKENS.split(parts, dim=1)], dim=1)
+    assert torch.allclose(states, network.states(TOKENS), atol=1e-5)
     assert [c.length for c in cache] == [L] * DEPTH
 
 
@@ -169,8 +162,8 @@ def test_the_sensitive_parts_stay_full_precision_under_autocast():
     kinds = {}
     for name in ("sigma_map.mlp.2", "blocks.0.norm1", "output_layer.norm_final", "blocks.0.attn_out"):
         network.get_submodule(name).register_forward_hook(lambda m, i, out, name=name: kinds.update({name: out.dtype}))
-    exact = network(tokens(), sigma())
+    exact = network(TOKENS, SIGMA)
     with torch.autocast("cpu", torch.bfloat16):
-        out = network(tokens(), sigma())
+        out = network(TOKENS, SIGMA)
     assert kinds.pop("blocks.0.attn_out") == torch.bfloat16 and set(kinds.values()) == {torch.float32}
     assert torch.allclose(out.float(), exact, atol=0.1 * exact.std().item() + 0.05)

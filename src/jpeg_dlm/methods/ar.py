@@ -108,7 +108,7 @@ class Ar(DditMethod):
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
         config = super().config_of(tensors, base)
-        start_id = START_IDS.get(config.data.tokenizer, base.model.start_id)
+        start_id: int = START_IDS.get(config.data.tokenizer, base.model.start_id)
         return replace(config, model=replace(config.model, start_id=start_id if start_id < config.data.vocab_size else -1))
 
     # ------------------------------------------------------------ reading
