@@ -108,7 +108,8 @@ class Ar(DditMethod):
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
         config = super().config_of(tensors, base)
-        start_id: int = START_IDS.get(config.data.tokenizer, base.model.start_id)
+        tokenizer = config.data.tokenizer
+        start_id = START_IDS[tokenizer] if tokenizer in START_IDS else base.model.start_id
         return replace(config, model=replace(config.model, start_id=start_id if start_id < config.data.vocab_size else -1))
 
     # ------------------------------------------------------------ reading

@@ -105,7 +105,11 @@ class Duo(DditMethod):
         self.config = config
         self.ids = config.data.vocab_size + config.model.extra_ids
         self.schedule = LogLinear()
-        self.gammas = curriculum_range(config.objective, self.ids)
+        o: DuoObjective = config.objective
+        self.gammas = o.gamma_min, o.gamma_max
+        if not o.gamma_min < o.gamma_max:  # vocabularies other than the paper's get the same range of alpha
+            first, last = CURRICULUM_ALPHAS
+            self.gammas = gamma_of(first, self.ids), gamma_of(last, self.ids)
         self.backbone = DDiT(self.ids, config.model)
         self.loss_weights = {"nelbo": 1.0}
 
@@ -208,14 +212,6 @@ class Duo(DditMethod):
     def uniform_ids(self, u: Tensor) -> Tensor:
         """Map float64 uniform numbers in [0, 1), fine enough for any K, to uniform ids."""
         return (u * self.ids).long()
-
-
-def curriculum_range(objective: DuoObjective, ids: int) -> tuple[float, float]:
-    """Return (gamma_min, gamma_max); vocabularies other than the paper's get the same range of alpha."""
-    if objective.gamma_min < objective.gamma_max:
-        return objective.gamma_min, objective.gamma_max
-    first, last = CURRICULUM_ALPHAS
-    return gamma_of(first, ids), gamma_of(last, ids)
 
 
 # ---------------------------------------------------------------- the bound

@@ -36,11 +36,6 @@ class FlmObjective:
     ce_chunk: int = opt(0, CE_CHUNK, ge=0, le=1 << 30)
 
 
-def euler_step(z: Tensor, p: Tensor, t: Tensor, u: Tensor) -> Tensor:
-    """Return z + (u - t) (p - z) / (1 - t) as a mixture of z and p; times are scalars."""
-    return torch.lerp(z, p, ((u - t) / (1 - t + TIME_FLOOR)).to(z.dtype))
-
-
 class Flm(DditMethod):
     """The whole system."""
 
@@ -106,8 +101,8 @@ class Flm(DditMethod):
                 p = torch.where((fixed_BL >= 0)[..., None], certain, p)
             if watch:
                 watch(k, steps, taus[k].item(), lambda p=p: self.most_probable(p))
-            if k + 1 < steps:  # the last step would return p
-                z = euler_step(z, p, t[k], t[k + 1])
+            if k + 1 < steps:  # z + (u - t) (p - z) / (1 - t) is a mixture of z and p; the last step would return p
+                z = torch.lerp(z, p, ((t[k + 1] - t[k]) / (1 - t[k] + TIME_FLOOR)).to(z.dtype))
         tokens = self.most_probable(p)
         if watch:
             watch(steps, steps, 1.0, lambda: tokens)
