@@ -25,7 +25,7 @@ from jpeg_dlm.flow.path import per_sample
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.jpeg_dlm_config import GROUPS, JpegDlmModel
-from jpeg_dlm.nn.ddit import DditBlock, KvCache, Norm, TransformerConfig
+from jpeg_dlm.nn.ddit import DditBlock, KvCache, TransformerConfig, causal_attention
 from jpeg_dlm.nn.layers import rotary_table, zero_linear
 from jpeg_dlm.util.rng import RowNoise
 
@@ -58,8 +58,8 @@ class TokenDecoder(nn.Module):
         self.from_features = nn.Linear(config.encoder.feature_dim, m.latent_dim)
         self.from_token = nn.Linear(m.proj_dim, m.latent_dim)
         nn.init.normal_(self.from_token.weight)  # assumed: W's rows have length 1/sqrt(3) at first, so both inputs weigh alike
-        self.layers = nn.ModuleList(DditBlock(sizes, None, causal=True) for _ in range(m.decoder_layers))
-        self.norm_final = Norm(m.latent_dim)
+        self.layers = nn.ModuleList(DditBlock(sizes, None, causal_attention) for _ in range(m.decoder_layers))
+        self.norm_final = nn.LayerNorm(m.latent_dim, bias=False)
         self.out = zero_linear(m.latent_dim, config.encoder.feature_dim)
         self.start = nn.Parameter(torch.zeros(m.proj_dim))
 

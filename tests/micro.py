@@ -68,8 +68,8 @@ def micro_model(method: str = "jpeg-dlm", scale: float = 0.3, **changes: object)
     from jpeg_dlm.methods.registry import method_class
 
     config = micro_config(method, **changes)
-    needs_encoder = method_class(method).needs_encoder(config)
-    encoder = build_encoder(config.encoder, config.data.vocab_size, 0, Path()) if needs_encoder else None
+    encoded = method_class(method).uses_encoder
+    encoder = build_encoder(config.encoder, config.data.vocab_size, 0, Path()) if encoded else None
     return perturb(build_method(config, encoder), scale).eval()
 
 

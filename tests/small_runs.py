@@ -53,7 +53,7 @@ def start(method: str, blocks: Blocks, run: Path, ranks: Ranks, **changes: objec
     config = micro_config(method, ranks.world, **changes)
     config = replace(config, data=replace(config.data, vocab_size=blocks.vocab_size))
     stream = BatchStream(blocks, config.train, ranks.device, ranks.rank, ranks.world)
-    encoded = method_class(method).needs_encoder(config)
+    encoded = method_class(method).uses_encoder
     encoder = build_encoder(config.encoder, blocks.vocab_size, 0, run) if encoded else None
     fresh = build_method(config, encoder)
     checkpoint = latest_checkpoint(run, print)

@@ -50,10 +50,6 @@ class Unigram(Method):
         self.scores = nn.Parameter(torch.randn(config.data.vocab_size))
 
     @classmethod
-    def from_config(cls, config, encoder=None):
-        return cls(config)
-
-    @classmethod
     def adapt(cls, base, name):
         return replace(base, method=name, model=NoOptions(), objective=NoOptions(), sampler=UnigramSampler())
 

@@ -127,8 +127,5 @@ def test_it_is_timed_and_described(trained: Path, tmp_path: Path, capsys: pytest
     assert "--objective.hide" in capsys.readouterr().out
     assert main(["info", str(trained)]) == 0
     assert "Toy (toy)" in capsys.readouterr().out
-
-
-def test_toy_info_plan(capsys: pytest.CaptureFixture[str]):
     assert main(["info", "--method", "toy", "--preset", "smoke", "--plan", "--devices", "1x8GB", "--tokens", "1M"]) == 0
     assert "trained parameters" in capsys.readouterr().out

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.config import Checks, Config, opt
+from jpeg_dlm.config import Config, opt
 from jpeg_dlm.methods.base import Batch, Method, Watch
 from jpeg_dlm.methods.discrete import draw_tokens
 from jpeg_dlm.util.rng import RowNoise
@@ -16,27 +16,18 @@ from jpeg_dlm.util.rng import RowNoise
 
 @dataclass(frozen=True)
 class ToyModel:
-    hidden: int = opt(16, "width")
-    depth: int = opt(1, "layers")
-
-    def checks(self, config: Config) -> Checks:
-        return [(min(self.hidden, self.depth) >= 1, "model sizes must be positive")]
+    hidden: int = opt(16, "width", ge=1, le=1 << 16)
+    depth: int = opt(1, "layers", ge=1, le=1024)
 
 
 @dataclass(frozen=True)
 class ToyObjective:
-    hide: float = opt(0.1, "share of tokens that are hidden")
-
-    def checks(self, config: Config) -> Checks:
-        return [(0 <= self.hide < 1, "objective.hide must lie in [0, 1)")]
+    hide: float = opt(0.1, "share of tokens that are hidden", ge=0, lt=1)
 
 
 @dataclass(frozen=True)
 class ToySampler:
-    temperature: float = opt(1.0, "divides the logits")
-
-    def checks(self, config: Config) -> Checks:
-        return [(self.temperature > 0, "sampler.temperature must be positive")]
+    temperature: float = opt(1.0, "divides the logits", gt=0, le=1e6)
 
     def label(self) -> str:
         return f"temperature {self.temperature:g}"

@@ -342,7 +342,7 @@ class Model:
 
     def complete_method(self) -> Method:
         """The method with its text encoder in place, if it uses one."""
-        if self.method.needs_encoder(self.config):
+        if self.method.uses_encoder:
             self.method.encoder = self.encoder
         return self.method
 

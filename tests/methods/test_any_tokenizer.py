@@ -3,7 +3,7 @@
 import pytest
 from conftest import made_up_text
 from micro import PIECES, as_flags
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer
 
 from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
@@ -12,24 +12,16 @@ from jpeg_dlm.text.blocks import Blocks
 
 def bert(path):
     """Word pieces with BERT's special tokens."""
-    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece()
-    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    backend.train_from_iterator([made_up_text()], trainers.WordPieceTrainer(vocab_size=120, special_tokens=specials))
-    backend.save(str(path))
+    tokenizer = BertWordPieceTokenizer(lowercase=True)
+    tokenizer.train_from_iterator([made_up_text()], vocab_size=120, show_progress=False)
+    tokenizer.save(str(path))
 
 
 def gpt2(path):
     """Byte pairs with GPT-2's only special token."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
-    backend.train_from_iterator([made_up_text()], trainer)
-    backend.save(str(path))
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([made_up_text()], vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.save(str(path))
 
 
 SMALL = ["--model.hidden", "16", "--model.depth", "1", "--model.heads", "2", "--train.batch", "4", "--train.eval-every", "0"]

@@ -1,18 +1,14 @@
-"""The autoregressive system: its likelihood by the chain rule, its sampler by enumeration, caches, prompts and files."""
+"""The autoregressive system: its likelihood by the chain rule, its sampler by enumeration, caches and prompts."""
 
 import itertools
 import math
 
 import pytest
 import torch
-from micro import micro_config, micro_model
+from micro import micro_model
 
-from jpeg_dlm.config import validate
 from jpeg_dlm.methods.ar import Ar, ArSampler, next_token_probabilities
 from jpeg_dlm.methods.base import FREE, Batch
-from jpeg_dlm.methods.registry import for_method
-from jpeg_dlm.options import override
-from jpeg_dlm.presets import PRESETS, preset
 from jpeg_dlm.util.rng import RowNoise
 
 B, L, VOCAB = 4, 9, 13
@@ -57,47 +53,10 @@ def test_likelihood_is_the_product_of_next_token_probabilities(options):
     wanted = torch.zeros(B, L, dtype=torch.float64)
     for b, i in itertools.product(range(B), range(first, L)):
         wanted[b, i] = -slow_probabilities(method, x[b], i)[x[b, i]].log()
-    assert torch.allclose(method.token_nll(x).double(), wanted, atol=1e-5) and wanted.std() > 0.3
+    assert torch.allclose(method.token_nll(x).double(), wanted[:, first:], atol=1e-5) and wanted.std() > 0.3
     known = method.likelihood(Batch(x), noise())
     assert torch.allclose(known.nats_B, wanted.sum(1), atol=1e-4) and known.tokens_B.tolist() == [L - first] * B
     assert method.losses(Batch(x), noise())["ce"].item() == pytest.approx(wanted[:, first:].mean().item(), rel=1e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("options", [{"data__token_len": 3}, {"data__token_len": 4, "model__start_id": 5, "model__mask_id": 2}])
-def test_probabilities_of_all_rows_sum_to_one(options):
-    method = build(options | {"data__vocab_size": 8})
-    length, start = method.config.data.token_len, method.config.model.start_id
-    free = length if start == -1 else length - 1
-    rows = torch.tensor(list(itertools.product(range(8), repeat=free)))
-    rows = rows if start == -1 else torch.cat([torch.full((len(rows), 1), start), rows], dim=1)
-    assert method.likelihood(Batch(rows), noise(len(rows))).nats_B.neg().exp().sum().item() == pytest.approx(1, abs=1e-5)
-
-
-@torch.no_grad()
-def test_rows_longer_than_the_models_own_can_be_scored():
-    method = build()
-    x = tokens(2, 3 * L)
-    nll = method.token_nll(x)
-    assert nll.shape == (2, 3 * L) and torch.allclose(nll[:, :L], method.token_nll(x[:, :L]), atol=1e-5)
-    assert nll[0, 20].item() == pytest.approx(-slow_probabilities(method, x[0], 20)[x[0, 20]].log().item(), abs=1e-5)
-    assert build({"model__start_id": 5}).token_nll(x[:, :1]).tolist() == [[0], [0]]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("options", STARTS[:2])
-def test_hidden_states_have_read_their_own_token(options):
-    method = build(options)
-    x = tokens(method=method)
-    h = method.hidden_states(x)
-    assert h.shape == (B, L, 16)
-    for i in (0, 4, L - 2):
-        p = method.logits(h[:, i]).double().softmax(-1)
-        assert torch.allclose(p[2], slow_probabilities(method, x[2], i + 1), atol=1e-6)
-    changed = x.clone()
-    changed[:, -1] = (changed[:, -1] + 1) % VOCAB
-    moved = (method.hidden_states(changed) - h).abs().amax(-1) > 1e-4
-    assert moved[:, -1].all() and not moved[:, :-1].any()
 
 
 def test_a_literal_mask_in_the_text_does_not_stop_a_run():
@@ -170,14 +129,11 @@ def test_with_and_without_cache_the_tokens_are_the_same(options, sampler):
 
 
 def test_the_mask_is_never_written():
-    method = build({"model__mask_id": 3})
-    with torch.no_grad():
-        method.backbone.output_layer.linear.bias[3] = 50.0
-    assert not (method.sample(ArSampler(), noise(32)) == 3).any()
-    with torch.no_grad():
-        unmasked = build()
-        unmasked.backbone.output_layer.linear.bias[VOCAB] = 50.0
-    assert unmasked.sample(ArSampler(), noise(32)).max() < VOCAB
+    for option, mask in ((3, 3), (-1, VOCAB)):
+        method = build({"model__mask_id": option})
+        with torch.no_grad():
+            method.backbone.output_layer.linear.bias[mask] = 50.0
+        assert not (method.sample(ArSampler(), noise(32)) == mask).any()
 
 
 # ---------------------------------------------------------------- given tokens
@@ -210,40 +166,3 @@ def test_a_given_first_token_replaces_the_start():
     given = torch.full((1, L), FREE).expand(B, -1)  # as a caller passes one template for all rows
     assert torch.equal(method.sample(ArSampler(), noise(), fixed_BL=given), method.sample(ArSampler(), noise()))
     assert (given == FREE).all()
-
-
-# ---------------------------------------------------------------- options and files
-
-
-def test_presets():
-    configs = {name: validate(for_method(preset(name), "ar")) for name in PRESETS}
-    lm1b, owt = configs["lm1b"], configs["owt1024"]
-    for config, parameters in ((lm1b, 131_912_250), (owt, 162_246_482)):  # BERT; GPT-2 with its row for the mask
-        with torch.device("meta"):
-            assert sum(p.numel() for p in Ar(config).parameters()) == parameters
-        assert config.train.batch * config.train.accumulation * config.train.devices == 512 and config.train.lr == 3e-4
-    assert (lm1b.model.mask_id, lm1b.model.start_id) == (103, 101)  # framed rows begin with [CLS]
-    assert (owt.model.mask_id, owt.model.start_id) == (-1, 50_256)  # and with <|endoftext|>
-    assert configs["tiny"].data == preset("tiny").data and configs["tiny"].train.steps == preset("tiny").train.steps
-
-
-def published(ids, hidden=128, depth=3):
-    """Shapes of a published checkpoint of other sizes."""
-    config = micro_config("ar", data__vocab_size=ids - 1, model__hidden=hidden, model__depth=depth)
-    with torch.device("meta"):
-        return Ar(config).export_state()
-
-
-@pytest.mark.parametrize(
-    ("ids", "vocab_size", "mask_id", "start_id", "tokenizer"),
-    [(30_522, 30_522, 103, 101, "bert-base-uncased"), (50_258, 50_257, -1, 50_256, "gpt2"), (700, 699, -1, 6, "bpe")],
-)
-def test_sizes_of_a_published_checkpoint(ids, vocab_size, mask_id, start_id, tokenizer):
-    base = override(for_method(preset("tiny"), "ar"), {"model.start_id": 6})
-    tensors = published(ids)
-    config = validate(Ar.config_of(tensors, base))
-    assert (config.data.vocab_size, config.data.tokenizer) == (vocab_size, tokenizer)
-    m = config.model
-    assert (m.hidden, m.depth, m.heads, m.mask_id, m.start_id) == (128, 3, 2, mask_id, start_id)
-    with torch.device("meta"):
-        Ar(config).import_state(tensors, "file")  # refuses any tensor without a place

@@ -60,19 +60,6 @@ def test_alpha_spans_0_to_1_with_its_slope_and_its_inverse(ids):
         assert survival(double(gamma_of(alpha, ids)), ids)[0].item() == pytest.approx(alpha, abs=1e-12)
 
 
-@pytest.mark.parametrize(("ids", "gamma"), [(4, 0.0), (30, -1.5), (200, -2.0)])
-def test_draws_of_the_latent_agree(ids, gamma):
-    draws = 30_000
-    a, s = (torch.sigmoid(x).sqrt() for x in (double(-gamma), double(gamma)))
-    w = s * torch.randn(draws, ids, generator=torch.Generator().manual_seed(ids))
-    w[:, 1] += a
-    counts = torch.bincount(w.argmax(-1), minlength=ids)
-    alpha = survival(double(gamma), ids)[0].item()
-    expected = torch.full((ids,), draws * (1 - alpha) / ids)
-    expected[1] += draws * alpha
-    assert ((counts - expected) ** 2 / expected).sum().item() < ids - 1 + 5 * math.sqrt(2 * (ids - 1))
-
-
 @pytest.mark.parametrize("vocab", [2, 512, 50_257])
 def test_the_time_map_is_the_inverse_of_the_decodable_share(vocab):
     gamma = torch.linspace(0, 1, 2001, dtype=torch.float64)
@@ -85,9 +72,3 @@ def test_the_time_map_is_the_inverse_of_the_decodable_share(vocab):
     assert gamma[0] == 0 and gamma[-1] == 1 and gamma.dtype == torch.float64 and (gamma.diff() > 0).all()
     assert decodable_share(gamma[:-1], vocab).tolist() == pytest.approx(tau[:-1].tolist(), abs=1e-5)
     assert times(torch.tensor([[0.25, 0.5]])).shape == (1, 2) and not times.state_dict()
-
-
-def test_uniform_times_would_miss_a_large_vocabulary():
-    """Half of gamma's range tells nothing of a token among 50,257: what the map is for."""
-    assert decodable_share(torch.tensor([0.5]), 50_257).item() < 0.01
-    assert TimeMap(50_257)(torch.tensor([0.1, 0.9])).tolist() == pytest.approx([0.75, 0.85], abs=0.03)

@@ -111,14 +111,6 @@ def test_hidden_matrices_are_maps_of_vectors_alone(name):
     assert all("head" in n or "linear" in n or n.removesuffix(".weight").endswith((*NOT_MATRICES, ".latents")) for n in others)
 
 
-def test_the_first_rows_of_a_batch_keep_everything_about_them():
-    features, context = torch.randn(B, L, 3), Batch(tokens(2 * B), PADDING.repeat_interleave(2, 0))
-    batch = Batch(tokens(), PADDING, features, context, torch.ones(B, 2, dtype=torch.bool))
-    first = batch.first(2)
-    assert torch.equal(first.features_BLF, features[:2]) and torch.equal(first.mask_BL, PADDING[:2])
-    assert torch.equal(first.before.tokens_BL, context.tokens_BL[:4]) and first.present_BK.shape == (2, 2)
-
-
 # ---------------------------------------------------------------- sampling
 
 

@@ -1,23 +1,24 @@
 """Shared parts of the systems on token ids: schedule, times, reductions, drawing tokens, conditions of a preset."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from jpeg_dlm.config import TrainConfig
+from jpeg_dlm.config import validate
+from jpeg_dlm.cost.flops import build_weightless
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.discrete import (
     DiscreteObjective,
     LogLinear,
-    ddit_training,
     draw_tokens,
-    paper_data,
     reduce_loss,
     sampling_times,
     training_times,
-    with_mask,
 )
+from jpeg_dlm.methods.registry import for_method
+from jpeg_dlm.options import override
 from jpeg_dlm.presets import preset
-from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.util.rng import RowNoise
 
 # ---------------------------------------------------------------- schedule and times
@@ -41,27 +42,18 @@ def test_derivatives_of_the_schedule():
     assert torch.allclose(schedule.sigma(t), -schedule.alpha(t).log())
 
 
-@pytest.mark.parametrize(("world", "accumulation"), [(1, 1), (1, 4), (2, 2), (4, 1)])
-def test_one_time_in_each_interval_of_the_global_batch(world, accumulation):
+@pytest.mark.parametrize("parts", [1, 4, 8])
+def test_one_time_in_each_interval_of_the_global_batch(parts):
     """However a step's 16 rows are split into micro-batches and processes."""
-    train = TrainConfig(batch=16 // world // accumulation, accumulation=accumulation)
-    objective, times = DiscreteObjective(t_min=0.2), {}
-    for rank in range(world):
-        stream = BatchStream.__new__(BatchStream)  # only its arithmetic: there is no text behind it
-        stream.train, stream.rank, stream.world = train, rank, world
-        stream.order = type("Order", (), {"rows": lambda self, first, n: torch.arange(first, first + n)})()
-        for micro in range(accumulation):
-            places, _ = stream.row_numbers(3, micro)
-            noise = RowNoise(1, places, 3, total=stream.rows_per_step)
-            times |= dict(zip(places, training_times(noise, objective).tolist(), strict=True))
-    assert sorted(int((t - 0.2) / 0.8 * 16) for t in times.values()) == list(range(16))
-    whole = training_times(RowNoise(1, range(16), 3), objective).tolist()
-    assert [times[place] for place in range(16)] == pytest.approx(whole)
+    objective, times = DiscreteObjective(t_min=0.2), torch.zeros(16)
+    for part in range(parts):
+        times[part::parts] = training_times(RowNoise(1, range(part, 16, parts), 3, total=16), objective)
+    assert sorted(((times - 0.2) / 0.8 * 16).int().tolist()) == list(range(16))
+    assert torch.equal(times, training_times(RowNoise(1, range(16), 3), objective))
 
 
 def test_sampling_times_are_even_and_end_just_above_zero():
-    times = sampling_times(4)
-    assert times == pytest.approx([1, 0.7500025, 0.500005, 0.2500075, 1e-5], abs=1e-12)
+    assert sampling_times(4).tolist() == pytest.approx([1, 0.7500025, 0.500005, 0.2500075, 1e-5], abs=1e-12)
 
 
 # ---------------------------------------------------------------- reductions and draws
@@ -92,22 +84,58 @@ def test_a_token_without_probability_is_never_drawn():
         assert p.gather(1, drawn[:, None]).min() > 0
 
 
-# ---------------------------------------------------------------- conditions of a preset
+# ---------------------------------------------------------------- presets and published checkpoints
+
+EMBEDDINGS = 2 * 768 * 768 + 3  # LangFlow's self-conditioning map and proposal
+# Published numbers of parameters with the tokenizers of LM1B and of OpenWebText; SEDD has GPT-2's for both.
+PARAMETERS = {
+    "ar": (131_912_250, 162_246_482),
+    "mdlm": (139_292_986, 169_627_218),
+    "sedd": (169_627_218, 169_627_218),
+    "duo": (139_292_986, 169_627_218),
+    "flm": (139_292_986, 169_627_218),
+    "langflow": (139_292_986 + EMBEDDINGS, 169_625_681 + EMBEDDINGS),
+}
+SPECIAL = {"bert-base-uncased": {"mask_id": 103, "start_id": 101, "extra_ids": 0}, "gpt2": {"mask_id": -1, "start_id": 50_256}}
 
 
-def test_tokenizers_and_budget_of_the_paper():
-    data, mask_id = paper_data(preset("lm1b"))
-    assert (data.tokenizer, data.vocab_size, mask_id, data.token_len) == ("bert-base-uncased", 30_522, 103, 128)
-    data, mask_id = paper_data(preset("owt1024"))
-    assert (data.tokenizer, data.vocab_size, mask_id, data.token_len) == ("gpt2", 50_257, -1, 1024)
-    assert all((d.packing, d.frame) == ("continuous", True) for d in (data, paper_data(preset("lm1b"))[0]))
-    assert paper_data(preset("lm1b"), "gpt2")[0].vocab_size == 50_257
-    for name in ("lm1b", "owt1024"):
-        train = ddit_training(preset(name))
-        assert train.batch * train.accumulation * train.devices == 512
-        assert (train.steps, train.lr, train.warmup, train.schedule) == (1_000_000, 3e-4, 2500, "constant")
-        assert (train.ema, train.ema_warmup, train.weight_decay, train.beta2) == (0.9999, True, 0.0, 0.999)
+@pytest.mark.parametrize("corpus", ["lm1b", "owt1024"])
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_models_of_the_paper_and_what_their_tensors_tell(name, corpus):
+    config, bert = validate(for_method(preset(corpus), name)), corpus == "lm1b" and name != "sedd"
+    data, train, model = config.data, config.train, config.model
+    assert (data.tokenizer, data.vocab_size) == (("bert-base-uncased", 30_522) if bert else ("gpt2", 50_257))
+    assert (data.packing, data.frame, data.token_len) == ("continuous", name != "sedd", 128 if corpus == "lm1b" else 1024)
+    special = {"extra_ids": int(corpus == "owt1024")} | SPECIAL[data.tokenizer]
+    assert all(vars(model)[option] == value for option, value in special.items() if hasattr(model, option))
+    assert name == "ar" or config.sampler.steps == data.token_len
+    assert train.batch * train.accumulation * train.devices == 512
+    assert (train.lr, train.warmup, train.schedule, model.dropout) == (3e-4, 2500, "constant", 0.1)
+    assert (train.steps, train.ema, train.ema_warmup) == (1_300_001 if name == "sedd" else 1_000_000, 0.9999, True)
+    assert (train.weight_decay, train.beta2) == (0.0, 0.999)
+    method = build_weightless(config)
+    assert sum(p.numel() for p in method.parameters()) == PARAMETERS[name][corpus == "owt1024"]
+    read = type(method).config_of(method.export_state(), for_method(preset("smoke"), name))
+    assert (read.data.tokenizer, read.data.vocab_size) == (data.tokenizer, data.vocab_size)
+    assert replace(read.model, dropout=0.1) == model
 
 
-def test_the_mask_gets_a_row_unless_the_tokenizer_has_one():
-    assert with_mask(-1, 50_257) == (50_258, 50_257) and with_mask(103, 30_522) == (30_522, 103)
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_sizes_of_a_checkpoint_of_another_vocabulary(name):
+    options = {"data.vocab_size": 699, "model.hidden": 128, "model.depth": 3, "model.heads": 2}
+    config = override(for_method(preset("tiny"), name), options | ({"model.start_id": 6} if name == "ar" else {}))
+    method, base = build_weightless(config), override(config, {"data.vocab_size": 4096, "model.hidden": 16, "model.depth": 1})
+    read = validate(type(method).config_of(method.export_state(), base))
+    assert (read.data, read.model) == (config.data, config.model)
+
+
+def test_a_small_preset_keeps_its_text_and_budget_and_sedds_loss_is_that_of_the_others():
+    tiny = preset("tiny")
+    for name in PARAMETERS:
+        config = for_method(tiny, name)
+        assert config.data == tiny.data and config.train.steps == tiny.train.steps
+        assert getattr(config.objective, "stratified", True)
+    paper = for_method(preset("lm1b"), "sedd").objective
+    assert (
+        not paper.stratified and paper.reduction == "sequence_sum" and for_method(tiny, "sedd").objective == DiscreteObjective()
+    )

@@ -4,15 +4,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from micro import micro_model
 
-from jpeg_dlm.encoders import SmallEncoder
 from jpeg_dlm.methods.base import Batch
-from jpeg_dlm.methods.encoder_pretraining import EncoderPretraining
 from jpeg_dlm.util.rng import RowNoise
 
 
 def build(vocab=40, width=16):
-    return EncoderPretraining(SmallEncoder(vocab, width, 2, 2).initialize(0))
+    return micro_model("encoder", 0.0, data__vocab_size=vocab, encoder__feature_dim=width, encoder__depth=2).train()
 
 
 def tokens(rows, length, vocab=40):

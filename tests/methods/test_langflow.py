@@ -8,14 +8,7 @@ import torch.nn.functional as F
 from micro import micro_config, micro_model
 
 from jpeg_dlm.methods.base import Batch
-from jpeg_dlm.methods.langflow import (
-    MIN_SCALE,
-    GumbelProposal,
-    LangFlow,
-    alpha_sigma,
-    ddim_step,
-    skip_scale,
-)
+from jpeg_dlm.methods.langflow import MIN_SCALE, GumbelProposal, LangFlow, alpha_sigma, ddim_step, skip_scale
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.presets import preset
 from jpeg_dlm.training.optim import build_optimizers, schedule_factor, set_learning_rates
@@ -27,10 +20,9 @@ SIZES = {"data__vocab_size": V, "data__token_len": L, "model__depth": 2, "train_
 
 def build(scale=0.1, **options) -> LangFlow:
     """A micro model whose proposal is as configured."""
-    method = micro_model("langflow", scale, **SIZES | options)
-    o = method.config.objective
-    method.proposal = GumbelProposal(o.gumbel_loc, o.gumbel_scale, o.gumbel_entropy)
-    return method.train()
+    method = micro_model("langflow", scale, **SIZES | options).train()
+    method.proposal = micro_model("langflow", 0, **SIZES | options).proposal
+    return method
 
 
 def tokens(rows=B):
@@ -41,15 +33,13 @@ def noise(rows=B, step=50):
     return RowNoise(0, range(rows), step)
 
 
-GAMMAS = torch.tensor([-6.0, -1.0, 0.0, 2.6412, 4.7, 14.532], dtype=torch.float64)
-
 # ---------------------------------------------------------------- the process
 
 
 def test_the_process_keeps_variance_and_gamma_is_the_log_ratio():
-    alpha, sigma = alpha_sigma(GAMMAS)
-    assert torch.allclose(alpha**2 + sigma**2, torch.ones_like(GAMMAS))
-    assert torch.allclose(2 * (sigma / alpha).log(), GAMMAS)
+    gamma = torch.tensor([-6.0, -1.0, 0.0, 2.6412, 4.7, 14.532], dtype=torch.float64)
+    alpha, sigma = alpha_sigma(gamma)
+    assert torch.allclose(alpha**2 + sigma**2, torch.ones_like(gamma)) and torch.allclose(2 * (sigma / alpha).log(), gamma)
 
 
 def test_a_step_is_ddim():
@@ -64,13 +54,9 @@ def test_a_step_is_ddim():
 # ---------------------------------------------------------------- the proposal
 
 
-def proposal(loc=4.723, scale=0.852, entropy=7.02):
-    return GumbelProposal(loc, scale, entropy)
-
-
 def test_quantiles_invert_the_distribution():
     q = torch.tensor([1e-4, 0.1, 0.5, 0.99], dtype=torch.float64)
-    p = proposal()
+    p = GumbelProposal(4.723, 0.852, 7.02)
     gamma = p.quantile(q)
     assert (torch.exp(-torch.exp(-(gamma - 4.723) / 0.852))).tolist() == pytest.approx(q.tolist(), rel=1e-5)
     assert gamma[2].item() == pytest.approx(torch.distributions.Gumbel(4.723, 0.852).icdf(torch.tensor(0.5)).item(), rel=1e-5)
@@ -79,18 +65,16 @@ def test_quantiles_invert_the_distribution():
 
 def test_the_proposal_finds_the_curve_of_the_loss():
     """With losses that follow a Gumbel curve, its own loss is least there, and descending finds it."""
-    true, p = proposal(3.5, 0.6, 2.5), proposal(4.2, 0.852, 3.5)
-    gamma = torch.linspace(1, 8, 200)
-    target = true.predicted_loss(gamma).detach()
-    method = build()
-    method.proposal = p
+    method, gamma = build(), torch.linspace(1, 8, 200)
+    target = GumbelProposal(3.5, 0.6, 2.5).predicted_loss(gamma).detach()
+    method.proposal = p = GumbelProposal(4.2, 0.852, 3.5)
     assert method.proposal_loss(target, gamma) > 0.1
     optimizer = torch.optim.Adam(p.parameters(), lr=0.03)
-    for _ in range(400):
+    for step in range(400):
         optimizer.zero_grad()
         method.proposal_loss(target, gamma).backward()
         optimizer.step()
-        p.project()
+        method.after_step(step, 400)
     assert [x.item() for x in (p.loc, p.scale, p.entropy)] == pytest.approx([3.5, 0.6, 2.5], abs=0.02)
 
 
@@ -145,7 +129,7 @@ def slow_losses(method, batch, n, skip):
 
         def logits(x, z=z, b=b, a=a, s=s):
             inputs = z + method.backbone.self_cond_proj(torch.cat([z, x], -1))
-            h = method.backbone.states(inputs, method.backbone.condition(gamma[b : b + 1]))
+            h = method.backbone.embedded_states(inputs, gamma[b : b + 1])
             return method.backbone.head(h) + skip * a / s**2 * z @ E.T
 
         x = torch.zeros_like(z)
@@ -200,17 +184,16 @@ def counted_rows(seed, rows=STARTS):
     return (starts + torch.arange(8)) % COUNTED
 
 
-def trained_on_counting(steps=250, **options):
-    """Train with the optimizer, rates and clipping of a run."""
-    sizes = {"data__vocab_size": COUNTED, "data__token_len": 8, "model__hidden": 32, "train__steps": steps, "train__lr": 4e-3}
-    method = build(scale=0, **(sizes | options))
+def trained_on_counting(steps=250):
+    """Train with the rates and clipping of a run."""
+    sizes = {"data__vocab_size": COUNTED, "data__token_len": 8, "model__hidden": 32, "train__steps": steps}
+    method = build(scale=0, train__lr=4e-3, **sizes)
     train = method.config.train
     [optimizer] = build_optimizers(method.parameter_groups(), (), train)
     for step in range(steps):
         set_learning_rates([optimizer], schedule_factor(step, train))
-        terms = method.losses(Batch(counted_rows(step)), RowNoise(0, range(STARTS), step, total=STARTS))
         optimizer.zero_grad()
-        method.total_loss(terms).backward()
+        method.total_loss(method.losses(Batch(counted_rows(step)), noise(STARTS, step))).backward()
         torch.nn.utils.clip_grad_norm_(method.parameters(), train.clip)
         optimizer.step()
         method.after_step(step, steps)
@@ -250,7 +233,7 @@ def test_the_sampler_follows_its_definition():
     gamma = [p.loc.item() - p.scale.item() * math.log(-math.log(v)) for v in q]
     for k in range(5):
         g = torch.full((2,), gamma[k])
-        h = method.backbone.states(method.backbone.conditioned(z, x), method.backbone.condition(g))
+        h = method.backbone.embedded_states(method.backbone.conditioned(z, x), g)
         logits = method.backbone.head(h) + skip_scale(g)[0] * z @ E.T
         x = logits.softmax(-1) @ E
         if k < 4:
@@ -273,16 +256,3 @@ def test_given_embeddings_keep_their_noise_until_they_are_clean():
         alpha, sigma = alpha_sigma(gamma[0])
         alpha_0, sigma_0 = alpha_sigma(seen[0][1][0])
         assert torch.allclose(z, alpha * clean + sigma * (eps - alpha_0 * clean) / sigma_0, atol=1e-3)
-
-
-# ---------------------------------------------------------------- configuration and files
-
-
-def test_presets_are_the_comparisons_settings():
-    lm1b, owt = (for_method(preset(name), "langflow") for name in ("lm1b", "owt1024"))
-    assert (lm1b.data.tokenizer, lm1b.data.vocab_size, lm1b.sampler.steps) == ("bert-base-uncased", 30_522, 128)
-    assert (owt.data.tokenizer, owt.data.vocab_size, owt.sampler.steps) == ("gpt2", 50_257, 1024)
-    assert (owt.train.lr, owt.train.warmup, owt.train.steps, owt.model.dropout) == (3e-4, 2500, 1_000_000, 0.1)
-    with torch.device("meta"):
-        size = sum(p.numel() for p in LangFlow(owt).parameters())
-    assert size == 169_625_681 + 2 * 768 * 768 + 3  # the shared transformer, the self-conditioning map, the proposal

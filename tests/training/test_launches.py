@@ -88,7 +88,7 @@ def trainer(method: str, rows: int) -> Trainer:
     config = for_method(preset("lm1b"), method)
     known = option_names(config)
     config = override(config, {name: value for name, value in (SIZES | {"train.batch": rows}).items() if name in known})
-    encoder = build_encoder(config.encoder, config.data.vocab_size) if method_class(method).needs_encoder(config) else None
+    encoder = build_encoder(config.encoder, config.data.vocab_size) if method_class(method).uses_encoder else None
     tokens_BL = torch.randint(4, 100, (rows, config.data.token_len), generator=generator(0, "tokens"))  # 103 is BERT's mask
     torch.manual_seed(0)
     return Trainer(config, build_method(config, encoder), OneBatch(Batch(tokens_BL)), Path("."), Ranks())

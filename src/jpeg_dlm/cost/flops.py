@@ -104,7 +104,7 @@ def training_pass(method: Trainable, config: Config, noise: RowNoise) -> Trainin
     """Measure the step of a method on random tokens and features."""
     rows, data = len(noise.rows), config.data
     tokens_BL = torch.randint(data.vocab_size, (rows, data.token_len))
-    features_BLF = torch.randn(*tokens_BL.shape, config.encoder.feature_dim) if method.needs_encoder(config) else None
+    features_BLF = torch.randn(*tokens_BL.shape, config.encoder.feature_dim) if method.uses_encoder else None
     own = [t for p in method.parameters() for t in (p, p.grad) if t is not None]
     bf16 = planned_precision(config) == "bf16"
     with CostMeter(own) as meter, torch.autocast("cpu", torch.bfloat16, enabled=bf16):

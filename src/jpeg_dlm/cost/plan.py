@@ -101,7 +101,7 @@ def make_plan(config: Config, devices: Devices, speed: Speed, corpus_tokens: flo
     config = replace(config, train=replace(t, steps=steps))
     method, batch = build_weightless(config), splits(rows, t.batch)[0]
     parameters, cost = parameter_parts(method), training_cost(config, batch)
-    with_encoder = method.needs_encoder(config) and not config.data.cache_features
+    with_encoder = method.uses_encoder and not config.data.cache_features
     encoder_parameters, encoder_macs = encoder_cost(config) if with_encoder else (0, 0)
 
     def memory(fsdp: bool) -> dict[str, int]:

@@ -9,29 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from jpeg_dlm.config import Checks, Config, opt
-from jpeg_dlm.methods.base import FILL, FREE, Batch, CheckpointSignature, Likelihood, Method, Watch
-from jpeg_dlm.methods.discrete import (
-    CE_CHUNK,
-    PAPER_TOKENIZERS,
-    adapted,
-    ddit_model,
-    ddit_sizes,
-    draw_tokens,
-    nucleus,
-    paper_data,
-    reduce_loss,
-    with_mask,
-)
-from jpeg_dlm.nn import token_loss
+from jpeg_dlm.methods.base import FREE, Batch, CheckpointSignature, Likelihood, Watch
+from jpeg_dlm.methods.discrete import CE_CHUNK, DditMethod, Reduction, draw_tokens, nucleus, reduce_loss, with_mask
 from jpeg_dlm.nn.ddit import CausalTransformer, TransformerConfig
-from jpeg_dlm.util.errors import CheckpointError
+from jpeg_dlm.nn.token_loss import token_nll
 from jpeg_dlm.util.rng import RowNoise
 
 FORBIDDEN = -1e6  # logit of the mask token (Duo); its probability is zero even in float64
@@ -43,9 +30,7 @@ UNWRITTEN = 0  # placeholder for tokens to come: the padding of BERT's, T5's and
 class ArConfig(TransformerConfig):
     """Sizes of the transformer and its two special ids."""
 
-    mask_id: int = opt(
-        -1, "id that is never sampled; -1 adds an id for it after the tokenizer's (MDLM: GPT-2 -1, BERT 103)", ge=-1, le=1 << 20
-    )
+    mask_id: int = opt(-1, "never sampled; -1 adds an id after the tokenizer's (MDLM: GPT-2 -1, BERT 103)", ge=-1, le=1 << 20)
     start_id: int = opt(
         -1,
         "id that starts every row and is not predicted (MDLM: GPT-2 50256, BERT 101); -1 puts the mask before each row",
@@ -67,9 +52,7 @@ class ArConfig(TransformerConfig):
 class ArObjective:
     """Reduction of the loss."""
 
-    reduction: Literal["token_mean", "sequence_sum"] = opt(
-        "token_mean", "mean over tokens (MDLM, Duo), or sum over a row's tokens and mean over rows"
-    )
+    reduction: Reduction = opt("token_mean", "mean over tokens (MDLM, Duo), or over rows of the sum of a row's tokens")
     ce_chunk: int = opt(0, CE_CHUNK, ge=0, le=1 << 30)
 
 
@@ -99,12 +82,11 @@ class ArSampler:
         return token_len
 
 
-class Ar(Method):
+class Ar(DditMethod):
     """A causal language model of token rows."""
 
     title = "AR"
     groups = {"model": ArConfig, "objective": ArObjective, "sampler": ArSampler}
-    supports = FILL
     exact_likelihood = True
     signature = CheckpointSignature(("ar",), "ar", tensors=("backbone.vocab_embed.embedding",))
 
@@ -119,48 +101,32 @@ class Ar(Method):
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
-        data, mask_id = paper_data(base)
-        sizes = {key: value for key, value in ddit_model(base).items() if key in ("hidden", "depth", "heads", "dropout")}
-        start_id = START_IDS.get(data.tokenizer, -1) if data.frame else -1
-        model, objective = ArConfig(**sizes, mask_id=mask_id, start_id=start_id), ArObjective(ce_chunk=base.objective.ce_chunk)
-        return adapted(base, name, objective=objective, sampler=ArSampler(), model=model, data=data)
+        config = super().adapt(base, name)
+        start_id = START_IDS.get(config.data.tokenizer, -1) if config.data.frame else -1
+        return replace(config, model=replace(config.model, start_id=start_id))
 
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
-        ids, sizes = ddit_sizes(tensors)
-        if "cond_dim" in sizes:
-            raise CheckpointError("The file holds a diffusion model, whose network reads a noise level: load it as one.")
-        start_id = base.model.start_id if base.model.start_id < ids - 1 else -1
-        data, special = replace(base.data, vocab_size=ids - 1), {"mask_id": -1, "start_id": start_id}
-        for tokenizer, vocab_size, mask_id in PAPER_TOKENIZERS.values():
-            if ids == vocab_size + (mask_id == -1):
-                data = replace(base.data, tokenizer=tokenizer, vocab_size=vocab_size)
-                special = {"mask_id": mask_id, "start_id": START_IDS[tokenizer]}
-        return replace(base, data=data, model=replace(base.model, **sizes, **special))
+        config = super().config_of(tensors, base)
+        tokenizer = config.data.tokenizer
+        start_id = START_IDS[tokenizer] if tokenizer in START_IDS else base.model.start_id
+        return replace(config, model=replace(config.model, start_id=start_id if start_id < config.data.vocab_size else -1))
 
     # ------------------------------------------------------------ reading
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
-        return {"ce": reduce_loss(self._predicted(batch), batch, self.config.objective.reduction, self.unpredicted)}
+        nll = self.token_nll(batch.tokens_BL)
+        return {"ce": reduce_loss(nll, batch, self.config.objective.reduction, self.unpredicted)}
 
     @torch.no_grad()
     def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
         """Compute the exact likelihood; a first token that is never predicted does not count."""
-        return Likelihood.over(self._predicted(batch).double(), batch.real_BL[:, self.unpredicted :])
-
-    def _predicted(self, batch: Batch) -> Tensor:
-        """Return the NLL of the predicted tokens of each row."""
-        return self.token_nll(batch.tokens_BL)[:, self.unpredicted :]
+        return Likelihood.over(self.token_nll(batch.tokens_BL).double(), batch.real_BL[:, self.unpredicted :])
 
     def token_nll(self, tokens_BL: Tensor) -> Tensor:
-        """Return -log p(x_i | x_<i) for rows of any length (B, L), with 0 for a first token that is not predicted."""
+        """Return -log p(x_i | x_<i) of the predicted tokens of rows of any length."""
         h_BSH = self.backbone.states(self._with_start(tokens_BL)[:, :-1])
-        nll = token_loss.token_nll(self.logits, h_BSH, tokens_BL[:, self.unpredicted :], self.config.objective.ce_chunk)
-        return F.pad(nll, (self.unpredicted, 0))
-
-    def hidden_states(self, tokens_BL: Tensor) -> Tensor:
-        """Return the inputs of the head (B, L, H); position i has read x_0 to x_i."""
-        return self.backbone.states(self._with_start(tokens_BL))[:, self.before :]
+        return token_nll(self.logits, h_BSH, tokens_BL[:, self.unpredicted :], self.config.objective.ce_chunk)
 
     def logits(self, h: Tensor) -> Tensor:
         """Map states (..., H) to logits of the next token (..., V)."""
@@ -181,11 +147,13 @@ class Ar(Method):
         if fixed_BL is None:
             fixed_BL = torch.full((B, L), FREE, device=noise.device)
         if self.unpredicted:
-            fixed_BL = torch.cat([replace_free(fixed_BL[:, :1], self.config.model.start_id), fixed_BL[:, 1:]], dim=1)
+            fixed_BL = fixed_BL.clone()
+            fixed_BL[:, 0] = fixed_BL[:, 0].where(fixed_BL[:, 0] != FREE, self.config.model.start_id)
         # Drawn all at once, so that a row's numbers do not depend on the given tokens of its neighbors.
         u_BL = noise.streams("sample").uniform(L)
-        read_BS = self._with_start(replace_free(fixed_BL, UNWRITTEN))
-        tokens_BL, free_BL = read_BS[:, self.before :], fixed_BL == FREE  # tokens_BL is a view of read_BS
+        free_BL = fixed_BL == FREE
+        read_BS = self._with_start(fixed_BL.masked_fill(free_BL, UNWRITTEN))
+        tokens_BL = read_BS[:, self.before :]  # a view
         cache = self.backbone.new_cache(B, read_BS.shape[1]) if sampler.kv_cache else None
         for i, anything_free in enumerate(free_BL.any(0).tolist()):
             if watch:
@@ -199,11 +167,6 @@ class Ar(Method):
         if watch:
             watch(L, L, 1.0, tokens_BL.clone)
         return tokens_BL.clone()
-
-
-def replace_free(fixed: Tensor, value: int) -> Tensor:
-    """Return the given ids with `value` at free positions."""
-    return fixed.masked_fill(fixed == FREE, value)
 
 
 def next_token_probabilities(logits_BV: Tensor, sampler: ArSampler) -> Tensor:

@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -71,16 +71,11 @@ class Batch:
         counts = all_mean(mask_BL.float().sum()) if self.step_counts_L is None else self.step_counts_L[first:].sum()
         return counts.clamp_min(1)
 
-    def first(self, rows: int) -> Batch:
-        """Return the first rows."""
-        per_row = ("tokens_BL", "mask_BL", "features_BLF", "present_BK")
-        kept = {name: x[:rows] for name in per_row if (x := getattr(self, name)) is not None}
-        blocks = 0 if self.present_BK is None else self.present_BK.shape[1]
-        return Batch(**kept, before=None if self.before is None else self.before.first(rows * blocks))
-
     def accuracy(self, tokens_BL: Tensor) -> Tensor:
-        """Return the share of real tokens that equal these."""
-        return masked_mean((tokens_BL == self.tokens_BL).float(), self.mask_BL)
+        """Return the share of real tokens that equal these, which may be of the first rows only."""
+        rows = slice(len(tokens_BL))
+        same_BL = (tokens_BL == self.tokens_BL[rows]).float()
+        return masked_mean(same_BL, None if self.mask_BL is None else self.mask_BL[rows])
 
 
 @dataclass(frozen=True)
@@ -150,7 +145,7 @@ class Trainable(nn.Module, ABC):
     title: str  # as the paper's tables name it
     groups: ClassVar[dict[str, type]]  # classes of the options `model`, `objective` and `sampler`
     rate_group: ClassVar[str] = "flow"  # key of the learning rate in the config, unless `parameter_groups` says otherwise
-    uses_encoder: ClassVar[bool] = False
+    uses_encoder: ClassVar[bool] = False  # whether `__init__` takes a frozen text encoder after the config
     uses_context: ClassVar[bool] = False  # whether `model.context_blocks` rows before each row are given in a batch
     learns_latents: ClassVar[bool] = False  # whether evaluations measure its latents
     has_phases: ClassVar[bool] = False  # whether training ends in another way than it begins, after a share of its steps
@@ -160,16 +155,6 @@ class Trainable(nn.Module, ABC):
     # ------------------------------------------------------------ from options to a first step
 
     @classmethod
-    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> Self:
-        """Build the method with fresh weights; `encoder` is the frozen text encoder, for methods that use one."""
-        return cls(config, encoder) if cls.uses_encoder else cls(config)
-
-    @classmethod
-    def needs_encoder(cls, config: Config) -> bool:
-        """Return True if a model of this config takes features of a frozen encoder."""
-        return cls.uses_encoder
-
-    @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
         """Return this method's config under the conditions of a preset of JPEG-DLM: same data and budget, similar sizes."""
         return dataclasses.replace(base, method=name)
@@ -177,7 +162,7 @@ class Trainable(nn.Module, ABC):
     @classmethod
     def stages(cls, config: Config) -> list[Config]:
         """Return the configs of what is trained before this method, in order: its encoder, unless a trained one is named."""
-        own_encoder = cls.needs_encoder(config) and config.encoder.kind == "small" and not config.encoder.name
+        own_encoder = cls.uses_encoder and config.encoder.kind == "small" and not config.encoder.name
         return [encoder_stage(config)] if own_encoder else []
 
     @classmethod
@@ -219,10 +204,8 @@ class Trainable(nn.Module, ABC):
 
     def total_loss(self, losses: dict[str, Tensor]) -> Tensor:
         """Return the weighted sum of the terms that have a weight."""
-        terms = [weight * losses[name] for name, weight in self.loss_weights.items() if weight and name in losses]
-        if not terms:
-            raise ValueError("no loss term has a weight")
-        return sum(terms[1:], start=terms[0])
+        terms = (weight * losses[name] for name, weight in self.loss_weights.items() if weight and name in losses)
+        return sum(terms, start=torch.zeros((), device=self.device))
 
     @property
     def device(self) -> torch.device:
@@ -257,15 +240,15 @@ class Trainable(nn.Module, ABC):
 
     def import_state(self, tensors: Mapping[str, Tensor], origin: str) -> None:
         """Load what `export_state` returned."""
-        copy_tensors({name: t for name, t in self.state_dict().items() if not name.startswith(FROZEN)}, tensors, origin)
+        copy_tensors(self.export_state(), tensors, origin)
 
 
 def encoder_stage(config: Config) -> Config:
     """Return the config of the encoder's pretraining within a run, the same for every method."""
     t, plain = config.train, TrainConfig()
-    constant = {"schedule": "cosine", "warmup": 0, "lr_floor": 0.0, "compile": False, "optimizer": "adamw", "init": ""}
-    decay = {"weight_decay": plain.weight_decay, "adam_eps": plain.adam_eps}
-    train = dataclasses.replace(t, steps=t.encoder_steps, lr=ENCODER_LR, **constant, **decay)
+    fixed = {"schedule": "cosine", "warmup": 0, "lr_floor": 0.0, "compile": False, "optimizer": "adamw", "init": ""}
+    fixed |= {"lr": ENCODER_LR, "weight_decay": plain.weight_decay, "adam_eps": plain.adam_eps}
+    train = dataclasses.replace(t, steps=t.encoder_steps, **fixed)
     return dataclasses.replace(config, method="encoder", train=train)
 
 

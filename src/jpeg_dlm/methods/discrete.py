@@ -7,25 +7,26 @@ Shapes: B batch, L tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from jpeg_dlm.config import Checks, Config, DataConfig, TrainConfig, opt
-from jpeg_dlm.methods.base import Batch
+from jpeg_dlm.config import Checks, Config, StepSampler, TrainConfig, opt
+from jpeg_dlm.methods.base import FILL, Batch, Method
 from jpeg_dlm.methods.layout import repeated, shapes_of
 from jpeg_dlm.nn.ddit import DditConfig
 from jpeg_dlm.util.rng import RowNoise
 
 T_MIN_SAMPLING = 1e-5  # last time of samplers (MDLM, SEDD, Duo)
 
-PAPER_STEPS = {"lm1b": 128, "owt1024": 1024}  # sampling steps of all systems on the shared transformer (paper)
 POSITIONS_AT_ONCE = 1024  # assumed: positions whose logits exist at once while sampling (GPT-2's ids: 0.2 GB)
 
-# Tokenizer, number of ids and mask id of the paper's checkpoints; GPT-2 has no mask token, so an id is added for it.
-PAPER_TOKENIZERS = {"lm1b": ("bert-base-uncased", 30_522, 103), "owt1024": ("gpt2", 50_257, -1)}
+PAPER_TOKENIZERS = {"lm1b": "bert-base-uncased", "owt1024": "gpt2"}  # of the comparison (paper)
+VOCABULARIES = {"bert-base-uncased": (30_522, 103), "gpt2": (50_257, -1)}  # number of ids, mask; GPT-2 gets an id for it
+
+Reduction = Literal["token_mean", "sequence_sum"]
 
 CE_CHUNK = "token positions whose logits exist at once, recomputed in backward; 0 keeps all"
 
@@ -37,18 +38,14 @@ DIFFUSION_TENSORS = ("backbone.vocab_embed.embedding", "backbone.sigma_map.mlp.0
 class ExtendedDdit(DditConfig):
     """Sizes of the shared transformer, whose ids may exceed the tokenizer's."""
 
-    extra_ids: int = opt(
-        0, "extra ids of the process after the tokenizer's, never written (Duo, FLM: 1 for GPT-2, a pad)", ge=0, le=1 << 20
-    )
+    extra_ids: int = opt(0, "ids after the tokenizer's, never written (Duo, FLM: 1 for GPT-2, a pad)", ge=0, le=1 << 20)
 
 
 @dataclass(frozen=True)
 class MaskedDdit(DditConfig):
     """Sizes of the shared transformer with a mask token."""
 
-    mask_id: int = opt(
-        -1, "id of the mask token; -1 adds an id for it after the tokenizer's (MDLM: GPT-2 -1, BERT 103)", ge=-1, le=1 << 20
-    )
+    mask_id: int = opt(-1, "mask token; -1 adds an id after the tokenizer's (MDLM: GPT-2 -1, BERT 103)", ge=-1, le=1 << 20)
 
     def checks(self, config: Config) -> Checks:
         return [*super().checks(config), (self.mask_id < config.data.vocab_size, "model.mask_id must be -1 or an id")]
@@ -65,88 +62,106 @@ class DiscreteObjective:
 
     t_min: float = opt(1e-3, "smallest time in training (MDLM, SEDD, Duo)", gt=0, lt=1)
     stratified: bool = opt(True, "one time in each of as many intervals as the global batch has rows (Duo); else independent")
-    reduction: Literal["token_mean", "sequence_sum"] = opt(
-        "token_mean", "mean over tokens (MDLM, Duo), or sum over a row's tokens and mean over rows (SEDD)"
-    )
+    reduction: Reduction = opt("token_mean", "mean over tokens (MDLM, Duo), or over rows of the sum of a row's tokens (SEDD)")
     ce_chunk: int = opt(0, CE_CHUNK, ge=0, le=1 << 30)
 
 
-# ---------------------------------------------------------------- conditions of a preset
+@dataclass(frozen=True)
+class DditSampler(StepSampler):
+    """Steps of a sampler on the shared transformer."""
+
+    steps: int = opt(128, "steps from noise to text (paper: 128 on LM1B, 1024 on OWT)", ge=1, le=100_000)
 
 
-def ddit_model(base: Config) -> dict[str, Any]:
-    """Return sizes of the shared transformer that match a preset's DiT: same width, depth and heads."""
-    m = base.model
-    dropout = 0.1 if base.preset in PAPER_TOKENIZERS else 0.0  # short runs repeat little of their data
-    sizes = {"hidden": m.hidden, "depth": m.depth, "heads": m.heads, "freq_dim": m.freq_dim}
-    return sizes | {"cond_dim": min(128, m.hidden), "dropout": dropout}
+@dataclass(frozen=True)
+class AncestralSampler(DditSampler):
+    """Random steps on evenly spaced times, and a last evaluation that leaves no noise."""
+
+    def evaluations(self, token_len: int) -> int:
+        """Add the last evaluation."""
+        return self.steps + 1
 
 
-def paper_data(base: Config, tokenizer: str | None = None) -> tuple[DataConfig, int]:
-    """Return a preset's data with the tokenizer of the paper's comparison (or the named one), and its mask id.
-
-    Documents are joined, cut anywhere, and rows are framed (MDLM, Duo); what is left of a document begins the next row.
-    """
-    if base.preset not in PAPER_TOKENIZERS:
-        return base.data, -1
-    rows = {row[0]: row for row in PAPER_TOKENIZERS.values()}
-    name, vocab_size, mask_id = rows[tokenizer] if tokenizer else PAPER_TOKENIZERS[base.preset]
-    return replace(base.data, tokenizer=name, vocab_size=vocab_size, packing="continuous", frame=True), mask_id
+# ---------------------------------------------------------------- presets and published checkpoints
 
 
-def ddit_training(base: Config, steps: int = 1_000_000) -> TrainConfig:
+class DditMethod(Method):
+    """A system on the shared transformer."""
+
+    supports = FILL
+    tokenizer: ClassVar[str] = ""  # at the paper's sizes, if it is not that of the comparison
+
+    @classmethod
+    def adapt(cls, base: Config, name: str) -> Config:
+        """Take the data and recipe of the comparison, or of a small preset, and its DiT's width, depth and heads.
+
+        Documents are joined, cut anywhere, and rows are framed (MDLM, Duo); what is left of a document begins the next row.
+        """
+        m, paper = base.model, base.preset in PAPER_TOKENIZERS
+        data, mask_id = base.data, -1
+        if paper:
+            tokenizer = cls.tokenizer or PAPER_TOKENIZERS[base.preset]
+            vocab_size, mask_id = VOCABULARIES[tokenizer]
+            data = replace(data, tokenizer=tokenizer, vocab_size=vocab_size, packing="continuous", frame=True)
+        options = {
+            "hidden": m.hidden,
+            "depth": m.depth,
+            "heads": m.heads,
+            "freq_dim": m.freq_dim,
+            "cond_dim": min(128, m.hidden),
+            "dropout": 0.1 if paper else 0.0,  # short runs repeat little of their data
+            "mask_id": mask_id,
+            "extra_ids": int(base.preset == "owt1024"),  # (Duo, FLM)
+            "ce_chunk": base.objective.ce_chunk,
+            # The paper's steps, or two per token for short rows, where more change little.
+            "steps": data.token_len if paper else min(128, 2 * data.token_len),
+        }
+        groups = {group: kind(**own_options(kind, options)) for group, kind in cls.groups.items()}
+        return replace(base, method=name, data=data, train=ddit_training(base), **groups)
+
+    @classmethod
+    def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
+        """Return `base` with the sizes of a published checkpoint, whose number of ids names its tokenizer.
+
+        One id may be no token's: a mask or padding. The weights do not determine the number of heads: published models have
+        heads of 64 channels, so this is assumed.
+        """
+        shape = shapes_of(tensors, "the layout of the shared transformer")
+        ids, hidden = shape("backbone.vocab_embed.embedding")
+        options = {"hidden": hidden, "depth": repeated(tensors, "backbone.blocks"), "heads": max(1, hidden // 64)}
+        if "backbone.sigma_map.mlp.0.weight" in tensors:
+            options["cond_dim"], options["freq_dim"] = shape("backbone.sigma_map.mlp.0.weight")
+        masked, extended = hasattr(base.model, "mask_id"), hasattr(base.model, "extra_ids")
+        data, mask_id = replace(base.data, vocab_size=min(ids, base.data.vocab_size) if extended else ids - masked), -1
+        for tokenizer, (vocab_size, own_mask) in VOCABULARIES.items():
+            spare = [own_mask == -1] if masked else [0, 1] if extended else [0]
+            if ids - vocab_size in spare:
+                data, mask_id = replace(data, tokenizer=tokenizer, vocab_size=vocab_size), own_mask
+        options |= {"mask_id": mask_id, "extra_ids": ids - data.vocab_size}
+        return replace(base, data=data, model=replace(base.model, **own_options(base.model, options)))
+
+
+def own_options(group: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those options that a group, or its class, has."""
+    return {f.name: options[f.name] for f in fields(group) if f.name in options}
+
+
+def ddit_training(base: Config) -> TrainConfig:
     """Return the recipe of MDLM and Duo at the paper's sizes; a small preset keeps its own budget and learning rate."""
     if base.preset not in PAPER_TOKENIZERS:
         return replace(base.train, weight_decay=0.0, ema_warmup=True)
     batch, accumulation = (64, 1) if base.preset == "lm1b" else (16, 4)  # 512 rows per step on 8 devices
     fixed = {"lr": 3e-4, "weight_decay": 0.0, "warmup": 2500, "schedule": "constant", "ema": 0.9999, "ema_warmup": True}
-    return replace(base.train, steps=steps, batch=batch, accumulation=accumulation, seed=1, **fixed)
-
-
-def adapted(base: Config, name: str, steps: int = 1_000_000, **groups: Any) -> Config:
-    """Adapt such a system to a preset of JPEG-DLM: the recipe of the comparison, or the budget of a small preset."""
-    shared = {"data": paper_data(base)[0], "model": DditConfig(**ddit_model(base)), "train": ddit_training(base, steps)}
-    return replace(base, method=name, **shared | groups)
-
-
-def sampler_steps(base: Config) -> int:
-    """Return the sampler steps of a preset: the paper's, or two per token for short rows, where more change little."""
-    return PAPER_STEPS.get(base.preset, min(128, 2 * base.data.token_len))
-
-
-def ddit_sizes(tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, int]]:
-    """Return (number of ids, options of `DditConfig`) from the tensors `backbone.*` of a published checkpoint.
-
-    The weights do not determine the number of heads: published models have heads of 64 channels, so this is assumed.
-    """
-    shape = shapes_of(tensors, "the layout of the shared transformer")
-    vocab, hidden = shape("backbone.vocab_embed.embedding")
-    sizes = {"hidden": hidden, "depth": repeated(tensors, "backbone.blocks"), "heads": max(1, hidden // 64)}
-    if "backbone.sigma_map.mlp.0.weight" in tensors:
-        cond_dim, freq_dim = shape("backbone.sigma_map.mlp.0.weight")
-        sizes |= {"cond_dim": cond_dim, "freq_dim": freq_dim}
-    return vocab, sizes
-
-
-def published_config(tensors: Mapping[str, Tensor], base: Config, extra_ids: int = 0) -> Config:
-    """Return `base` with the sizes of a published checkpoint; its vocabulary size identifies tokenizer and row length."""
-    ids, sizes = ddit_sizes(tensors)
-    vocab = ids - extra_ids
-    data = replace(base.data, vocab_size=vocab)
-    for preset, (tokenizer, known, _) in PAPER_TOKENIZERS.items():
-        if known == vocab:
-            data = replace(data, tokenizer=tokenizer, token_len=128 if preset == "lm1b" else 1024)
-    return replace(base, data=data, model=replace(base.model, **sizes))
+    return replace(base.train, steps=1_000_000, batch=batch, accumulation=accumulation, seed=1, **fixed)
 
 
 # ---------------------------------------------------------------- the log-linear schedule
 
 
 class LogLinear:
-    """The schedule alpha_t = 1 - (1 - eps) t, the share of tokens without noise, with eps = 1e-3 (MDLM, SEDD, Duo)."""
+    """The schedule alpha_t = 1 - (1 - eps) t, the share of tokens without noise (MDLM, SEDD, Duo)."""
 
-    def __init__(self, eps: float = 1e-3) -> None:
-        self.eps = eps
+    eps = 1e-3
 
     def alpha(self, t: Tensor) -> Tensor:
         return 1 - (1 - self.eps) * t
@@ -173,9 +188,9 @@ def training_times(noise: RowNoise, objective: DiscreteObjective) -> Tensor:
     return (1 - objective.t_min) * u + objective.t_min
 
 
-def sampling_times(steps: int) -> list[float]:
-    """Return evenly spaced times from 1 down to the last time (MDLM, SEDD, Duo)."""
-    return torch.linspace(1, T_MIN_SAMPLING, steps + 1, dtype=torch.float64).tolist()
+def sampling_times(steps: int) -> Tensor:
+    """Return evenly spaced times from 1 down to the last time (MDLM, SEDD, Duo), in float64."""
+    return torch.linspace(1, T_MIN_SAMPLING, steps + 1, dtype=torch.float64)
 
 
 def reduce_loss(nll_BL: Tensor, batch: Batch, reduction: str, first: int = 0) -> Tensor:

@@ -10,45 +10,39 @@ Shapes: B batch, L tokens, K ids, N positions, H hidden width.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from jpeg_dlm.config import LARGEST_STEPS, Checks, Config, StepSampler, opt
+from jpeg_dlm.config import LARGEST_STEPS, Checks, Config, opt
 from jpeg_dlm.flow.guidance import keep_fixed
 from jpeg_dlm.methods.argmax_noise import gamma_of, survival
-from jpeg_dlm.methods.base import FILL, Batch, CheckpointSignature, Likelihood, Method, Watch
+from jpeg_dlm.methods.base import Batch, CheckpointSignature, Likelihood, Watch
 from jpeg_dlm.methods.discrete import (
     DIFFUSION_TENSORS,
-    PAPER_TOKENIZERS,
     POSITIONS_AT_ONCE,
     T_MIN_SAMPLING,
+    AncestralSampler,
+    DditMethod,
     DiscreteObjective,
     ExtendedDdit,
     LogLinear,
-    adapted,
-    ddit_model,
-    ddit_sizes,
     draw_tokens,
     nucleus,
     reduce_loss,
-    sampler_steps,
     sampling_times,
     training_times,
 )
 from jpeg_dlm.nn.ddit import DDiT
-from jpeg_dlm.nn.layers import fp32_island
 from jpeg_dlm.nn.token_loss import in_parts
-from jpeg_dlm.util.errors import CheckpointError
 from jpeg_dlm.util.rng import RowNoise
 
 BELOW_ONE = math.nextafter(1, 0)  # 1 would always draw the last id, however improbable
-MOST_EXTRA = 128  # assumed: a checkpoint with more extra ids belongs to another tokenizer
 
 # Duo: Gaussian levels of the curriculum; alpha falls from 0.942 to 0.049 and from 0.945 to 0.049.
 PAPER_GAMMAS = {"lm1b": (-3.5, -1.75), "owt1024": (-3.55, -1.85)}
@@ -59,12 +53,8 @@ CURRICULUM_ALPHAS = (0.945, 0.05)  # range of alpha for other vocabularies
 class DuoObjective(DiscreteObjective):
     """The bound, and the curriculum, which replaces tokens by softened Gaussian latents in the first part of training."""
 
-    curriculum: Literal["none", "simple"] = opt(
-        "simple", "Gaussian latents in the first part of training (Duo), or tokens only"
-    )
-    curriculum_steps: int = opt(
-        0, "steps of the curriculum; 0 is half of train.steps (Duo: 500k of 1M)", ge=0, le=LARGEST_STEPS
-    )
+    curriculum: Literal["none", "simple"] = opt("simple", "Gaussian latents in the first part of training (Duo), or none")
+    curriculum_steps: int = opt(0, "its steps; 0 is half of train.steps (Duo: 500k of 1M)", ge=0, le=LARGEST_STEPS)
     gamma_min: float = opt(
         0.0, "its lowest noise level (Duo: LM1B -3.5, OWT -3.55); both 0: the level with alpha = 0.945", ge=-100, le=100
     )
@@ -79,10 +69,9 @@ class DuoObjective(DiscreteObjective):
 
 
 @dataclass(frozen=True)
-class DuoSampler(StepSampler):
+class DuoSampler(AncestralSampler):
     """Ancestral sampling, in which every token may change at every step."""
 
-    steps: int = opt(128, "steps of equal time (paper: 128 on LM1B, 1024 on OWT)", ge=1, le=100_000)
     final: Literal["ancestral", "greedy"] = opt(
         "ancestral", "last evaluation: draw from the posterior of clean tokens, or take the most probable tokens (Duo)"
     )
@@ -91,10 +80,6 @@ class DuoSampler(StepSampler):
     def label(self) -> str:
         greedy = ", greedy tail" if self.final == "greedy" else ""
         return f"{self.steps} steps{greedy}" + (f", top-p {self.top_p:g}" if self.top_p < 1 else "")
-
-    def evaluations(self, token_len: int) -> int:
-        """Add the final evaluation."""
-        return self.steps + 1
 
 
 @dataclass(frozen=True)
@@ -107,11 +92,10 @@ class Noised:
     dalpha_B: Tensor
 
 
-class Duo(Method):
+class Duo(DditMethod):
     """The whole system; only training uses the curriculum, likelihood and sampler do not."""
 
     title = "Duo"
-    supports = FILL
     signature = CheckpointSignature(("duo", "duo_base"), hub="duo", tensors=DIFFUSION_TENSORS)
     groups = {"model": ExtendedDdit, "objective": DuoObjective, "sampler": DuoSampler}
     has_phases = True  # the curriculum
@@ -121,31 +105,19 @@ class Duo(Method):
         self.config = config
         self.ids = config.data.vocab_size + config.model.extra_ids
         self.schedule = LogLinear()
-        self.gammas = curriculum_range(config.objective, self.ids)
+        o: DuoObjective = config.objective
+        self.gammas = o.gamma_min, o.gamma_max
+        if not o.gamma_min < o.gamma_max:  # vocabularies other than the paper's get the same range of alpha
+            first, last = CURRICULUM_ALPHAS
+            self.gammas = gamma_of(first, self.ids), gamma_of(last, self.ids)
         self.backbone = DDiT(self.ids, config.model)
         self.loss_weights = {"nelbo": 1.0}
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
         gamma_min, gamma_max = PAPER_GAMMAS.get(base.preset, (0.0, 0.0))
-        objective = DuoObjective(ce_chunk=base.objective.ce_chunk, gamma_min=gamma_min, gamma_max=gamma_max)
-        model = ExtendedDdit(**ddit_model(base), extra_ids=int(base.preset == "owt1024"))
-        return adapted(base, name, objective=objective, sampler=DuoSampler(sampler_steps(base)), model=model)
-
-    @classmethod
-    def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
-        ids, sizes = ddit_sizes(tensors)
-        data = base.data
-        for tokenizer, vocab_size, _ in PAPER_TOKENIZERS.values():
-            if ids in (vocab_size, vocab_size + 1):
-                data = replace(data, tokenizer=tokenizer, vocab_size=vocab_size)
-        extra = ids - data.vocab_size
-        if not 0 <= extra <= MOST_EXTRA:
-            raise CheckpointError(
-                f"The file has {ids:,} ids where the tokenizer '{data.tokenizer}' has {data.vocab_size:,}: "
-                "name the preset or the tokenizer it was trained with."
-            )
-        return replace(base, data=data, model=replace(base.model, **sizes, extra_ids=extra))
+        config = super().adapt(base, name)
+        return replace(config, objective=replace(config.objective, gamma_min=gamma_min, gamma_max=gamma_max))
 
     # ------------------------------------------------------------ training
 
@@ -185,18 +157,14 @@ class Duo(Method):
     def nelbo(self, x0_BL: Tensor, noised: Noised) -> Tensor:
         """Return nats at every position (B, L), per unit of time, in float64."""
         alpha_B1, dalpha_B1 = noised.alpha_B[:, None], noised.dalpha_B[:, None]
-        with fp32_island(x0_BL):
-            e_BLH = self.backbone.vocab_embed(noised.seen)
-        h_BLH = self.backbone.states(e_BLH, self.backbone.condition(-noised.alpha_B.log().float()))
+        h_BLH = self.backbone.states(noised.seen, -noised.alpha_B.log().float())
         odds_BL = (self.ids * alpha_B1 / (1 - alpha_B1)).float().expand(x0_BL.shape)
         places = [x.flatten(0, 1) for x in (h_BLH, odds_BL, x0_BL, noised.x_t_BL)]
-        chunk = self.config.objective.ce_chunk
 
         def terms(h: Tensor, odds: Tensor, x0: Tensor, x_t: Tensor) -> Tensor:
             return log_terms(self.backbone.head(h).float(), odds, x0, x_t)
 
-        logs = in_parts(terms, chunk, *places)
-        logs_BL3 = logs.view(*x0_BL.shape, 3).double()
+        logs_BL3 = in_parts(terms, self.config.objective.ce_chunk, *places).view(*x0_BL.shape, 3).double()
         return nelbo_integrand(logs_BL3, noised.x_t_BL == x0_BL, alpha_B1, dalpha_B1, self.ids)
 
     @torch.no_grad()
@@ -218,23 +186,22 @@ class Duo(Method):
     ) -> Tensor:
         streams, length = noise.streams("sample"), self.config.data.token_len
         x_BL = keep_fixed(self.uniform_ids(streams.uniform(length)), fixed_BL)
-        for k, (t, s) in enumerate(pairwise([*sampling_times(sampler.steps), 0.0])):
-            if watch and k < sampler.steps:
-                watch(k, sampler.steps, 1 - t, partial(self.readable, x_BL))
-            x_BL = keep_fixed(self.step(sampler, x_BL, t, s, streams.uniform(length)), fixed_BL)
+        grid, last_id = F.pad(sampling_times(sampler.steps), (0, 1)), self.config.data.vocab_size - 1
+        for k, (alpha_t, alpha_s) in enumerate(pairwise(self.schedule.alpha(grid).tolist())):
+            if watch and k < sampler.steps:  # extra ids are shown as the tokenizer's last
+                watch(k, sampler.steps, 1 - grid[k].item(), partial(x_BL.clamp_max, last_id))
+            x_BL = keep_fixed(self.step(sampler, x_BL, alpha_t, alpha_s, streams.uniform(length)), fixed_BL)
         if watch:
             watch(sampler.steps, sampler.steps, 1.0, lambda: x_BL)
         return x_BL
 
-    def step(self, sampler: DuoSampler, x_BL: Tensor, t: float, s: float, u_BL: Tensor) -> Tensor:
-        """Step from x_t to x_s with one number u per position; s = 0 is clean text, which has only the tokenizer's ids."""
-        alpha_t, alpha_s = self.alpha(t), self.alpha(s)
-        sigma_B = torch.full((len(x_BL),), -math.log(alpha_t), device=x_BL.device)
-        h_BLH = self.backbone.states(self.backbone.vocab_embed(x_BL), self.backbone.condition(sigma_B))
+    def step(self, sampler: DuoSampler, x_BL: Tensor, alpha_t: float, alpha_s: float, u_BL: Tensor) -> Tensor:
+        """Step from x_t to x_s with one number u per position; clean text (alpha_s = 1) has only the tokenizer's ids."""
+        h_BLH = self.backbone.states(x_BL, torch.full((len(x_BL),), -math.log(alpha_t), device=x_BL.device))
 
         def drawn(h_NH: Tensor, x_N: Tensor, u_N: Tensor) -> Tensor:
             logits_NK = self.backbone.head(h_NH).float()
-            if s == 0:
+            if alpha_s == 1:
                 logits_NK[:, self.config.data.vocab_size :] = -torch.inf
                 if sampler.final == "greedy":
                     return logits_NK.argmax(-1)
@@ -242,24 +209,9 @@ class Duo(Method):
 
         return in_parts(drawn, POSITIONS_AT_ONCE, *(x.flatten(0, 1) for x in (h_BLH, x_BL, u_BL))).view(x_BL.shape)
 
-    def alpha(self, t: float) -> float:
-        return float(self.schedule.alpha(torch.tensor(t, dtype=torch.float64)))
-
     def uniform_ids(self, u: Tensor) -> Tensor:
         """Map float64 uniform numbers in [0, 1), fine enough for any K, to uniform ids."""
         return (u * self.ids).long()
-
-    def readable(self, x_BL: Tensor) -> Tensor:
-        """Return intermediate tokens for display, with extra ids replaced by the tokenizer's last id."""
-        return x_BL.clamp_max(self.config.data.vocab_size - 1)
-
-
-def curriculum_range(objective: DuoObjective, ids: int) -> tuple[float, float]:
-    """Return (gamma_min, gamma_max); vocabularies other than the paper's get the same range of alpha."""
-    if objective.gamma_min < objective.gamma_max:
-        return objective.gamma_min, objective.gamma_max
-    first, last = CURRICULUM_ALPHAS
-    return gamma_of(first, ids), gamma_of(last, ids)
 
 
 # ---------------------------------------------------------------- the bound

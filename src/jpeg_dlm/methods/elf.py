@@ -21,7 +21,7 @@ from jpeg_dlm.flow.path import SC_PROB, guidance_scale, guided_target, logit_nor
 from jpeg_dlm.flow.sampler import Watch, sample
 from jpeg_dlm.methods.base import FROZEN, GUIDE, Batch, LatentModel, Method, linear_time
 from jpeg_dlm.methods.jpeg_dlm_config import DitSizes, SamplerConfig
-from jpeg_dlm.methods.layout import CheckpointSignature, copy_tensors, repeated, shapes_of
+from jpeg_dlm.methods.layout import CheckpointSignature, repeated, shapes_of
 from jpeg_dlm.nn.dit import Head, LatentTransformer
 from jpeg_dlm.nn.layers import fp32_island
 from jpeg_dlm.nn.token_loss import most_probable, token_nll
@@ -206,15 +206,12 @@ class Elf(Method):
     # ------------------------------------------------------------ files and optimization
 
     def export_state(self) -> dict[str, Tensor]:
-        """Return the tensors in the published layout: flat names, and the matrices of the unembedding as (in, out)."""
+        """Return the tensors in the published layout: flat names, and the matrices of the unembedding as (in, out): views."""
         return {
             published_name(name): t.mT if name in ("dit.proj.weight", "dit.unembed.weight") else t
             for name, t in self.state_dict().items()
             if not name.startswith(FROZEN)
         }
-
-    def import_state(self, tensors: Mapping[str, Tensor], origin: str) -> None:
-        copy_tensors(self.export_state(), tensors, origin)  # transposed tensors are views, so they are filled too
 
     @classmethod
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from jpeg_dlm.config import Config
 from jpeg_dlm.encoders.small import SmallEncoder
@@ -29,15 +29,11 @@ class EncoderPretraining(Trainable):
     title = "text encoder"
     groups = GROUPS  # those of the methods that its runs are part of
 
-    def __init__(self, model: SmallEncoder) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        self.model = model
-        self.loss_weights = {"masked": 1.0, "kept": KEEP_WEIGHT}
-
-    @classmethod
-    def from_config(cls, config: Config, encoder: nn.Module | None = None) -> EncoderPretraining:
         e = config.encoder
-        return cls(SmallEncoder(config.data.vocab_size, e.feature_dim, e.depth, e.heads).initialize(config.train.seed))
+        self.model = SmallEncoder(config.data.vocab_size, e.feature_dim, e.depth, e.heads).initialize(config.train.seed)
+        self.loss_weights = {"masked": 1.0, "kept": KEEP_WEIGHT}
 
     def corrupt(self, tokens_BL: Tensor, mask_BL: Tensor | None, noise: RowNoise) -> tuple[Tensor, Tensor]:
         """Return the corrupted tokens, and a mask (B, L, bool) of the tokens that were chosen for prediction."""

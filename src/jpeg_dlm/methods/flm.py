@@ -15,23 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jpeg_dlm.config import Config, StepSampler, opt
+from jpeg_dlm.config import Config, opt
 from jpeg_dlm.flow.path import per_row
 from jpeg_dlm.methods.argmax_noise import TimeMap
-from jpeg_dlm.methods.base import FILL, Batch, CheckpointSignature, Method, Watch
-from jpeg_dlm.methods.discrete import (
-    CE_CHUNK,
-    DIFFUSION_TENSORS,
-    PAPER_TOKENIZERS,
-    ExtendedDdit,
-    adapted,
-    ddit_model,
-    ddit_sizes,
-    published_config,
-    sampler_steps,
-)
+from jpeg_dlm.methods.base import Batch, CheckpointSignature, Watch
+from jpeg_dlm.methods.discrete import CE_CHUNK, DIFFUSION_TENSORS, DditMethod, DditSampler, ExtendedDdit
 from jpeg_dlm.nn.ddit import DDiT
-from jpeg_dlm.nn.layers import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll
 from jpeg_dlm.util.errors import CheckpointError
 from jpeg_dlm.util.rng import RowNoise
@@ -47,25 +36,12 @@ class FlmObjective:
     ce_chunk: int = opt(0, CE_CHUNK, ge=0, le=1 << 30)
 
 
-@dataclass(frozen=True)
-class FlmSampler(StepSampler):
-    """Euler steps of equal size in tau."""
-
-    steps: int = opt(128, "network evaluations (paper: 128 on LM1B, 1024 on OWT)", ge=1, le=100_000)
-
-
-def euler_step(z: Tensor, p: Tensor, t: Tensor, u: Tensor) -> Tensor:
-    """Return z + (u - t) (p - z) / (1 - t) as a mixture of z and p; times are scalars."""
-    return torch.lerp(z, p, ((u - t) / (1 - t + TIME_FLOOR)).to(z.dtype))
-
-
-class Flm(Method):
+class Flm(DditMethod):
     """The whole system."""
 
     title = "FLM"
     signature = CheckpointSignature(("flm",), tensors=DIFFUSION_TENSORS)
-    supports = FILL
-    groups = {"model": ExtendedDdit, "objective": FlmObjective, "sampler": FlmSampler}
+    groups = {"model": ExtendedDdit, "objective": FlmObjective, "sampler": DditSampler}
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -77,9 +53,7 @@ class Flm(Method):
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
-        model = ExtendedDdit(**ddit_model(base), extra_ids=int(base.preset == "owt1024"))  # (FLM)
-        objective, sampler = FlmObjective(ce_chunk=base.objective.ce_chunk), FlmSampler(sampler_steps(base))
-        config = adapted(base, name, objective=objective, sampler=sampler, model=model)
+        config = super().adapt(base, name)
         if base.preset != "smoke":
             return config
         # Twice the preset's rate learns more in a short run (measured), perhaps as it suppresses noise of other tokens sooner.
@@ -89,16 +63,13 @@ class Flm(Method):
     def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
         if any(".sigma_map_prime." in name for name in tensors):
             raise CheckpointError("The file holds a flow map (FMLM), which is not read here: import an FLM.")
-        ids, _ = ddit_sizes(tensors)
-        extra = int(ids - 1 in [vocab_size for _, vocab_size, _ in PAPER_TOKENIZERS.values()])
-        config = published_config(tensors, base, extra)
-        return replace(config, model=replace(config.model, extra_ids=extra))
+        return super().config_of(tensors, base)
 
     # ------------------------------------------------------------ training
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         tau_B = noise.stratified("time").float()
-        states = self.states(self.noisy(batch.tokens_BL, self.times(tau_B), noise), tau_B)
+        states = self.backbone.states(self.noisy(batch.tokens_BL, self.times(tau_B), noise), tau_B)
         nll_BL = token_nll(self.backbone.head, states, batch.tokens_BL, self.config.objective.ce_chunk)
         return {"ce": batch.token_mean(nll_BL)}
 
@@ -108,21 +79,15 @@ class Flm(Method):
         t = per_row(t_B.to(z.dtype), z)
         return z.mul_(1 - t).scatter_add_(-1, tokens_BL[..., None], t.expand(*tokens_BL.shape, 1))
 
-    def states(self, z_BLV: Tensor, tau_B: Tensor) -> Tensor:
-        """Return the inputs of the head (B, L, H)."""
-        with fp32_island(z_BLV):
-            x_BLH = self.backbone.vocab_embed(z_BLV)
-        return self.backbone.states(x_BLH, self.backbone.condition(tau_B))
-
     def denoise(self, z_BLV: Tensor, tau_B: Tensor) -> Tensor:
         """Return p (B, L, V), a distribution per token."""
-        return self.backbone.head(self.states(z_BLV, tau_B)).float().softmax(-1)
+        return self.backbone(z_BLV, tau_B).float().softmax(-1)
 
     # ------------------------------------------------------------ sampling
 
     @torch.no_grad()
     def sample(
-        self, sampler: FlmSampler, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None
+        self, sampler: DditSampler, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None
     ) -> Tensor:
         """Integrate from noise to tokens, with given ones certain."""
         z, steps = noise.normal("sample", self.config.data.token_len, self.ids), sampler.steps
@@ -136,8 +101,8 @@ class Flm(Method):
                 p = torch.where((fixed_BL >= 0)[..., None], certain, p)
             if watch:
                 watch(k, steps, taus[k].item(), lambda p=p: self.most_probable(p))
-            if k + 1 < steps:  # the last step would return p
-                z = euler_step(z, p, t[k], t[k + 1])
+            if k + 1 < steps:  # z + (u - t) (p - z) / (1 - t) is a mixture of z and p; the last step would return p
+                z = torch.lerp(z, p, ((t[k + 1] - t[k]) / (1 - t[k] + TIME_FLOOR)).to(z.dtype))
         tokens = self.most_probable(p)
         if watch:
             watch(steps, steps, 1.0, lambda: tokens)

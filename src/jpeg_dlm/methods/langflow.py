@@ -9,33 +9,17 @@ Shapes: B batch, L tokens, H width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.config import LARGEST_STEPS, Config, StepSampler, logit_rows, opt
+from jpeg_dlm.config import LARGEST_STEPS, Config, logit_rows, opt
 from jpeg_dlm.flow.guidance import keep_fixed
 from jpeg_dlm.flow.path import per_row
-from jpeg_dlm.methods.base import (
-    FILL,
-    Batch,
-    CheckpointSignature,
-    Method,
-    ParameterGroup,
-    Watch,
-    rounded_up_share,
-)
-from jpeg_dlm.methods.discrete import (
-    CE_CHUNK,
-    DIFFUSION_TENSORS,
-    PAPER_TOKENIZERS,
-    adapted,
-    published_config,
-    sampler_steps,
-)
+from jpeg_dlm.methods.base import Batch, CheckpointSignature, ParameterGroup, Watch, rounded_up_share
+from jpeg_dlm.methods.discrete import CE_CHUNK, DIFFUSION_TENSORS, PAPER_TOKENIZERS, DditMethod, DditSampler
 from jpeg_dlm.nn.ddit import DDiT, DditConfig
 from jpeg_dlm.nn.layers import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll
@@ -70,13 +54,6 @@ class LangFlowObjective:
         le=LARGEST_STEPS,
     )
     ce_chunk: int = opt(0, CE_CHUNK, ge=0, le=1 << 30)
-
-
-@dataclass(frozen=True)
-class LangFlowSampler(StepSampler):
-    """Deterministic steps along the proposal's quantiles."""
-
-    steps: int = opt(128, "network evaluations (paper: 128 on LM1B, 1024 on OWT)", ge=1, le=100_000)
 
 
 # ---------------------------------------------------------------- the process
@@ -127,12 +104,6 @@ class GumbelProposal(nn.Module):
         """Return entropy * exp(-exp(-(gamma - loc) / scale))."""
         return self.entropy * (-(-(gamma - self.loc) / self.scale).exp()).exp()
 
-    @torch.no_grad()
-    def project(self) -> None:
-        """Clamp the parameters to a valid distribution after an optimizer step."""
-        self.scale.clamp_(min=MIN_SCALE)
-        self.entropy.clamp_(min=0.0)
-
 
 class SelfConditionedDDiT(DDiT):
     """The shared transformer on embeddings, conditioned on an earlier prediction of them."""
@@ -156,13 +127,12 @@ class SelfConditionedDDiT(DDiT):
 # ---------------------------------------------------------------- the method
 
 
-class LangFlow(Method):
+class LangFlow(DditMethod):
     """The whole system."""
 
     title = "LangFlow"
     signature = CheckpointSignature(hub="langflow", tensors=(*DIFFUSION_TENSORS, "backbone.self_cond_proj.weight"))
-    supports = FILL
-    groups = {"model": DditConfig, "objective": LangFlowObjective, "sampler": LangFlowSampler}
+    groups = {"model": DditConfig, "objective": LangFlowObjective, "sampler": DditSampler}
     has_phases = True  # the skip logits, which are whole in sampling
 
     def __init__(self, config: Config) -> None:
@@ -175,24 +145,16 @@ class LangFlow(Method):
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
-        objective = LangFlowObjective(ce_chunk=base.objective.ce_chunk)
-        if base.preset not in PAPER_TOKENIZERS:
-            vocab = math.log(base.data.vocab_size) / math.log(RELEASED_VOCAB)
-            # Tokens become decodable where alpha / sigma * sqrt(H), the lead of the correct one over noise, exceeds the largest
-            # of V normal numbers, about sqrt(2 log V). The loss of pure noise scales with log V. (assumed; smoke learns 3.3
-            # from 3.2)
-            objective = replace(
-                objective,
-                gumbel_loc=GUMBEL_LOC + math.log(base.model.hidden / RELEASED_WIDTH) - math.log(vocab),
-                gumbel_entropy=GUMBEL_ENTROPY * vocab,
-                proposal_weight=SMALL_WEIGHT,
-                proposal_rate=SMALL_RATE,
-            )
-        return adapted(base, name, objective=objective, sampler=LangFlowSampler(sampler_steps(base)))
-
-    @classmethod
-    def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
-        return published_config(tensors, base)
+        config = super().adapt(base, name)
+        if base.preset in PAPER_TOKENIZERS:
+            return config
+        vocab = math.log(base.data.vocab_size) / math.log(RELEASED_VOCAB)
+        # Tokens become decodable where alpha / sigma * sqrt(H), the lead of the correct one over noise, exceeds the largest of
+        # V normal numbers, about sqrt(2 log V). The loss of pure noise scales with log V. (assumed; smoke learns 3.3 from 3.2)
+        loc = GUMBEL_LOC + math.log(base.model.hidden / RELEASED_WIDTH) - math.log(vocab)
+        own = {"gumbel_loc": loc, "gumbel_entropy": GUMBEL_ENTROPY * vocab}
+        small = {"proposal_weight": SMALL_WEIGHT, "proposal_rate": SMALL_RATE}
+        return replace(config, objective=replace(config.objective, **own, **small))
 
     # ------------------------------------------------------------ training
 
@@ -235,8 +197,11 @@ class LangFlow(Method):
         ramp = self.config.objective.skip_ramp or rounded_up_share(self.config.train.steps, 0.5, most=5000)
         return min(1.0, step / ramp)
 
+    @torch.no_grad()
     def after_step(self, step: int, total: int) -> None:
-        self.proposal.project()
+        """Clamp the proposal to a valid distribution."""
+        self.proposal.scale.clamp_(min=MIN_SCALE)
+        self.proposal.entropy.clamp_(min=0.0)
 
     def parameter_groups(self) -> list[ParameterGroup]:
         backbone, proposal = (
@@ -249,7 +214,7 @@ class LangFlow(Method):
 
     def states(self, z_BLH: Tensor, gamma_B: Tensor, x_BLH: Tensor, skip: float = 1.0) -> Tensor:
         """Return (B, L, 2 H): the inputs of the head, then the scaled z that E maps to the skip logits."""
-        h_BLH = self.backbone.states(self.backbone.conditioned(z_BLH, x_BLH), self.backbone.condition(gamma_B))
+        h_BLH = self.backbone.embedded_states(self.backbone.conditioned(z_BLH, x_BLH), gamma_B)
         return torch.cat([h_BLH, skip * per_row(skip_scale(gamma_B), z_BLH) * z_BLH], dim=-1)
 
     def logits(self, states: Tensor, E: Tensor) -> Tensor:
@@ -275,7 +240,7 @@ class LangFlow(Method):
 
     @torch.no_grad()
     def sample(
-        self, sampler: LangFlowSampler, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None
+        self, sampler: DditSampler, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None
     ) -> Tensor:
         """Integrate from noise to tokens, each evaluation conditioned on the previous one; given tokens are predicted."""
         z, steps = noise.normal("sample", self.config.data.token_len, self.config.model.hidden), sampler.steps

@@ -95,5 +95,5 @@ def latent_measures(model: LatentModel, batch: Batch, noise: RowNoise) -> dict[s
     z = model.encode(batch)
     values = {f"latent_{name}": value for name, value in measure(z).items()}
     rows = max(1, len(z) // DECODE_PART)
-    shares = noisy_accuracy(z[:rows], model.tokens, batch.first(rows), replace(noise, rows=noise.rows[:rows]))
+    shares = noisy_accuracy(z[:rows], model.tokens, batch, replace(noise, rows=noise.rows[:rows]))
     return values | {f"decode_t{t:g}": share for t, share in zip(DECODE_TIMES, shares, strict=True)}

@@ -53,12 +53,8 @@ def copy_tensors(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], origi
                 f"'{origin}' {problem} tensor '{min(wrong)}' (one of {len(wrong)}): it is of another model or method."
             )
     for name, tensor in tensors.items():
-        if own[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"'{origin}' has {tuple(tensor.shape)} for '{name}' where the config needs {tuple(own[name].shape)}: "
-                "use the config it was trained with."
-            )
-        if own[name].is_floating_point() != tensor.is_floating_point():
-            raise CheckpointError(f"'{origin}' has {tensor.dtype} for '{name}' where {own[name].dtype} is needed: restore it.")
+        if own[name].shape != tensor.shape or own[name].is_floating_point() != tensor.is_floating_point():
+            has, needs = (f"{tuple(t.shape)} of {t.dtype}" for t in (tensor, own[name]))
+            raise CheckpointError(f"'{origin}' has {has} for '{name}' where its config needs {needs}: restore the two.")
     for name, tensor in tensors.items():
         own[name].copy_(tensor)

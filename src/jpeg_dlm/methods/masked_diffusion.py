@@ -15,33 +15,31 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jpeg_dlm.config import Config, StepSampler, opt
+from jpeg_dlm.config import Config, opt
 from jpeg_dlm.flow.guidance import keep_fixed
-from jpeg_dlm.methods.base import FILL, Batch, CheckpointSignature, Likelihood, Method, Watch
+from jpeg_dlm.flow.path import per_sample
+from jpeg_dlm.methods.base import Batch, CheckpointSignature, Likelihood, Watch
 from jpeg_dlm.methods.discrete import (
     DIFFUSION_TENSORS,
     PAPER_TOKENIZERS,
     POSITIONS_AT_ONCE,
     T_MIN_SAMPLING,
+    AncestralSampler,
+    DditMethod,
     DiscreteObjective,
     LogLinear,
     MaskedDdit,
-    adapted,
-    ddit_model,
-    ddit_sizes,
     draw_tokens,
-    paper_data,
     reduce_loss,
-    sampler_steps,
     sampling_times,
     training_times,
     with_mask,
@@ -51,40 +49,28 @@ from jpeg_dlm.nn.token_loss import in_parts
 from jpeg_dlm.util.rng import RowNoise, RowStreams, chosen_rows, on_device
 
 
-@dataclass(frozen=True)
-class MaskedSampler(StepSampler):
-    """Ancestral sampling from all masks on evenly spaced times."""
-
-    steps: int = opt(128, "steps from all masks to text (paper: 128 on LM1B, 1024 on OWT)", ge=1, le=100_000)
-
-    def evaluations(self, token_len: int) -> int:
-        """Add one evaluation for tokens that are still masked after the last step."""
-        return self.steps + 1
-
-
 class RowCache:
-    """Caches the states of a network that sees only tokens: unchanged or fully unmasked rows are not recomputed."""
+    """Caches the states of a network that ignores time: unchanged or fully unmasked rows are not recomputed."""
 
-    def __init__(self, states: Callable[[Tensor], Tensor], mask_id: int) -> None:
+    def __init__(self, states: Callable[[Tensor, float], Tensor], mask_id: int) -> None:
         self.states, self.mask_id = states, mask_id
         self.last: tuple[Tensor, Tensor] | None = None
 
-    def __call__(self, x_BL: Tensor) -> Tensor:
+    def __call__(self, x_BL: Tensor, t: float) -> Tensor:
         if self.last is None:
-            h_BLH = self.states(x_BL)
+            h_BLH = self.states(x_BL, t)
         else:
             before_BL, h_BLH = self.last
             stale_B = (x_BL != before_BL).any(1) & (x_BL == self.mask_id).any(1)
             if stale_B.any():  # a new tensor, as a watcher may still hold the last one
-                h_BLH = h_BLH.index_put((stale_B,), self.states(x_BL[stale_B]))
+                h_BLH = h_BLH.index_put((stale_B,), self.states(x_BL[stale_B], t))
         self.last = x_BL, h_BLH
         return h_BLH
 
 
-class MaskedDiffusion(Method):
+class MaskedDiffusion(DditMethod):
     """Masked diffusion; subclasses define the weights and their cost."""
 
-    supports = FILL
     time_conditioned: ClassVar[bool]  # True if the network receives the noise level
 
     def __init__(self, config: Config) -> None:
@@ -94,14 +80,6 @@ class MaskedDiffusion(Method):
         self.schedule = LogLinear()
         self.backbone = DDiT(self.vocab, config.model)
         self.loss_weights = {"nelbo": 1.0}
-
-    @classmethod
-    def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
-        ids, sizes = ddit_sizes(tensors)
-        published = {vocab + (mask_id == -1): (name, vocab, mask_id) for name, vocab, mask_id in PAPER_TOKENIZERS.values()}
-        tokenizer, vocab, mask_id = published.get(ids, (base.data.tokenizer, ids - 1, -1))
-        data = replace(base.data, tokenizer=tokenizer, vocab_size=vocab)
-        return replace(base, data=data, model=replace(base.model, **sizes, mask_id=mask_id))
 
     # ------------------------------------------------------------ defined by subclasses
 
@@ -126,7 +104,7 @@ class MaskedDiffusion(Method):
     def states(self, x_BL: Tensor, t_B: Tensor) -> Tensor:
         """Return the inputs of the head (B, L, H)."""
         sigma_B = self.schedule.sigma(t_B) if self.time_conditioned else torch.zeros_like(t_B)
-        return self.backbone.states(self.backbone.vocab_embed(x_BL), self.backbone.condition(sigma_B))
+        return self.backbone.states(x_BL, sigma_B)
 
     def logits(self, h_NH: Tensor) -> Tensor:
         """Return logits (N, V) in fp32; the mask is never predicted."""
@@ -180,8 +158,9 @@ class MaskedDiffusion(Method):
         """Sample rows; unmasked tokens never change, so given tokens are simply not masked."""
         masked_BL = torch.full((len(noise.rows), self.config.data.token_len), self.mask_id, device=noise.device)
         x_BL = keep_fixed(masked_BL, fixed_BL)
-        streams, states = noise.streams("sample"), self.sampling_states(sampler)
-        grid = torch.tensor(sampling_times(sampler.steps), dtype=torch.float64)
+        streams = noise.streams("sample")
+        states = RowCache(self.states_at, self.mask_id) if getattr(sampler, "cache", False) else self.states_at
+        grid = sampling_times(sampler.steps)
         chances = self.chances(grid[:-1], grid[1:]).tolist()
         for k, (t, c) in enumerate(zip(grid.tolist(), chances, strict=False)):
             h_BLH = states(x_BL, t)
@@ -196,9 +175,9 @@ class MaskedDiffusion(Method):
             watch(sampler.steps, sampler.steps, 1.0, lambda: x_BL)
         return x_BL
 
-    def sampling_states(self, sampler: Any) -> Callable[[Tensor, float], Tensor]:
-        """Return the function `states(x, t)` of one sampler run, in which all rows have the same time t."""
-        return lambda x_BL, t: self.states(x_BL, torch.full((len(x_BL),), t, device=x_BL.device))
+    def states_at(self, x_BL: Tensor, t: float) -> Tensor:
+        """Return the states of rows that have the same time."""
+        return self.states(x_BL, per_sample(t, x_BL))
 
     def chances(self, t: Tensor, s: Tensor) -> Tensor:
         """Return c of the steps from times t to s; SEDD's analytic and Euler steps have it too, as alpha is linear in t."""
@@ -229,7 +208,7 @@ class MaskedDiffusion(Method):
 
 
 @dataclass(frozen=True)
-class MdlmSampler(MaskedSampler):
+class MdlmSampler(AncestralSampler):
     """MDLM's sampler `ddpm_cache`."""
 
     cache: bool = opt(True, "evaluate a row again only after one of its tokens changed (MDLM: after any of the batch did)")
@@ -259,12 +238,6 @@ class Mdlm(MaskedDiffusion):
     groups = {"model": MaskedDdit, "objective": DiscreteObjective, "sampler": MdlmSampler}
     time_conditioned = False
 
-    @classmethod
-    def adapt(cls, base: Config, name: str) -> Config:
-        data, mask_id = paper_data(base)
-        objective, model = DiscreteObjective(ce_chunk=base.objective.ce_chunk), MaskedDdit(**ddit_model(base), mask_id=mask_id)
-        return adapted(base, name, objective=objective, sampler=MdlmSampler(sampler_steps(base)), model=model, data=data)
-
     def weights(self, h_NH: Tensor) -> Tensor:
         return self.logits(h_NH).softmax(-1)
 
@@ -279,25 +252,8 @@ class Mdlm(MaskedDiffusion):
         """Return the most probable tokens."""
         return self.logits(h_NH).argmax(-1)
 
-    def sampling_states(self, sampler: MdlmSampler) -> Callable[[Tensor, float], Tensor]:
-        states = super().sampling_states(sampler)
-        if not sampler.cache:
-            return states
-        cache = RowCache(lambda x_BL: states(x_BL, 0.0), self.mask_id)  # the network ignores time
-        return lambda x_BL, t: cache(x_BL)
-
 
 # ---------------------------------------------------------------- SEDD-Absorb
-
-
-@dataclass(frozen=True)
-class SeddObjective(DiscreteObjective):
-    """Score entropy with SEDD's times and reduction."""
-
-    stratified: bool = opt(False, "one time in each of as many intervals as the global batch has rows; else independent (SEDD)")
-    reduction: Literal["token_mean", "sequence_sum"] = opt(
-        "sequence_sum", "sum over a row's tokens and mean over rows (SEDD), or mean over tokens"
-    )
 
 
 class Sedd(MaskedDiffusion):
@@ -318,23 +274,22 @@ class Sedd(MaskedDiffusion):
         tensors=DIFFUSION_TENSORS,
         fixed={("graph", "type"): "absorb", ("noise", "type"): "loglinear", ("model", "scale_by_sigma"): True},
     )
-    groups = {"model": MaskedDdit, "objective": SeddObjective, "sampler": MaskedSampler}
+    groups = {"model": MaskedDdit, "objective": DiscreteObjective, "sampler": AncestralSampler}
+    tokenizer = "gpt2"
     time_conditioned = True
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
-        """Use SEDD's own recipe at the paper's sizes: GPT-2's tokenizer on both corpora, and rows without a frame.
+        """Use SEDD's own recipe at the paper's sizes: GPT-2's tokenizer on both corpora, rows without a frame, its loss.
 
-        A small preset keeps its data and uses stratified times and a mean over tokens: less noise, and a comparable loss.
+        A small preset has stratified times and a mean over tokens, as the others: less noise, and a comparable loss.
         """
-        data, mask_id = paper_data(base, "gpt2")
-        objective = SeddObjective(ce_chunk=base.objective.ce_chunk)
-        if base.preset in PAPER_TOKENIZERS:
-            data = replace(data, frame=False)
-        else:
-            objective = replace(objective, stratified=True, reduction="token_mean")
-        model, sampler = MaskedDdit(**ddit_model(base), mask_id=mask_id), MaskedSampler(sampler_steps(base))
-        return adapted(base, name, steps=1_300_001, objective=objective, sampler=sampler, model=model, data=data)
+        config = super().adapt(base, name)
+        if base.preset not in PAPER_TOKENIZERS:
+            return config
+        objective = replace(config.objective, stratified=False, reduction="sequence_sum")
+        data, train = replace(config.data, frame=False), replace(config.train, steps=1_300_001)
+        return replace(config, objective=objective, data=data, train=train)
 
     def weights(self, h_NH: Tensor) -> Tensor:
         return (self.logits(h_NH) - math.log(self.vocab - 1)).exp()

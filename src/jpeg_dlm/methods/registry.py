@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 from jpeg_dlm.config import Config
@@ -81,20 +81,15 @@ def _entry(name: str) -> Entry:
     return known[name]
 
 
-def _imported(place: str) -> Any:
-    module, _, attribute = place.partition(":")
-    return getattr(import_module(module), attribute)
-
-
 def method_class(name: str) -> type[Trainable]:
     """Return the class of a method, loaded only when it is asked for."""
-    return _imported(_entry(name).place)
+    return resolve_name(_entry(name).place)
 
 
 def groups_of(name: str) -> dict[str, type]:
     """Return the classes of the option groups `model`, `objective` and `sampler` of a method."""
     options = _entry(name).options
-    return dict(_imported(options) if options else method_class(name).groups)
+    return dict(resolve_name(options) if options else method_class(name).groups)
 
 
 def default_config(name: str = "jpeg-dlm", **groups: Any) -> Config:
@@ -113,7 +108,7 @@ def build_method(config: Config, encoder: nn.Module | None = None) -> Trainable:
 
     from jpeg_dlm.util.rng import derive_seed
 
-    cls = method_class(config.method)
+    cls: Any = method_class(config.method)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.train.seed, "init"))
-        return cls.from_config(config, encoder)
+        return cls(config, encoder) if cls.uses_encoder else cls(config)

@@ -8,7 +8,9 @@ Shapes: B batch, L tokens, H hidden width, C condition width, V vocabulary, K at
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,8 @@ from jpeg_dlm.config import Checks, Config, head_checks, opt
 from jpeg_dlm.nn.layers import attend, fp32_island, rotary_table, rotate_halves, scalar_embedding, zero_linear
 
 MLP_RATIO = 4  # (MDLM)
+
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]  # attention of queries, keys and values
 
 
 @dataclass(frozen=True)
@@ -42,17 +46,6 @@ class DditConfig(TransformerConfig):
 
     def checks(self, config: Config) -> Checks:
         return [*super().checks(config), (self.freq_dim % 2 == 0, "model.freq_dim must be even")]
-
-
-class Norm(nn.Module):
-    """LayerNorm with a gain and no bias, in fp32."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.float(), self.weight.shape, self.weight, eps=1e-5)
 
 
 class Embedding(nn.Module):
@@ -102,24 +95,24 @@ class KvCache:
 class DditBlock(nn.Module):
     """A transformer layer; with `cond_dim` the condition modulates and gates it, otherwise it is plain."""
 
-    def __init__(self, m: TransformerConfig, cond_dim: int | None, causal: bool = False, softcap: float = 0.0) -> None:
+    def __init__(self, m: TransformerConfig, cond_dim: int | None, mix: Mix = attend) -> None:
         super().__init__()
-        self.heads, self.dropout, self.causal, self.softcap = m.heads, m.dropout, causal, softcap
+        self.heads, self.mix, self.drop = m.heads, mix, nn.Dropout(m.dropout)
         inner = MLP_RATIO * m.hidden
-        self.norm1 = Norm(m.hidden)
+        self.norm1 = nn.LayerNorm(m.hidden, bias=False)
         self.attn_qkv = nn.Linear(m.hidden, 3 * m.hidden, bias=False)
         self.attn_out = nn.Linear(m.hidden, m.hidden, bias=False)
-        self.norm2 = Norm(m.hidden)
+        self.norm2 = nn.LayerNorm(m.hidden, bias=False)
         self.mlp = nn.Sequential(nn.Linear(m.hidden, inner), nn.GELU(approximate="tanh"), nn.Linear(inner, m.hidden))
         self.adaLN_modulation = None if cond_dim is None else zero_linear(cond_dim, 6 * m.hidden)
 
     def forward(self, x: Tensor, c_BC: Tensor | None, cos: Tensor, sin: Tensor, cache: KvCache | None = None) -> Tensor:
         if self.adaLN_modulation is None:
-            x = x + self._drop(self.attention(self.norm1(x), cos, sin, cache))
-            return x + self._drop(self.mlp(self.norm2(x)))
+            x = x + self.drop(self.attention(self.norm1(x), cos, sin, cache))
+            return x + self.drop(self.mlp(self.norm2(x)))
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c_BC)[:, None].chunk(6, dim=-1)
-        x = x + gate1 * self._drop(self.attention(modulate(self.norm1(x), shift1, scale1), cos, sin, cache))
-        return x + gate2 * self._drop(self.mlp(modulate(self.norm2(x), shift2, scale2)))
+        x = x + gate1 * self.drop(self.attention(modulate(self.norm1(x), shift1, scale1), cos, sin, cache))
+        return x + gate2 * self.drop(self.mlp(modulate(self.norm2(x), shift2, scale2)))
 
     def attention(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KvCache | None) -> Tensor:
         qkv = self.attn_qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # 3 B K L d
@@ -127,16 +120,7 @@ class DditBlock(nn.Module):
         q, k = rotate_halves(qkv[:2].float(), cos, sin).to(v.dtype)
         if cache is not None:
             k, v = cache.append(k, v)
-        if self.softcap:
-            mixed = capped_attention(q, k, v, self.softcap)
-        elif self.causal:
-            mixed = causal_attention(q, k, v)
-        else:
-            mixed = attend(q, k, v)
-        return self.attn_out(mixed.transpose(1, 2).flatten(2))
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
+        return self.attn_out(self.mix(q, k, v).transpose(1, 2).flatten(2))
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -167,7 +151,7 @@ class OutputLayer(nn.Module):
 
     def __init__(self, hidden: int, vocab: int, cond_dim: int | None) -> None:
         super().__init__()
-        self.norm_final = Norm(hidden)
+        self.norm_final = nn.LayerNorm(hidden, bias=False)
         self.linear = zero_linear(hidden, vocab)
         self.adaLN_modulation = None if cond_dim is None else zero_linear(cond_dim, 2 * hidden)
 
@@ -187,16 +171,18 @@ class DDiT(nn.Module):
         self.head_dim = m.hidden // m.heads
         self.vocab_embed = Embedding(vocab, m.hidden)
         self.sigma_map = NoiseLevel(m.freq_dim, m.cond_dim)
-        self.blocks = nn.ModuleList(DditBlock(m, m.cond_dim, softcap=softcap) for _ in range(m.depth))
+        mix = partial(capped_attention, cap=softcap) if softcap else attend
+        self.blocks = nn.ModuleList(DditBlock(m, m.cond_dim, mix) for _ in range(m.depth))
         self.output_layer = OutputLayer(m.hidden, vocab, m.cond_dim)
 
-    def condition(self, sigma_B: Tensor) -> Tensor:
-        """Return the condition c (B, C) of the noise level, in fp32."""
-        with fp32_island(sigma_B):
-            return F.silu(self.sigma_map(sigma_B))
+    def states(self, tokens_BL: Tensor, sigma_B: Tensor) -> Tensor:
+        """Return the inputs of the head (B, L, H) for token ids (B, L) or distributions over tokens (B, L, V)."""
+        return self.embedded_states(self.vocab_embed(tokens_BL), sigma_B)
 
-    def states(self, x_BLH: Tensor, c_BC: Tensor) -> Tensor:
-        """Run embedded inputs through the blocks; return the inputs of the head (B, L, H)."""
+    def embedded_states(self, x_BLH: Tensor, sigma_B: Tensor) -> Tensor:
+        """Return the inputs of the head for inputs that are embedded already."""
+        with fp32_island(sigma_B):
+            c_BC = F.silu(self.sigma_map(sigma_B))
         cos, sin = rotary_table(x_BLH.shape[1], self.head_dim, x_BLH.device)
         for block in self.blocks:
             x_BLH = block(x_BLH, c_BC, cos, sin)
@@ -207,8 +193,7 @@ class DDiT(nn.Module):
         return self.output_layer.linear(h)
 
     def forward(self, tokens_BL: Tensor, sigma_B: Tensor) -> Tensor:
-        """Return logits (B, L, V) for token ids (B, L) or distributions over tokens (B, L, V)."""
-        return self.head(self.states(self.vocab_embed(tokens_BL), self.condition(sigma_B)))
+        return self.head(self.states(tokens_BL, sigma_B))
 
 
 class CausalTransformer(nn.Module):
@@ -218,7 +203,7 @@ class CausalTransformer(nn.Module):
         super().__init__()
         self.heads, self.head_dim = m.heads, m.hidden // m.heads
         self.vocab_embed = Embedding(vocab, m.hidden)
-        self.blocks = nn.ModuleList(DditBlock(m, None, causal=True) for _ in range(m.depth))
+        self.blocks = nn.ModuleList(DditBlock(m, None, causal_attention) for _ in range(m.depth))
         self.output_layer = OutputLayer(m.hidden, vocab, None)
 
     def new_cache(self, batch: int, length: int) -> list[KvCache]:

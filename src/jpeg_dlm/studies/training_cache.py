@@ -150,7 +150,7 @@ class TrainingCache:
         steps = fit_to_data(config, blocks, config.train.devices).train.steps  # a preset may give epochs
         config = replace(config, train=replace(config.train, steps=steps))
         e = config.encoder
-        if not method_class(config.method).needs_encoder(config) or e.kind != "small" or e.name:
+        if not method_class(config.method).uses_encoder or e.kind != "small" or e.name:
             return config
         pretraining = encoder_stage(config)
         groups = ("data.", "encoder.", "train.")  # options that it depends on
@@ -162,7 +162,7 @@ class TrainingCache:
     def encoder_seconds(self, config: Config) -> float | None:
         """Return the seconds of training the encoder here for a config from `conditions`; None if there is none."""
         run = Path(config.encoder.name).parent
-        uses = method_class(config.method).needs_encoder(config) and run.name.startswith("encoder-")
+        uses = method_class(config.method).uses_encoder and run.name.startswith("encoder-")
         return training_seconds(run) if uses else None
 
     def options(self, config: Config) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class TrainingCache:
     def _measure_step(self, config: Config) -> float:
         """Return the median seconds of an optimizer step of a new model, which is discarded."""
         ranks, encoder = self.ranks, None
-        if method_class(config.method).needs_encoder(config):
+        if method_class(config.method).uses_encoder:
             encoder = build_encoder(config.encoder, config.data.vocab_size, config.train.seed, None).to(ranks.device)
         method = build_method(config, encoder).to(ranks.device)
         blocks = self.blocks(Path(config.data.source), "train")

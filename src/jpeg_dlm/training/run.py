@@ -173,7 +173,7 @@ def train_stages(config: Config, context: RunContext, stop_at: int | None) -> No
             raise UsageError(
                 "The preset uses its own encoder: give a trained one with --encoder.name, or set --train.encoder-steps."
             )
-        if method_class(stage.method).needs_encoder(stage) and context.encoder is None:
+        if method_class(stage.method).uses_encoder and context.encoder is None:
             encoder = frozen_encoder(config, encoder_folder, context.blocks, context.ranks)
             context = replace(context, encoder=encoder)
             if config.data.cache_features:
