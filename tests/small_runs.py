@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from micro import MICRO, RANDOM_ENCODER, dotted
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from jpeg_dlm.checkpoints.checkpoint import latest_checkpoint
 from jpeg_dlm.cli.main import main
@@ -24,7 +25,7 @@ from jpeg_dlm.options import override
 from jpeg_dlm.presets import preset
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training.data import BatchStream
-from jpeg_dlm.training.sharding import is_sharded, local_shard
+from jpeg_dlm.training.sharding import local_shard
 from jpeg_dlm.training.trainer import Trainer
 from jpeg_dlm.util import distributed
 from jpeg_dlm.util.distributed import Ranks
@@ -91,7 +92,9 @@ def train(job: Mapping, ranks: Ranks) -> Trainer:
     with trainer.averaged():
         sizes["evaluated"] = sum(p.double().sum().item() for p in trainer.method.parameters())
     if ranks.is_main:
-        (run / "steps.json").write_text(json.dumps({"stats": stats, "sharded": is_sharded(trainer.method), **sizes}))
+        (run / "steps.json").write_text(
+            json.dumps({"stats": stats, "sharded": isinstance(trainer.method, FSDPModule), **sizes})
+        )
     return trainer
 
 

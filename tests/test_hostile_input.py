@@ -179,7 +179,11 @@ def test_text_whose_tokens_the_model_does_not_have(model):
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     vouch(model)
     text = "".join(map(chr, range(33, 127)))
-    for call in (lambda m: m.reconstruct([text]), lambda m: m.given(prompt=text[40:48]), lambda m: m.encode([text[40:48]])):
+    for call in (
+        lambda m: m.reconstruct([text]),
+        lambda m: m.fixed_tokens(prompt=text[40:48]),
+        lambda m: m.encode([text[40:48]]),
+    ):
         assert is_refused(lambda call=call: call(load(model, "cpu")))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,10 @@ IGNORED = {"config", "proxies", "resume_download"}  # arguments of the mixin tha
 
 
 class HubModel(ModelHubMixin):
-    """The parts of a model with the methods of the hub's mixin; `scratch` holds the files that are read on first use."""
+    """The parts of a model with the methods of the hub's mixin."""
 
-    def __init__(self, parts: ModelParts, scratch: tempfile.TemporaryDirectory[str] | None = None) -> None:
-        self.parts, self.scratch = parts, scratch
+    def __init__(self, parts: ModelParts) -> None:
+        self.parts = parts
 
     def _save_pretrained(self, save_directory: Path) -> None:
         with tempfile.TemporaryDirectory() as scratch:
@@ -93,4 +94,4 @@ class HubModel(ModelHubMixin):
         for name in (*model_folder.MODEL_FILES, *model_folder.ENCODER_FILES):
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, Path(scratch.name) / name)
-        return cls(read_model(Path(scratch.name)), scratch)
+        return cls(replace(read_model(Path(scratch.name)), scratch=scratch))  # some files are read on first use

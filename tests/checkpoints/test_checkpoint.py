@@ -56,15 +56,6 @@ def test_retention_keeps_the_newest(tmp_path):
     assert len(steps(tmp_path)) == 3
 
 
-def test_a_replacement_cut_short_still_has_the_old_one(tmp_path):
-    path = save(tmp_path, 4)
-    save(tmp_path, 3)
-    path.rename(path.with_name(path.name + ".old"))  # where a kill between the two renames leaves things
-    assert ck.latest_checkpoint(tmp_path, quiet).step == 4
-    save(tmp_path, 4)
-    assert steps(tmp_path) == ["step-00000003", "step-00000004"]
-
-
 def test_flipped_bits_are_caught_and_passed_over(tmp_path):
     """In every file, the manifest included: the file is named and the step before is loaded."""
     save(tmp_path, 1)

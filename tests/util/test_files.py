@@ -44,23 +44,6 @@ def test_a_failure_keeps_the_old_file_and_directory(tmp_path, error):
     assert (tmp_path / "f").read_text() == (tmp_path / "d" / "x").read_text() == "one"
 
 
-def test_atomic_directory_puts_the_old_one_back_when_the_last_rename_fails(tmp_path, monkeypatch):
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "x").write_text("one")
-    real, seen = os.rename, []
-
-    def rename(source, target):
-        seen.append(source)
-        if len(seen) == 2:
-            raise OSError(errno.EIO, "gone")
-        real(source, target)
-
-    monkeypatch.setattr(files.os, "rename", rename)
-    with pytest.raises(OSError), files.atomic_directory(tmp_path / "d") as temp:
-        (temp / "x").write_text("two")
-    assert names(tmp_path) == ["d"] and (tmp_path / "d" / "x").read_text() == "one"
-
-
 def test_what_must_be_new_is_never_replaced(tmp_path):
     files.write_atomic(tmp_path / "f", "one", new=True)
     with pytest.raises(UsageError, match="/f'"):

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from jpeg_dlm.util.errors import CheckpointError
 from jpeg_dlm.util.files import (
-    OLD_SUFFIX,
     atomic_directory,
     environment,
     free_bytes,
@@ -34,7 +33,7 @@ from jpeg_dlm.util.json import dump_json, load_json
 STATE = "state.json"
 STATE_BYTES = 16 << 20
 MARGIN_BYTES = 1 << 20  # manifest, headers and file-system blocks, generously
-STEP_NAME = re.compile(r"step-(\d{8,15})(" + re.escape(OLD_SUFFIX) + r")?")
+STEP_NAME = re.compile(r"step-(\d{8,15})")
 
 
 @dataclass(frozen=True)
@@ -81,11 +80,8 @@ def save_checkpoint(
             f"Cannot save '{path}' ({error.strerror or error}): earlier checkpoints are intact, so mend the disk and resume."
         ) from error
     # Keep the newest up to `step`; later ones were passed over by a fallback and stay as they are.
-    past = [(s, old) for s, old in _steps(folder) if s <= step]
-    kept = sorted({s for s, _ in past})[-keep:]
-    for s, old in past:
-        if s not in kept:
-            remove_directory(old)
+    for _, old in [(s, old) for s, old in _steps(folder) if s <= step][:-keep]:
+        remove_directory(old)
     return path
 
 
@@ -121,7 +117,6 @@ def load_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
-    """List checkpoints by step; one that an interrupted replacement set aside comes before the other of its step."""
-    matches = [(STEP_NAME.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir()]
-    steps = [(int(match[1]), path) for match, path in matches if match]
-    return sorted(steps, key=lambda entry: (entry[0], not entry[1].name.endswith(OLD_SUFFIX)))
+    """List checkpoints by step."""
+    matches = [(STEP_NAME.fullmatch(path.name), path) for path in folder.glob("step-*/")]
+    return sorted((int(match[1]), path) for match, path in matches if match)

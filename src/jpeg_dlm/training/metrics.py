@@ -29,21 +29,12 @@ class MetricsLog:
         if path.exists():  # rewriting also drops a torn last line
             kept = [row for row in read_metrics(path) if resume is not None and row["step"] <= resume]
             write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by the `with` block of the log
+        self._file = open(path, "a", encoding="utf-8")  # closed by the `with` block of the log
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append one line."""
-        data = (json.dumps({"step": step, **values}) + "\n").encode()
-        size = self.path.stat().st_size
-        try:
-            # One system call per line: after a kill the line is whole or absent, except on a power cut or a full disk.
-            if self._file.write(data) == len(data):
-                return
-            reason = "the disk is full"
-        except OSError as error:
-            reason = error.strerror or str(error)
-        os.ftruncate(self._file.fileno(), size)
-        raise DataError(f"Cannot write '{self.path}' ({reason}): free some space and resume the run.")
+        """Append one line; one that a kill or a full disk tears is dropped when the run resumes."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
 
     def sync(self) -> None:
         """Make all lines durable; called before saving a checkpoint, which needs the lines up to its step."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 1 << 20  # a manifest lists a handful of files; a larger one was not written by this package
-TEMP_PREFIX, OLD_SUFFIX = ".tmp-", ".old"
+TEMP_PREFIX = ".tmp-"
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 RESTORE = "restore it from a copy"
@@ -119,30 +119,24 @@ def write_atomic(path: Path, content: bytes | str, new: bool = False) -> None:
 def atomic_directory(path: Path, new: bool = False) -> Iterator[Path]:
     """Yield a temporary directory to fill, and rename it to `path` once every file in it is on the disk.
 
-    An existing `path` becomes `path.old` until the new one is durable, so after a kill readers may have to look at both names.
-    With `new`, only an empty directory is replaced.
+    An existing `path` is removed just before. With `new`, only an empty directory is replaced.
     """
-    temp, old = temp_name(path), path.with_name(path.name + OLD_SUFFIX)
+    temp = temp_name(path)
     try:
         temp.mkdir()
         yield temp
         for entry in (*temp.iterdir(), temp):
             fsync(entry)
-        if path.exists() and not new:
-            remove_directory(old)
-            os.rename(path, old)
+        if not new:
+            remove_directory(path)
         os.rename(temp, path)  # fails for an existing file or a directory that is not empty
     except BaseException as error:
-        if not new and old.exists() and not path.exists():
-            os.rename(old, path)
         shutil.rmtree(temp, ignore_errors=True)
         if new and isinstance(error, OSError) and error.errno in TAKEN:
             raise CheckpointError(f"'{path}' already exists: name another folder, nothing was overwritten.") from error
         _name_target(error, temp, path)
         raise
     fsync(path.parent)
-    if not new:
-        remove_directory(old)
 
 
 def remove_directory(path: Path) -> None:
@@ -195,35 +189,32 @@ def environment() -> dict[str, Any]:
 
 def verify_manifest(directory: Path) -> dict[str, Any]:
     """Check that `directory` holds the files of its manifest and no others; return the manifest."""
-    if not check_listed(directory):
-        raise CheckpointError(f"'{directory / MANIFEST}' is missing: restore it from a copy.")
-    manifest = _read_manifest(directory)
+    manifest = check_listed(directory)
+    if manifest is None:
+        raise CheckpointError(f"'{directory / MANIFEST}' is missing: {RESTORE}.")
     entries = {entry.name for entry in directory.iterdir() if not entry.name.startswith(TEMP_PREFIX)}
     if unknown := entries - {MANIFEST, *manifest["files"]}:
         raise CheckpointError(f"'{directory / min(unknown)}' is not in the manifest: remove it.")
     return manifest
 
 
-def check_listed(directory: Path, *names: str, remedy: str = RESTORE) -> bool:
-    """Check these files, or all listed ones, against the manifest beside them; return False if there is none."""
-    if not (directory / MANIFEST).is_file():
-        return False
-    listed = _read_manifest(directory)["files"]
+def check_listed(directory: Path, *names: str, remedy: str = RESTORE) -> dict[str, Any] | None:
+    """Check these files, or all listed ones, against the manifest beside them; return it, or None if there is none.
+
+    A manifest has a digest of itself, which detects damage to it.
+    """
+    path = directory / MANIFEST
+    if not path.is_file():
+        return None
+    manifest = load_json(path, MANIFEST_BYTES)
+    digest, listed = manifest.pop("digest", None), manifest.get("files")
+    is_ours = digest == _digest(manifest) and manifest.get("format") == 1 and isinstance(manifest.get("extra"), dict)
+    if not is_ours or not isinstance(listed, dict):
+        raise CheckpointError(f"'{path}' is damaged, its digest does not match: restore '{directory.name}' from a copy.")
     for name in names or listed:
         if name not in listed:
             raise CheckpointError(f"'{directory / name}' is not in the manifest beside it: {remedy}.")
         _compare(directory, name, listed[name], remedy)
-    return True
-
-
-def _read_manifest(directory: Path) -> dict[str, Any]:
-    """Read a manifest and check its own digest, which detects damage to the manifest itself."""
-    path = directory / MANIFEST
-    manifest = load_json(path, MANIFEST_BYTES)
-    digest = manifest.pop("digest", None)
-    is_ours = manifest.get("format") == 1 and all(isinstance(manifest.get(name), dict) for name in ("files", "extra"))
-    if digest != _digest(manifest) or not is_ours:
-        raise CheckpointError(f"'{path}' is damaged, its digest does not match: restore '{directory.name}' from a copy.")
     return manifest
 
 
