@@ -18,7 +18,7 @@ from typing import Any, Literal
 from jpeg_dlm.config import Config
 from jpeg_dlm.methods.registry import default_config, groups_of
 from jpeg_dlm.util.errors import UsageError
-from jpeg_dlm.util.json import load_json
+from jpeg_dlm.util.files import load_json
 
 LARGEST_FILE = 1 << 20  # bytes of an options file; a whole config has 3,000
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def test_a_failing_disk_keeps_what_was(name, file, number, tmp_path, monkeypatch
 
 
 def test_too_little_room_is_noticed_before_writing(tmp_path, monkeypatch):
-    monkeypatch.setattr(ck, "free_bytes", lambda path: 10)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
     with pytest.raises(CheckpointError, match="MB are free"):
         save(tmp_path, 1)
     assert steps(tmp_path) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_stale_or_unfinished_features_are_not_used(blocks, tmp_path):
 
 
 def test_a_full_disk_is_noticed_before_a_memory_map_is_made(blocks, tmp_path, monkeypatch):
-    monkeypatch.setattr("jpeg_dlm.training.features.free_bytes", lambda path: 10)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
     encoder = build_encoder(config_with(kind="random", scale="none").encoder, blocks.vocab_size)
     with pytest.raises(DataError, match="cache-features"):
         feature_cache(tmp_path, encoder, blocks, Ranks(), Console(quiet=True))

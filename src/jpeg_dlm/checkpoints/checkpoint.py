@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,9 @@ from torch import Tensor
 from jpeg_dlm.util.errors import CheckpointError
 from jpeg_dlm.util.files import (
     atomic_directory,
+    dump_json,
     environment,
-    free_bytes,
+    load_json,
     load_tensors,
     make_directory,
     remove_directory,
@@ -28,7 +30,6 @@ from jpeg_dlm.util.files import (
     write_atomic,
     write_manifest,
 )
-from jpeg_dlm.util.json import dump_json, load_json
 
 STATE = "state.json"
 STATE_BYTES = 16 << 20
@@ -68,11 +69,11 @@ def save_checkpoint(
     try:
         make_directory(folder)
         sweep_temps(folder)  # first, because a killed save may occupy the space that is needed
-        if free_bytes(folder) < needed:
-            raise OSError(errno.ENOSPC, f"it needs {needed / 1e6:.1f} MB, {free_bytes(folder) / 1e6:.1f} MB are free")
+        if (free := shutil.disk_usage(folder).free) < needed:
+            raise OSError(errno.ENOSPC, f"it needs {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free")
         with atomic_directory(path) as temp:
             for name, group in tensors.items():
-                save_tensors(temp / f"{name}.safetensors", group, {"format": "pt"})
+                save_tensors(temp / f"{name}.safetensors", group)
             write_atomic(temp / STATE, text)
             write_manifest(temp, {"step": step})
     except OSError as error:

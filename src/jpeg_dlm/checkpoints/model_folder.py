@@ -225,7 +225,7 @@ def write_model(parts: ModelParts, out: Path, extra: dict[str, str] | None = Non
     with atomic_directory(out, new=True) as temp:
         write_atomic(temp / "config.json", json.dumps(to_dict(portable_config(parts)), indent=1) + "\n")
         tensors = parts.method.export_state()
-        save_tensors(temp / MODEL_FILE, halved(tensors) if half else tensors, {"format": "pt"})
+        save_tensors(temp / MODEL_FILE, halved(tensors) if half else tensors)
         parts.copy_tokenizer(temp)
         parts.copy_encoder(temp)
         write_manifest(temp, extra or {})

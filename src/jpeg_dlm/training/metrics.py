@@ -48,21 +48,16 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read all rows in order. Ignore a torn last line, as a power cut leaves it; raise an error for damage elsewhere."""
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        raise DataError(f"Cannot read '{path}' ({error.strerror or error}): give the directory of a run.") from error
+    """Read all rows in order, without a torn last line, as a power cut leaves it; raise an error for damage elsewhere."""
     rows = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            row = json.loads(line) if line.endswith(b"\n") else None
+            row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
-        if isinstance(row, dict) and type(row.get("step")) is int:
-            rows.append(row)
-        elif number < len(lines):
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
             raise DataError(f"Line {number} of '{path}' is damaged: restore the file from a copy or remove the line.")
+        rows.append(row)
     return rows
 
 

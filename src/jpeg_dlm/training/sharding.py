@@ -9,7 +9,7 @@ checkpoint, and scalar parameters, which FSDP2 does not support.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 import torch.distributed as torch_dist
@@ -85,23 +85,19 @@ def host_copies(tensors: Mapping[str, Tensor], keep: bool = True) -> dict[str, T
 
 
 @torch.no_grad()
-def average_unsharded(parameters: Iterable[Tensor]) -> None:
-    """Average over processes the gradients that FSDP2 does not reduce."""
-    for p in parameters:
-        if p.grad is not None and not isinstance(p.grad, DTensor):
-            p.grad.copy_(all_mean(p.grad))
-
-
-@torch.no_grad()
 def clip_grad_norm(parameters: Collection[Tensor], limit: float) -> Tensor:
-    """Clip like torch's `clip_grad_norm_`, over sharded and unsharded parameters together; return the total norm."""
+    """Clip like torch's `clip_grad_norm_`, over sharded and unsharded parameters together; return the total norm.
+
+    The gradients that FSDP2 does not reduce are first averaged over the processes.
+    """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not any(isinstance(g, DTensor) for g in gradients):
         return nn.utils.clip_grad_norm_(parameters, limit)
     squares = {True: [], False: []}
     for g in gradients:
+        if not isinstance(g, DTensor):
+            g.copy_(all_mean(g))
         squares[isinstance(g, DTensor)].append(local_shard(g).float().square().sum())
-    total = all_sum(torch.stack(squares[True]).sum()) + sum(squares[False])
-    norm = total.sqrt()
+    norm = (all_sum(torch.stack(squares[True]).sum()) + sum(squares[False])).sqrt()
     torch._foreach_mul_([local_shard(g) for g in gradients], (limit / (norm + 1e-6)).clamp(max=1.0))  # 1e-6: as torch does
     return norm

@@ -119,8 +119,6 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         with sharding.unsharded(self.method), tf32_products(self.ranks.device):
             totals = self.accumulate()
-        if isinstance(self.method, FSDPModule):
-            sharding.average_unsharded(self.parameters.values())
         totals["stop"] = torch.full((), float(stop), device=self.ranks.device)
         names = sorted(totals)
         means = all_mean(torch.stack([totals[name].float() for name in names]))
