@@ -22,9 +22,7 @@ def lm1b() -> JpegDlmConfig:
         data=DataConfig(source="lm1b", tokenizer="t5", vocab_size=T5_VOCAB, token_len=128, frame=True, detokenize="lm1b"),
         encoder=T5_SMALL,
         model=JpegDlmModel(latent_len=32),
-        objective=JpegDlmObjective(
-            sigma=0.8, target_ema_start=0.995, target_ema_end=0.999, sigreg_vectors=384 * 32, ce_chunk=8192
-        ),
+        objective=JpegDlmObjective(sigma=0.8, target_ema_start=0.995, sigreg_vectors=384 * 32, ce_chunk=8192),
         train=TrainConfig(epochs=20, batch=384, accumulation=2, devices=8, lr=1e-3, codec_lr=3e-4),
         sampler=SamplerConfig(steps=32, w=3.0, grid="random"),
     )
@@ -37,9 +35,7 @@ def owt1024() -> JpegDlmConfig:
         data=DataConfig(source="openwebtext", tokenizer="t5", vocab_size=T5_VOCAB, token_len=1024, packing="sentences"),
         encoder=T5_SMALL,
         model=JpegDlmModel(latent_len=512),
-        objective=JpegDlmObjective(
-            sigma=0.8, target_ema_start=0.996, target_ema_end=0.999, sigreg_vectors=24 * 512, ce_chunk=8192
-        ),
+        objective=JpegDlmObjective(sigma=0.8, target_ema_start=0.996, sigreg_vectors=24 * 512, ce_chunk=8192),
         train=TrainConfig(epochs=5, batch=24, accumulation=2, devices=8, lr=1e-3, codec_lr=2e-4),
         sampler=SamplerConfig(steps=32, w=2.0, grid="quantile"),
     )

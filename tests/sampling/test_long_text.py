@@ -142,20 +142,8 @@ def test_impossible_requests_are_refused(model):
 
 
 def test_streaming_prints_the_same_texts(model, prompt, capsys):
-    words = [
-        "generate",
-        str(model.parts.origin),
-        "--device",
-        "cpu",
-        "--prompt",
-        prompt,
-        "--length",
-        "30",
-        "-n",
-        "2",
-        "--batch",
-        "1",
-    ]
+    words = ["generate", str(model.parts.origin), "--device", "cpu", "--prompt", prompt]
+    words += ["--length", "30", "-n", "2", "--batch", "1"]
     assert main(words) == 0
     plain = capsys.readouterr()
     assert "of which the model sees the last" in plain.err and "new tokens in" in plain.err
