@@ -120,7 +120,7 @@ def run_announcing(words: list[str], moment: str, reached, sent) -> None:
         result = real(*args, **kwargs)
         if not reached.is_set():
             reached.set()
-            sent.wait()
+            sent.acquire()
         return result
 
     with hurried(), patch.object(owner, name, lingering):
@@ -130,12 +130,12 @@ def run_announcing(words: list[str], moment: str, reached, sent) -> None:
 def signaled(number: signal.Signals, moment: str, text: Path, run: Path) -> int | None:
     """Send a signal to a real run at a moment; return its exit code after resuming the run to its end."""
     words = train_words("jpeg-dlm", text, run, train__save_every=2)
-    reached, sent = SERVER.Event(), SERVER.Event()
+    reached, sent = SERVER.Event(), SERVER.Semaphore(0)
     process = SERVER.Process(target=run_announcing, args=(words, moment, reached, sent), daemon=True)
     process.start()
     assert reached.wait(120) and process.pid
     os.kill(process.pid, number)
-    sent.set()
+    sent.release()
     process.join()
     with hurried():
         train_to_the_end(words)
