@@ -55,6 +55,16 @@ def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def blocks(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """That text in rows of 12 tokens without padding."""
+    from small_runs import prepare_blocks
+
+    from jpeg_dlm.text.blocks import Blocks
+
+    return Blocks(prepare_blocks(corpus_file, tmp_path_factory.mktemp("blocks") / "blocks"))
+
+
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[Any]:
     """Debian's Chromium, through selenium."""

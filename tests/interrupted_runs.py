@@ -4,61 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
-import itertools
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
 from unittest.mock import patch
 
-from micro import MICRO, dotted
+from micro import micro_flags
 
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.methods.registry import for_method
-from jpeg_dlm.options import flatten, to_dict
-from jpeg_dlm.presets import preset
 from jpeg_dlm.training.metrics import read_metrics
 from jpeg_dlm.training.trainer import Launched, Trainer
 from jpeg_dlm.util.files import sha256_file
 
 STEPS = 4
-SIZES = MICRO | {
-    "encoder.kind": "random",
-    "model.depth": 2,
-    "model.dropout": 0.1,
-    "objective.codec_steps": 3,
-    "train.steps": STEPS,
-    "train.save_every": 100,
-    "train.eval_every": 3,
-}
-
-
-def prepare_text(text: Path, folder: Path) -> Path:
-    """Prepare a text as blocks once for all runs."""
-    sizes = ["--data.vocab-size", str(MICRO["data.vocab_size"]), "--data.token-len", str(MICRO["data.token_len"])]
-    packing = ["--data.tokenizer", "bpe", "--data.packing", "continuous", "--data.whole", "false", "--data.known", "false"]
-    words = ["prepare", str(text), "--preset", "smoke", "--out", str(folder / "blocks"), "--quiet", *sizes, *packing]
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert main(words) == 0
-    return folder / "blocks"
-
-
-@cache
-def options(method: str) -> frozenset[str]:
-    return frozenset(flatten(to_dict(for_method(preset("smoke"), method))))
+SIZES = {"encoder__kind": "random", "model__depth": 2, "model__dropout": 0.1, "objective__codec_steps": 3}
+SIZES |= {"train__steps": STEPS, "train__save_every": 100, "train__eval_every": 3}
 
 
 def train_words(method: str, data: Path, run: Path, **changes: object) -> list[str]:
     """Return the command that starts or resumes a micro run of a method, with those sizes that the method has."""
-    sizes = SIZES | dotted(changes)
-    flags = [(f"--{name.replace('_', '-')}", str(value)) for name, value in sizes.items() if name in options(method)]
     where = ["--data", str(data), "--out", str(run), "--resume", "--quiet", "--threads", "1", "--device", "cpu"]
-    return ["train", "--preset", "smoke", "--method", method, *where, *itertools.chain.from_iterable(flags)]
+    return ["train", "--preset", "smoke", "--method", method, *where, *micro_flags(method, **(SIZES | changes))]
 
 
 def end_state(run: Path) -> dict[str, object]:
@@ -134,7 +103,6 @@ def resume_is_exact(method: str, data: Path, scratch: Path, **changes: object) -
 
 SERVER = multiprocessing.get_context("forkserver")  # starts children quickly, from a process that never trained
 SERVER.set_forkserver_preload(["pytest", "jpeg_dlm.cli.train", "jpeg_dlm.training.run"])
-LINGER_S = 0.5  # pause after a moment is announced, so that a signal arrives within it
 MOMENTS = {  # name -> the function whose first call starts it
     "while preparing text": ("jpeg_dlm.text.prepare", "write_atomic"),
     "in the first steps": ("jpeg_dlm.training.trainer:Trainer", "launch_step"),
@@ -143,8 +111,8 @@ MOMENTS = {  # name -> the function whose first call starts it
 }
 
 
-def run_announcing(words: list[str], moment: str, reached) -> None:
-    """Run a training that announces a moment and then pauses in it; runs in its own process."""
+def run_announcing(words: list[str], moment: str, reached, sent) -> None:
+    """Run a training that announces a moment and then waits in it for the signal; runs in its own process."""
     owner, name = resolve_name(MOMENTS[moment][0]), MOMENTS[moment][1]
     real = getattr(owner, name)
 
@@ -152,7 +120,7 @@ def run_announcing(words: list[str], moment: str, reached) -> None:
         result = real(*args, **kwargs)
         if not reached.is_set():
             reached.set()
-            time.sleep(LINGER_S)
+            sent.acquire()
         return result
 
     with hurried(), patch.object(owner, name, lingering):
@@ -162,11 +130,12 @@ def run_announcing(words: list[str], moment: str, reached) -> None:
 def signaled(number: signal.Signals, moment: str, text: Path, run: Path) -> int | None:
     """Send a signal to a real run at a moment; return its exit code after resuming the run to its end."""
     words = train_words("jpeg-dlm", text, run, train__save_every=2)
-    reached = SERVER.Event()
-    process = SERVER.Process(target=run_announcing, args=(words, moment, reached), daemon=True)
+    reached, sent = SERVER.Event(), SERVER.Semaphore(0)
+    process = SERVER.Process(target=run_announcing, args=(words, moment, reached, sent), daemon=True)
     process.start()
     assert reached.wait(120) and process.pid
     os.kill(process.pid, number)
+    sent.release()
     process.join()
     with hurried():
         train_to_the_end(words)

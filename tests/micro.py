@@ -16,7 +16,7 @@ from jpeg_dlm.checkpoints.model_folder import ModelParts, write_model
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config import Config, validate
 from jpeg_dlm.methods.registry import build_method, for_method
-from jpeg_dlm.options import override
+from jpeg_dlm.options import option_names, override
 from jpeg_dlm.presets import preset
 
 # Pieces of words in rows without padding, for made-up text; the preset `smoke` has whole words and padded rows.
@@ -87,9 +87,10 @@ def as_flags(values: Mapping[str, object]) -> list[str]:
     return list(itertools.chain.from_iterable((f"--{name.replace('_', '-')}", str(value)) for name, value in values.items()))
 
 
-def micro_flags(**changes: object) -> list[str]:
-    """Return MICRO with changes as command-line options."""
-    return as_flags(MICRO | dotted(changes))
+def micro_flags(method: str = "jpeg-dlm", /, **changes: object) -> list[str]:
+    """Return MICRO with changes as command-line options, those that a method has."""
+    known = option_names(for_method(preset("smoke"), method))
+    return as_flags({name: value for name, value in (MICRO | dotted(changes)).items() if name in known})
 
 
 class MicroFolders:
@@ -137,15 +138,6 @@ class MicroFolders:
 
         def make(out: Path) -> None:
             words = ["train", "--preset", "smoke", "--method", method, "--data", str(self.corpus), "--out", str(out), "--quiet"]
-            config = for_method(override(preset("smoke"), MICRO), method)
-            names = {f"{group}.{name}" for group in ("model", "objective", "sampler") for name in vars(getattr(config, group))}
-            flags = micro_flags(**changes)
-            pairs = [(a, b) for a, b in zip(flags[::2], flags[1::2], strict=True)]
-            kept = [
-                (a, b)
-                for a, b in pairs
-                if (key := a[2:].replace("-", "_")) in names or key.split(".")[0] in ("data", "encoder", "train")
-            ]
-            assert main([*words, *itertools.chain.from_iterable(kept)]) == 0
+            assert main([*words, *micro_flags(method, **changes)]) == 0
 
         return self._made(method, ["run", changes], make)

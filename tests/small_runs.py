@@ -11,29 +11,29 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from micro import MICRO, RANDOM_ENCODER, dotted
+from micro import micro_config
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from jpeg_dlm.checkpoints.checkpoint import latest_checkpoint
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.config import Config, validate
+from jpeg_dlm.config import Config
 from jpeg_dlm.encoders import FrozenEncoder, build_encoder
 from jpeg_dlm.methods.base import Trainable
-from jpeg_dlm.methods.registry import build_method, for_method, method_class
-from jpeg_dlm.options import override
-from jpeg_dlm.presets import preset
+from jpeg_dlm.methods.registry import build_method, method_class
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training.data import BatchStream
-from jpeg_dlm.training.sharding import is_sharded, local_shard
+from jpeg_dlm.training.sharding import local_shard
 from jpeg_dlm.training.trainer import Trainer
 from jpeg_dlm.util import distributed
 from jpeg_dlm.util.distributed import Ranks
 from jpeg_dlm.util.files import load_tensors
 
+ALONE = Ranks()
 ROWS, STEPS = 8, 6  # rows of a micro-batch over all processes, optimizer steps
-SIZES = {name: value for name, value in MICRO.items() if not name.startswith("train.")} | RANDOM_ENCODER | {"model.depth": 2}
 # Slow to start: the first gradients of a zero head are partly rounding, of which Adam would make steps of full size.
-TRAIN = {"train.steps": STEPS, "train.lr": 1e-3, "train.codec_lr": 1e-3, "train.warmup": 100, "train.batch": ROWS}
+SIZES = {"train__steps": STEPS, "train__lr": 1e-3, "train__codec_lr": 1e-3, "train__warmup": 100, "train__batch": ROWS}
+SIZES |= {"model__depth": 2}
 
 
 def prepare_blocks(corpus: Path, folder: Path, *flags: str) -> Path:
@@ -42,16 +42,11 @@ def prepare_blocks(corpus: Path, folder: Path, *flags: str) -> Path:
     return folder
 
 
-def micro_config(method: str, world: int = 1, **changes: object) -> Config:
-    config = for_method(override(preset("smoke"), SIZES), method)
-    config = override(config, TRAIN | dotted(changes))
-    return validate(replace(config, train=replace(config.train, batch=config.train.batch // world)))
-
-
-def start(method: str, blocks: Blocks, run: Path, ranks: Ranks, **changes: object) -> Trainer:
+def start(method: str, blocks: Blocks, run: Path, ranks: Ranks = ALONE, **changes: object) -> Trainer:
     """A trainer before its first step, or where the last checkpoint of `run` was made."""
-    config = micro_config(method, ranks.world, **changes)
-    config = replace(config, data=replace(config.data, vocab_size=blocks.vocab_size))
+    config = micro_config(method, **(SIZES | changes))
+    train = replace(config.train, batch=config.train.batch // ranks.world)
+    config = replace(config, data=replace(config.data, vocab_size=blocks.vocab_size), train=train)
     stream = BatchStream(blocks, config.train, ranks.device, ranks.rank, ranks.world)
     encoded = method_class(method).uses_encoder
     encoder = build_encoder(config.encoder, blocks.vocab_size, 0, run) if encoded else None
@@ -91,7 +86,9 @@ def train(job: Mapping, ranks: Ranks) -> Trainer:
     with trainer.averaged():
         sizes["evaluated"] = sum(p.double().sum().item() for p in trainer.method.parameters())
     if ranks.is_main:
-        (run / "steps.json").write_text(json.dumps({"stats": stats, "sharded": is_sharded(trainer.method), **sizes}))
+        (run / "steps.json").write_text(
+            json.dumps({"stats": stats, "sharded": isinstance(trainer.method, FSDPModule), **sizes})
+        )
     return trainer
 
 

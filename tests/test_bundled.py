@@ -29,9 +29,7 @@ def model():
 
 
 def test_its_files_are_whole_and_small():
-    manifest = verify_manifest(BUNDLED_FOLDER)
-    assert manifest
-    assert sum(file.stat().st_size for file in BUNDLED_FOLDER.iterdir()) < 30e6
+    assert verify_manifest(BUNDLED_FOLDER) and sum(file.stat().st_size for file in BUNDLED_FOLDER.iterdir()) < 30e6
 
 
 def test_it_has_a_name_that_gives_way_to_a_folder(tmp_path, monkeypatch):
@@ -53,14 +51,6 @@ def test_it_has_the_sizes_text_and_sampler_of_the_preset(model):
     assert model.tokenizer.vocab_size == expected.data.vocab_size
 
 
-def test_a_text_is_the_same_in_any_batch_and_differs_between_seeds(model):
-    texts = model.generate(5, seed=3, steps=8)
-    assert texts == model.generate(5, seed=3, steps=8, batch=2)
-    assert texts[2:4] == model.generate(2, seed=3, steps=8, first=2)
-    assert len(set(texts)) == 5 and texts != model.generate(5, seed=4, steps=8)
-    assert all(len(text.split()) > 1 for text in texts)
-
-
 def test_it_keeps_most_of_a_sentence(model):
     kept = total = 0
     for text, back in zip(SENTENCES, model.reconstruct(SENTENCES), strict=True):
@@ -68,14 +58,6 @@ def test_it_keeps_most_of_a_sentence(model):
         kept += sum(a == b for a, b in zip(words, found, strict=False))
         total += len(words)
     assert kept / total > 0.8
-
-
-def test_interpolation_begins_and_ends_at_its_texts(model):
-    path = model.interpolate(SENTENCES[0], SENTENCES[1], points=3)
-    assert len(set(path)) == 3
-    for text, end in ((SENTENCES[0], path[0]), (SENTENCES[1], path[-1])):
-        words = text.split()
-        assert sum(a == b for a, b in zip(words, end.split(), strict=False)) > 0.7 * len(words)
 
 
 def test_the_demo_shows_all_its_acts(capsys):

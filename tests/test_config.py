@@ -68,8 +68,6 @@ def test_command_line_strings_become_typed_values(option, text, value):
 def values_of(hint):
     if typing.get_origin(hint) is typing.Literal:
         return st.sampled_from(typing.get_args(hint))
-    if typing.get_origin(hint) is tuple:
-        return st.lists(values_of(typing.get_args(hint)[0])).map(tuple)
     return {
         bool: st.booleans(),
         int: st.integers(-(2**70), 2**70),

@@ -25,8 +25,7 @@ from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.prepare import prepare
 from jpeg_dlm.text.sources import open_corpus
 from jpeg_dlm.util.errors import CheckpointError, DataError, JpegDlmError
-from jpeg_dlm.util.files import verify_manifest, write_manifest
-from jpeg_dlm.util.json import parse_json
+from jpeg_dlm.util.files import parse_json, verify_manifest, write_manifest
 
 DEEP = "[" * 100_000 + "]" * 100_000
 

@@ -39,15 +39,6 @@ def commands(page: Path) -> list[list[str]]:
     return [words[2:] if words[0] == "m" else words[1:] for words in map(shlex.split, lines)]
 
 
-def test_commands_of_a_page(tmp_path: Path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "Use `jpeg-dlm verify RUN` or\n\n    jpeg-dlm info   # sizes\n    torchrun --nproc-per-node 8 -m jpeg_dlm study rates\n"
-        "    srun torchrun --nnodes 2 \\\n        -m jpeg_dlm train --method NAME &\n"
-    )
-    assert commands(page) == [["verify", "RUN"], ["info"], ["study", "rates"], ["train", "--method", "ar"]]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_command_is_understood(page: Path):
     for words in commands(page):

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from types import NoneType
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -29,7 +28,7 @@ from jpeg_dlm.sampling.long_text import BlockwiseSampler
 from jpeg_dlm.sampling.prompts import prompt_row, rows_of, template_row
 from jpeg_dlm.text.packing import RowLayout, end_rows, first_copy, layout_of
 from jpeg_dlm.text.tokenizer import TextTokenizer
-from jpeg_dlm.util.arguments import as_latents, as_texts, check_fixed, describe, is_integers, real_number, whole_number
+from jpeg_dlm.util.arguments import as_latents, as_texts, check_fixed, check_ids, describe, real_number, whole_number
 from jpeg_dlm.util.distributed import read_ranks
 from jpeg_dlm.util.errors import CheckpointError, DataError, UsageError
 from jpeg_dlm.util.rng import RowNoise
@@ -54,7 +53,6 @@ class Model:
         self.precision = precision or parts.precision
         # What samples freely; requests that need gradients or a context use `parts.writer`, whatever the backend.
         self.writer: TextSampler = onnx_backend(parts, self.precision) if backend == "onnx" and parts.trained else parts.writer
-        self._scratch: Any = None  # a temporary folder that must live as long as the model
 
     def __repr__(self) -> str:
         """Describe the model: system, size and origin."""
@@ -141,23 +139,22 @@ class Model:
         options, batch = self.sampler_options(**sampler), whole_number(batch, "batch", 1)
         guidance = guidance_for(guide, strength, source)
         writer = self.writer if fixed is None and guidance is None else self.parts.writer  # guidance needs gradients
-        if guidance is not None and (guide is not None or guidance.strength != 1):
+        if guide is not None or strength != 1:
             require_capability("guides", writer)
         if source is not None:
             require_capability("edits", writer)
         if fixed is not None:
-            check_fixed(fixed, n, self.config.data.token_len, self.config.data.vocab_size)
             require_capability("templates", writer)
+            check_fixed(fixed, n, self.config.data.token_len, self.config.data.vocab_size)
             if self.config.data.rows_end and "guides" in self.supports:
                 guidance = replace(guidance or Guidance(), end_id=self.tokenizer.eos_id)
         tokens = []
         for start in range(0, n, batch):
-            rows, more = slice(start, min(start + batch, n)), {}
+            rows = slice(start, min(start + batch, n))
             if guidance is not None and source is not None:
                 z_BND, tokens_BL = (x[rows].to(writer.device) for x in (source.z_BND, source.tokens_BL))
                 guidance = replace(guidance, source=EditSource(z_BND, tokens_BL, source.noise))
-            if guidance is not None:
-                more["guidance"] = guidance
+            more = {} if guidance is None else {"guidance": guidance}
             noise = RowNoise(seed, range(first + rows.start, first + rows.stop), 0, writer.device)
             fixed_BL = None if fixed is None else rows_of(fixed, rows).to(writer.device)
             tokens.append(writer.sample(options, noise, watch, fixed_BL, **more).cpu())
@@ -176,7 +173,7 @@ class Model:
         kind, make, text = ("prompts", prompt_row, prompt) if template is None else ("templates", template_row, template)
         require_capability(kind, self.parts.writer)
         row = make(self.tokenizer, self.layout, *as_texts([text]))
-        self.refuse_large_ids(row.tolist())
+        check_ids(row.tolist(), self.config.data.vocab_size)
         return row
 
     def contains(self, *words: str) -> Guide:
@@ -218,29 +215,23 @@ class Model:
 
     def to_text(self, tokens: Tensor, fixed: Tensor | None = None) -> list[str]:
         """Rows of token ids as strings, which end where the rows do."""
-        if not is_integers(tokens) or tokens.dim() != 2:
+        if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dim() != 2:
             raise UsageError(f"Tokens must be a tensor with rows of token ids, not {describe(tokens)}.")
         return self._texts(self.ended(tokens, fixed))
-
-    def refuse_large_ids(self, ids: Sequence[int]) -> None:
-        """Raise `DataError` if the tokenizer of the text has more ids than the model."""
-        if max(ids) >= self.config.data.vocab_size:
-            raise DataError(f"The text holds the token {max(ids)}, which the model does not know: leave that word out.")
 
     def _texts(self, tokens: Tensor) -> list[str]:
         return [self.tokenizer.decode(row) for row in tokens.tolist()]
 
     def _ids(self, text: str, what: str = "text") -> list[int]:
         ids = self.tokenizer.known_ids(text, what)
-        self.refuse_large_ids(ids)
+        check_ids(ids, self.config.data.vocab_size)
         return ids
 
     def _rows(self, texts: Iterable[Sequence[int]]) -> tuple[Tensor, list[int]]:
         """Texts of ids as rows in the form the model was trained on, and how many tokens each text has."""
         texts, size = list(texts), self.layout.payload
-        for ids in texts:
-            if len(ids) > size:
-                raise DataError(f"The text has {len(ids)} tokens, the model takes {size}: shorten it or use reconstruct.")
+        if (most := max(map(len, texts))) > size:
+            raise DataError(f"The text has {most} tokens, the model takes {size}: shorten it or use reconstruct.")
         return torch.tensor([self.layout.text_row(ids) for ids in texts]), [len(ids) for ids in texts]
 
     # ------------------------------------------------------------ the codec
@@ -293,7 +284,6 @@ class Model:
 
         Noise 0 gives the text back, noise 1 a text that has nothing to do with it. Options are those of `sample`.
         """
-        require_capability("edits", self.parts.writer)
         rows, lengths = self._rows(map(self._ids, as_texts([text])))
         tokens = self.rewritten(rows, noise, n, **options)
         # Where rows do not end, the rest of a row repeats the text.
@@ -369,10 +359,7 @@ class Model:
         """`ModelHubMixin.from_pretrained` of huggingface_hub: from a repository of the hub or a folder."""
         from jpeg_dlm.hub import HubModel
 
-        stored = HubModel.from_pretrained(str(name_or_path), **options)
-        model = cls(stored.parts, device)
-        model._scratch = stored.scratch  # tokenizer and encoder are read from it on first use
-        return model
+        return cls(HubModel.from_pretrained(str(name_or_path), **options).parts, device)
 
 
 def guidance_for(guide: Guide | None, strength: float, source: EditSource | None = None) -> Guidance | None:
@@ -394,7 +381,7 @@ def load(
     `device` None takes a GPU if there is one, that of the local rank under torchrun. The backend 'onnx' samples jpeg-dlm with
     ONNX Runtime on the CPU, in fp32 or int8 (default: torch, and fp32); guides, prompts and edits still use torch's networks.
     """
-    if not isinstance(path, (str, os.PathLike, NoneType)):
+    if path is not None and not isinstance(path, (str, os.PathLike)):
         raise UsageError(f"A model is loaded from a path, not from {describe(path)}.")
     if backend not in (None, "torch", "onnx") or precision not in (None, *PRECISIONS):
         raise UsageError("The backend is torch or onnx, the precision fp32 or int8.")
@@ -407,6 +394,5 @@ def load(
     if precision == "int8" and backend != "onnx":
         raise UsageError("The torch backend samples in fp32: int8 is a precision of the backend onnx.")
     env = {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
-    return Model(
-        read_model(folder), read_ranks(None if device is None else str(device), env).device, backend or "torch", precision
-    )
+    chosen = read_ranks(None if device is None else str(device), env).device
+    return Model(read_model(folder), chosen, backend or "torch", precision)

@@ -201,13 +201,12 @@ def validate(config: Config) -> Config:
     d, e, t = config.data, config.encoder, config.train
     groups = {name: getattr(config, name) for name in GROUP_NAMES}
     _require(check for name, group in groups.items() for check in bound_checks(group, name))
-    _require(  # after the bounds, on which these rely
+    # After the bounds, on which these rely.
+    _require(check for group in groups.values() if hasattr(group, "checks") for check in group.checks(config))
+    uneven = f"encoder.feature_dim {e.feature_dim} must be a multiple of 2 * encoder.heads {e.heads}"
+    _require(
         [
-            *(check for group in groups.values() if hasattr(group, "checks") for check in group.checks(config)),
-            (
-                e.kind != "small" or e.feature_dim % (2 * e.heads) == 0,
-                f"encoder.feature_dim {e.feature_dim} must be a multiple of 2 * encoder.heads {e.heads}",
-            ),
+            (e.kind != "small" or e.feature_dim % (2 * e.heads) == 0, uneven),
             (not d.whole or d.packing == "padded", "data.whole needs data.packing padded, which has one row per document"),
             (not d.frame or d.token_len >= 4, "data.frame needs data.token_len of at least 4"),
             (t.steps > 0 or t.epochs > 0, "train.steps or train.epochs must be positive"),

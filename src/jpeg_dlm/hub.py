@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,15 @@ false or offensive text or repeat its training text.
 ## Evaluation
 `jpeg-dlm evaluate MODEL -n 1000` prints Gen-PPL, entropy and MAUVE beside real and shuffled text. Add its table here.
 """
+DOWNLOAD = {"revision", "cache_dir", "force_download", "local_files_only", "token"}
 IGNORED = {"config", "proxies", "resume_download"}  # arguments of the mixin that have no meaning here
 
 
 class HubModel(ModelHubMixin):
-    """The parts of a model with the methods of the hub's mixin; `scratch` holds the files that are read on first use."""
+    """The parts of a model with the methods of the hub's mixin."""
 
-    def __init__(self, parts: ModelParts, scratch: tempfile.TemporaryDirectory[str] | None = None) -> None:
-        self.parts, self.scratch = parts, scratch
+    def __init__(self, parts: ModelParts) -> None:
+        self.parts = parts
 
     def _save_pretrained(self, save_directory: Path) -> None:
         with tempfile.TemporaryDirectory() as scratch:
@@ -78,13 +80,13 @@ class HubModel(ModelHubMixin):
 
     @classmethod
     def _from_pretrained(cls, *, model_id: str, **options: Any) -> HubModel:
-        download = ("revision", "cache_dir", "force_download", "local_files_only", "token")
-        if unknown := options.keys() - IGNORED - set(download):
+        options = {name: value for name, value in options.items() if name not in IGNORED}
+        if unknown := options.keys() - DOWNLOAD:
             raise UsageError(f"Unknown argument '{min(unknown)}' of from_pretrained.")
         folder = Path(model_id)
         if not folder.is_dir():
             try:
-                folder = Path(snapshot_download(model_id, **{name: options[name] for name in download if name in options}))
+                folder = Path(snapshot_download(model_id, **options))
             except (OSError, ValueError) as error:  # no network, no such repository, or an invalid name
                 sentence = f"Cannot fetch the model '{model_id}' ({reason_of(error)}): check the network, or name a folder."
                 raise AssetError(sentence) from error
@@ -93,4 +95,4 @@ class HubModel(ModelHubMixin):
         for name in (*model_folder.MODEL_FILES, *model_folder.ENCODER_FILES):
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, Path(scratch.name) / name)
-        return cls(read_model(Path(scratch.name)), scratch)
+        return cls(replace(read_model(Path(scratch.name)), scratch=scratch))  # some files are read on first use

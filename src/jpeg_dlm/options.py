@@ -18,30 +18,26 @@ from typing import Any, Literal
 from jpeg_dlm.config import Config
 from jpeg_dlm.methods.registry import default_config, groups_of
 from jpeg_dlm.util.errors import UsageError
-from jpeg_dlm.util.json import load_json
+from jpeg_dlm.util.files import load_json
 
 LARGEST_FILE = 1 << 20  # bytes of an options file; a whole config has 3,000
 
 
-def option_names(config: Any = None) -> dict[str, dataclasses.Field[Any]]:
+def option_names(config: Any = None, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
     """Return every option of a config (default: JPEG-DLM's) by its dotted name, in order."""
     config = default_config() if config is None else config
     names: dict[str, dataclasses.Field[Any]] = {}
     for f in dataclasses.fields(config):
-        group = getattr(config, f.name)
-        is_group = dataclasses.is_dataclass(group)
-        names |= {f"{f.name}.{option.name}": option for option in dataclasses.fields(group)} if is_group else {f.name: f}
+        group, name = getattr(config, f.name), prefix + f.name
+        names |= option_names(group, f"{name}.") if dataclasses.is_dataclass(group) else {name: f}
     return names
 
 
 def option_types(config: Any) -> dict[str, Any]:
     """Return the type of every option of a config by its dotted name."""
-    types: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(type(config)).items():
-        group = getattr(config, name)
-        is_group = dataclasses.is_dataclass(group)
-        types |= {f"{name}.{n}": h for n, h in typing.get_type_hints(type(group)).items()} if is_group else {name: hint}
-    return types
+    owners = {"": config} | {f"{name}.": group for name, group in vars(config).items() if dataclasses.is_dataclass(group)}
+    hints = {start + name: hint for start, owner in owners.items() for name, hint in typing.get_type_hints(type(owner)).items()}
+    return {name: hints[name] for name in option_names(config)}
 
 
 def option_choices(config: Any = None) -> dict[str, tuple[str, ...]]:

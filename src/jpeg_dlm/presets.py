@@ -11,34 +11,18 @@ from jpeg_dlm.util.errors import UsageError
 
 # In the paper's presets, `sigreg_vectors` counts the latents of one device (assumed; docs/method.md has other readings).
 T5_VOCAB = 32_100  # released: not T5's padded 32,128
-T5_SMALL = EncoderConfig(
-    kind="hf",
-    name="t5-small",
-    revision="df1b051c49625cf57a3d0d8d3863ed4d13564fe4",  # released
-    feature_dim=512,
-    scale="fixed",
-    std=0.2,
-)
+T5_REVISION = "df1b051c49625cf57a3d0d8d3863ed4d13564fe4"  # released
+T5_SMALL = EncoderConfig(kind="hf", name="t5-small", revision=T5_REVISION, feature_dim=512, scale="fixed", std=0.2)
 
 
 def lm1b() -> JpegDlmConfig:
     """LM1B, 128 tokens, r = 0.25 (paper: Gen-PPL 96.76, entropy 4.263, MAUVE 0.951)."""
     return JpegDlmConfig(
         preset="lm1b",
-        data=DataConfig(
-            source="lm1b",
-            tokenizer="t5",
-            vocab_size=T5_VOCAB,
-            token_len=128,
-            packing="continuous",
-            frame=True,
-            detokenize="lm1b",
-        ),
+        data=DataConfig(source="lm1b", tokenizer="t5", vocab_size=T5_VOCAB, token_len=128, frame=True, detokenize="lm1b"),
         encoder=T5_SMALL,
         model=JpegDlmModel(latent_len=32),
-        objective=JpegDlmObjective(
-            sigma=0.8, target_ema_start=0.995, target_ema_end=0.999, sigreg_vectors=384 * 32, ce_chunk=8192
-        ),
+        objective=JpegDlmObjective(sigma=0.8, target_ema_start=0.995, sigreg_vectors=384 * 32, ce_chunk=8192),
         train=TrainConfig(epochs=20, batch=384, accumulation=2, devices=8, lr=1e-3, codec_lr=3e-4),
         sampler=SamplerConfig(steps=32, w=3.0, grid="random"),
     )
@@ -51,9 +35,7 @@ def owt1024() -> JpegDlmConfig:
         data=DataConfig(source="openwebtext", tokenizer="t5", vocab_size=T5_VOCAB, token_len=1024, packing="sentences"),
         encoder=T5_SMALL,
         model=JpegDlmModel(latent_len=512),
-        objective=JpegDlmObjective(
-            sigma=0.8, target_ema_start=0.996, target_ema_end=0.999, sigreg_vectors=24 * 512, ce_chunk=8192
-        ),
+        objective=JpegDlmObjective(sigma=0.8, target_ema_start=0.996, sigreg_vectors=24 * 512, ce_chunk=8192),
         train=TrainConfig(epochs=5, batch=24, accumulation=2, devices=8, lr=1e-3, codec_lr=2e-4),
         sampler=SamplerConfig(steps=32, w=2.0, grid="quantile"),
     )
@@ -131,14 +113,7 @@ def captions() -> JpegDlmConfig:
         base,
         preset="captions",
         data=replace(
-            base.data,
-            source="captions",
-            tokenizer="words",
-            known=True,
-            token_len=16,
-            packing="padded",
-            whole=True,
-            cache_features=False,
+            base.data, tokenizer="words", known=True, token_len=16, packing="padded", whole=True, cache_features=False
         ),
         encoder=replace(base.encoder, depth=4),
         model=replace(base.model, latent_len=4, denoise_skip=True),
@@ -175,17 +150,7 @@ def smoke() -> JpegDlmConfig:
             base.data, tokenizer="words", vocab_size=1024, known=True, token_len=16, packing="padded", cache_features=False
         ),
         encoder=replace(base.encoder, feature_dim=64),
-        model=replace(
-            base.model,
-            latent_len=4,
-            latent_dim=64,
-            bottleneck_dim=64,
-            codec_layers=2,
-            proj_dim=64,
-            hidden=96,
-            depth=2,
-            freq_dim=32,
-        ),
+        model=replace(base.model, latent_len=4, latent_dim=64, bottleneck_dim=64, proj_dim=64, hidden=96, depth=2, freq_dim=32),
         # A short run needs a faster target: at 0.999 it would lag behind by more steps than the run has.
         objective=replace(base.objective, sigreg_slices=32, standardize_steps=0, target_ema_start=0.97, target_ema_end=0.99),
         train=replace(

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,15 +55,6 @@ def test_retention_keeps_the_newest(tmp_path):
     assert ck.latest_checkpoint(tmp_path, quiet).step == 100_000_000
     save(tmp_path, 3, keep=1)  # a later step was passed over by a fallback, and stays
     assert len(steps(tmp_path)) == 3
-
-
-def test_a_replacement_cut_short_still_has_the_old_one(tmp_path):
-    path = save(tmp_path, 4)
-    save(tmp_path, 3)
-    path.rename(path.with_name(path.name + ".old"))  # where a kill between the two renames leaves things
-    assert ck.latest_checkpoint(tmp_path, quiet).step == 4
-    save(tmp_path, 4)
-    assert steps(tmp_path) == ["step-00000003", "step-00000004"]
 
 
 def test_flipped_bits_are_caught_and_passed_over(tmp_path):
@@ -114,7 +106,7 @@ def test_a_failing_disk_keeps_what_was(name, file, number, tmp_path, monkeypatch
 
 
 def test_too_little_room_is_noticed_before_writing(tmp_path, monkeypatch):
-    monkeypatch.setattr(ck, "free_bytes", lambda path: 10)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
     with pytest.raises(CheckpointError, match="MB are free"):
         save(tmp_path, 1)
     assert steps(tmp_path) == []
@@ -156,9 +148,9 @@ SAVER = """
 import sys, torch
 from pathlib import Path
 from jpeg_dlm.checkpoints.checkpoint import save_checkpoint
-run, step, again = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "again"
+run, step = Path(sys.argv[1]), int(sys.argv[2])
 while True:
-    step += not again
+    step += 1
     groups = {name: {"w": torch.full((200_000,), float(step))} for name in ("model", "ema", "optimizer")}
     save_checkpoint(run, step, groups, {"step": step}, keep=2)
     print(step, flush=True)
@@ -166,14 +158,11 @@ while True:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("again", ["next", "again"])
-def test_killed_savers_leave_no_torn_checkpoint(tmp_path, again):
-    """SIGKILL at random moments of a process that saves without pause."""
+def test_killed_savers_leave_no_torn_checkpoint(tmp_path):
+    """SIGKILL at random moments of a process that saves without pause, until several fell into a save."""
     rng, step, midway = random.Random(0), 1, 0
-    for _ in range(8):
-        saver = subprocess.Popen(
-            [sys.executable, "-c", SAVER, str(tmp_path), str(step), again], stdout=subprocess.PIPE, text=True
-        )
+    while midway < 4:
+        saver = subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path), str(step)], stdout=subprocess.PIPE, text=True)
         saver.stdout.readline()
         time.sleep(rng.uniform(0.0, 0.2))
         saver.kill()
@@ -184,7 +173,6 @@ def test_killed_savers_leave_no_torn_checkpoint(tmp_path, again):
             bool((found.tensors(n)["w"] == found.step).all()) for n in ("model", "ema", "optimizer")
         )
         step = found.step
-    assert midway > 2
     save(tmp_path, step + 1, keep=1)  # the next save clears up after the dead
     assert steps(tmp_path) == [f"step-{step + 1:08d}"]
 

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_a_folder_of_results_has_one_writer_at_a_time(verb, corpus_file, tmp_pat
 
 def no_space_left(monkeypatch, moment):
     if moment == "before writing":
-        monkeypatch.setattr(checkpoint, "free_bytes", lambda path: 1000)
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
         return
     real = checkpoint.save_tensors
 

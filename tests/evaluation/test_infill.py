@@ -11,7 +11,7 @@ from jpeg_dlm.evaluation import tasks as infill
 from jpeg_dlm.evaluation.table import Table
 from jpeg_dlm.evaluation.tasks import is_text, templates
 from jpeg_dlm.text.packing import RowLayout
-from jpeg_dlm.util.json import parse_json
+from jpeg_dlm.util.files import parse_json
 
 pytest_plugins = ["stand_in", "tiny_evaluation"]  # fixtures
 

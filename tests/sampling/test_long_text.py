@@ -7,38 +7,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import MICRO, made_up_text, perturb
+from conftest import made_up_text, perturb
 
 from jpeg_dlm import load
 from jpeg_dlm.api import Model
-from jpeg_dlm.checkpoints.model_folder import ModelParts, write_model
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.nn.dit import Context
-from jpeg_dlm.options import override
-from jpeg_dlm.presets import preset
 from jpeg_dlm.sampling.long_text import BlockwiseSampler
-from jpeg_dlm.text.tokenizer import train_bpe
 from jpeg_dlm.util.errors import DataError, UsageError
 from jpeg_dlm.util.rng import RowNoise
 
 L, N, D, K = 12, 3, 16, 2
-CONTEXT = MICRO | {"encoder.kind": "random", "encoder.scale": "none", "data.packing": "padded", "model.context_blocks": K}
-
-
-def made(tmp_path_factory, **changes) -> Model:
-    folder = tmp_path_factory.mktemp("context")
-    train_bpe([made_up_text()], 300).save(folder / "tokenizer.json")
-    config = override(preset("smoke"), CONTEXT | {name.replace("__", "."): value for name, value in changes.items()})
-    method = perturb(build_method(config).eval(), 0.3)
-    with torch.no_grad():
-        method.decompressor.pos_emb.weight.mul_(4)  # so that places differ in their tokens
-    return load(write_model(ModelParts(method, config, folder, folder / "tokenizer.json", None), folder / "model"), "cpu")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Model:
-    return made(tmp_path_factory)
+def model(micro_folders, tmp_path_factory) -> Model:
+    model = load(micro_folders(data__packing="padded", model__context_blocks=K), "cpu")
+    perturb(model.method, 0.3)
+    with torch.no_grad():
+        model.method.decompressor.pos_emb.weight.mul_(4)  # so that places differ in their tokens
+    return load(model.save(tmp_path_factory.mktemp("context") / "model"), "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -153,15 +141,12 @@ def test_impossible_requests_are_refused(model):
         load().generate(1, length=40)
 
 
-def words(model: Model, *more: str) -> list[str]:
-    return ["generate", str(model.parts.origin), "--device", "cpu", *more]
-
-
 def test_streaming_prints_the_same_texts(model, prompt, capsys):
-    asked = ["--prompt", prompt, "--length", "30", "-n", "2", "--batch", "1"]
-    assert main(words(model, *asked)) == 0
+    words = ["generate", str(model.parts.origin), "--device", "cpu", "--prompt", prompt]
+    words += ["--length", "30", "-n", "2", "--batch", "1"]
+    assert main(words) == 0
     plain = capsys.readouterr()
     assert "of which the model sees the last" in plain.err and "new tokens in" in plain.err
-    assert main(words(model, *asked, "--stream", "--watch")) == 0
+    assert main([*words, "--stream", "--watch"]) == 0
     streamed = capsys.readouterr()
     assert streamed.out == plain.out and streamed.err.count("step   0/3") == 3  # the blocks of the first text

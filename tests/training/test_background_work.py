@@ -12,11 +12,10 @@ import time
 import pytest
 import torch
 from interrupted_runs import end_state, train_words
-from small_runs import prepare_blocks, start
+from small_runs import start
 
 from jpeg_dlm.checkpoints import checkpoint as ck
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training import run as training
 from jpeg_dlm.training import sharding
 from jpeg_dlm.training.metrics import MetricsLog, read_metrics
@@ -28,17 +27,10 @@ from jpeg_dlm.util.distributed import Ranks
 from jpeg_dlm.util.errors import CheckpointError
 
 
-@pytest.fixture(scope="module")
-def blocks(corpus_file, tmp_path_factory) -> Blocks:
-    return Blocks(prepare_blocks(corpus_file, tmp_path_factory.mktemp("blocks") / "blocks"))
-
-
 @pytest.fixture
 def trainer(blocks, tmp_path) -> Trainer:
     (tmp_path / "run").mkdir()
-    return start(
-        "ar", blocks, tmp_path / "run", Ranks(), train__steps=6, train__save_every=2, train__log_every=1, train__eval_every=0
-    )
+    return start("ar", blocks, tmp_path / "run", train__steps=6, train__save_every=2, train__log_every=1, train__eval_every=0)
 
 
 def fit(trainer: Trainer) -> None:
@@ -181,7 +173,7 @@ def test_an_end_while_a_checkpoint_is_written_changes_no_bit(corpus_file, tmp_pa
 @pytest.mark.parametrize("world", [2, 3, 9])
 def test_shares_of_the_samples_make_up_all(blocks, tmp_path, monkeypatch, world):
     """What each process draws, added up; with nine processes the last draws nothing."""
-    trainer = start("ar", blocks, tmp_path, Ranks())
+    trainer = start("ar", blocks, tmp_path)
     tokenizer = blocks.tokenizer()
 
     def rows(ranks):

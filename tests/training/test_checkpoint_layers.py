@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_runs import prepare_blocks, start
-
-from jpeg_dlm.text.blocks import Blocks
-from jpeg_dlm.util.distributed import Ranks
-
-
-@pytest.fixture(scope="module")
-def blocks(corpus_file, tmp_path_factory) -> Blocks:
-    return Blocks(prepare_blocks(corpus_file, tmp_path_factory.mktemp("layers") / "blocks"))
+from small_runs import start
 
 
 def gradients_and_bytes(trainer):
@@ -38,8 +30,8 @@ def gradients_and_bytes(trainer):
 def test_gradients_are_the_same_and_less_is_kept(blocks, tmp_path, method):
     deep = {} if method == "encoder" else {"model__depth": 6}
     deep |= {"model__dropout": 0.2} if method == "mdlm" else {}
-    plain = start(method, blocks, tmp_path, Ranks(), **deep)
-    lean = start(method, blocks, tmp_path, Ranks(), train__checkpoint_layers=True, **deep)
+    plain = start(method, blocks, tmp_path, **deep)
+    lean = start(method, blocks, tmp_path, train__checkpoint_layers=True, **deep)
     assert plain.method.state_dict().keys() == lean.method.state_dict().keys()
     (expected, much), (found, little) = gradients_and_bytes(plain), gradients_and_bytes(lean)
     assert expected.keys() == found.keys() and max(g.abs().max().item() for g in expected.values()) > 1e-3
@@ -51,7 +43,7 @@ def test_gradients_are_the_same_and_less_is_kept(blocks, tmp_path, method):
 @pytest.mark.slow
 def test_losses_of_a_compiled_run_match(blocks, tmp_path):
     sizes = {"model__depth": 1, "train__warmup": 1, "train__checkpoint_layers": True}
-    eager, compiled = (start("jpeg-dlm", blocks, tmp_path, Ranks(), train__compile=c, **sizes) for c in (False, True))
+    eager, compiled = (start("jpeg-dlm", blocks, tmp_path, train__compile=c, **sizes) for c in (False, True))
     torch._dynamo.reset()
     for step in range(4):
         a, b = eager.train_step(), compiled.train_step()

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
-import pytest
 import torch
-from small_runs import micro_config, prepare_blocks
+from micro import micro_config
 
-from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training.data import BatchStream
 
 
-@pytest.fixture(scope="module")
-def blocks(corpus_file, tmp_path_factory):
-    return Blocks(prepare_blocks(corpus_file, tmp_path_factory.mktemp("data") / "blocks"))
-
-
 def test_prefetched_batches_are_those_of_their_step_also_after_a_jump(blocks, monkeypatch):
-    train = replace(micro_config("ar").train, accumulation=2)
+    train = micro_config("ar", train__accumulation=2).train
     plain, ahead = (BatchStream(blocks, train, torch.device("cpu")) for _ in range(2))
     ahead.prefetch = True
     threads, real = set(), BatchStream.batch

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -17,27 +16,21 @@ from interrupted_runs import (
     end_state,
     hurried,
     interruptions,
-    prepare_text,
     resume_is_exact,
     signaled,
     train_to_the_end,
     train_words,
 )
 
+from jpeg_dlm.cli.main import main
 from jpeg_dlm.methods.registry import names
-from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.training.metrics import read_metrics
 
 
-@pytest.fixture(scope="module")
-def blocks(corpus_file, tmp_path_factory) -> Path:
-    return prepare_text(corpus_file, tmp_path_factory.mktemp("blocks"))
-
-
 @pytest.mark.parametrize("method", names("system", "stage"))
 def test_interrupted_in_every_stage(method, blocks, tmp_path):
-    assert resume_is_exact(method, blocks, tmp_path, train__eval_every=0)
+    assert resume_is_exact(method, blocks.folder, tmp_path, train__eval_every=0)
 
 
 @pytest.mark.parametrize(
@@ -49,18 +42,18 @@ def test_interrupted_in_every_stage(method, blocks, tmp_path):
     ],
 )
 def test_interrupted_with_options(changes, blocks, tmp_path):
-    assert resume_is_exact("jpeg-dlm", blocks, tmp_path, **changes)
+    assert resume_is_exact("jpeg-dlm", blocks.folder, tmp_path, **changes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", names("system", "stage"))
 def test_interrupted_with_accumulation_in_bf16(method, blocks, tmp_path):
-    assert resume_is_exact(method, blocks, tmp_path, train__accumulation=2, train__precision="bf16")
+    assert resume_is_exact(method, blocks.folder, tmp_path, train__accumulation=2, train__precision="bf16")
 
 
 def test_a_cut_after_any_step(blocks, tmp_path):
     runs = ("straight", *"1234")
-    words = {run: train_words("ar", blocks, tmp_path / run, train__save_every=3, train__eval_every=0) for run in runs}
+    words = {run: train_words("ar", blocks.folder, tmp_path / run, train__save_every=3, train__eval_every=0) for run in runs}
     with hurried():
         train_to_the_end(words["straight"])
         for step in range(1, STEPS + 1):
@@ -73,16 +66,16 @@ def test_a_cut_after_any_step(blocks, tmp_path):
 @pytest.mark.parametrize("lost", ["trainer.copy_tensors", "optim.load_optimizer_state"])
 def test_lost_state_is_noticed(lost, blocks, tmp_path):
     with patch(f"jpeg_dlm.training.{lost}", lambda *args: None):
-        assert not resume_is_exact("ar", blocks, tmp_path, train__eval_every=0)
+        assert not resume_is_exact("ar", blocks.folder, tmp_path, train__eval_every=0)
 
 
 def test_each_row_once_per_epoch(blocks, tmp_path, monkeypatch):
     """Every row of an epoch is used exactly once, however often the run is interrupted."""
-    steps, count = 14, len(Blocks(blocks))
+    steps, count = 14, len(blocks)
     each = -(-count * 2 // steps // 2) + 2  # two whole epochs and a part
     moments = random.Random(0).sample(range(1, steps), 4)
     changes = {"train__steps": steps, "train__batch": each, "train__accumulation": 2, "train__save_every": 4}
-    words = train_words("ar", blocks, tmp_path / "run", train__eval_every=0, **changes)
+    words = train_words("ar", blocks.folder, tmp_path / "run", train__eval_every=0, **changes)
     real, fed = BatchStream.batch, {}
     with hurried(), interruptions(terms=set(moments[:1]), cuts=set(moments[1:])) as taken:
 
@@ -124,21 +117,20 @@ def test_a_signal_at_any_moment_changes_no_bit(number, moment, corpus_file, stra
 
 @pytest.mark.slow
 def test_sigkill_at_random_moments_changes_no_bit(corpus_file, tmp_path):
-    """In a run of three stages, one kill in each."""
-    program = [sys.executable, "-m", "jpeg_dlm"]
+    """In a run of three stages, one kill in each; a run that is done before waits for it."""
+    script = "import sys, time; from jpeg_dlm.cli.main import main; main(sys.argv[1:]); time.sleep(600)"
     words = {
         run: train_words("cosmos", corpus_file, tmp_path / run, encoder__kind="small", train__steps=20, train__save_every=2)
         for run in ("straight", "killed")
     }
-    subprocess.run([*program, *words["straight"]], check=True)
-    rng, kills = random.Random(0), 0
+    assert main(words["straight"]) == 0
+    rng = random.Random(0)
     for stage, steps in {"encoder-training": 4, "cosmos-codec-training": 3, ".": 20}.items():
-        process = subprocess.Popen([*program, *words["killed"]])
+        process = subprocess.Popen([sys.executable, "-c", script, *words["killed"]])
         target, log = rng.randint(1, steps - 1), tmp_path / "killed" / stage / "metrics.jsonl"
         while process.poll() is None and not (log.is_file() and log.read_bytes().count(b'"loss"') >= target):
             time.sleep(0.005)
-        kills += process.poll() is None
         process.kill()
-        process.wait()
-    assert subprocess.run([*program, *words["killed"]]).returncode == 0
-    assert kills == 3 and end_state(tmp_path / "killed") == end_state(tmp_path / "straight")
+        assert process.wait() == -signal.SIGKILL
+    assert main(words["killed"]) == 0
+    assert end_state(tmp_path / "killed") == end_state(tmp_path / "straight")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from micro import micro_config
 
 from jpeg_dlm.encoders import build_encoder
-from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training import features
 from jpeg_dlm.training.features import COMPLETE_FILE, FEATURES_FILE, FeatureCache, feature_cache, frozen_encoder
 from jpeg_dlm.util.console import Console
@@ -17,20 +16,8 @@ from jpeg_dlm.util.distributed import Ranks
 from jpeg_dlm.util.errors import DataError
 
 
-@pytest.fixture(scope="module")
-def blocks(corpus_file, tmp_path_factory):
-    from small_runs import prepare_blocks
-
-    return Blocks(prepare_blocks(corpus_file, tmp_path_factory.mktemp("features") / "blocks"))
-
-
-def config_with(**encoder):
-    config = micro_config()
-    return replace(config, encoder=replace(config.encoder, **encoder))
-
-
 def test_only_the_main_process_measures_statistics_and_on_its_device(blocks, tmp_path, monkeypatch):
-    config = config_with(kind="random", scale="per_channel")
+    config = micro_config(encoder__scale="per_channel")
     real, order = build_encoder, []
 
     def build(*args):
@@ -51,8 +38,7 @@ def test_only_the_main_process_measures_statistics_and_on_its_device(blocks, tmp
 
 
 def test_cached_features_are_those_of_the_encoder(blocks, tmp_path):
-    config = config_with(kind="random", scale="none")
-    encoder = build_encoder(config.encoder, blocks.vocab_size)
+    encoder = build_encoder(micro_config().encoder, blocks.vocab_size)
     cache = feature_cache(tmp_path, encoder, blocks, Ranks(), Console(quiet=True))
     rows = [5, 0, len(blocks) - 1]
     expected = encoder(blocks.rows(rows)).half().float()
@@ -63,9 +49,7 @@ def test_cached_features_are_those_of_the_encoder(blocks, tmp_path):
 
 
 def test_stale_or_unfinished_features_are_not_used(blocks, tmp_path):
-    encoder, other = (
-        build_encoder(config_with(kind="random", scale="none").encoder, blocks.vocab_size, seed) for seed in (0, 1)
-    )
+    encoder, other = (build_encoder(micro_config().encoder, blocks.vocab_size, seed) for seed in (0, 1))
     feature_cache(tmp_path, encoder, blocks, Ranks(), Console(quiet=True))
     assert FeatureCache(tmp_path, encoder, blocks).is_complete and not FeatureCache(tmp_path, other, blocks).is_complete
     (tmp_path / FEATURES_FILE).write_bytes((tmp_path / FEATURES_FILE).read_bytes()[:-2])
@@ -75,8 +59,8 @@ def test_stale_or_unfinished_features_are_not_used(blocks, tmp_path):
 
 
 def test_a_full_disk_is_noticed_before_a_memory_map_is_made(blocks, tmp_path, monkeypatch):
-    monkeypatch.setattr("jpeg_dlm.training.features.free_bytes", lambda path: 10)
-    encoder = build_encoder(config_with(kind="random", scale="none").encoder, blocks.vocab_size)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
+    encoder = build_encoder(micro_config().encoder, blocks.vocab_size)
     with pytest.raises(DataError, match="cache-features"):
         feature_cache(tmp_path, encoder, blocks, Ranks(), Console(quiet=True))
     assert not (tmp_path / FEATURES_FILE).exists()

@@ -11,12 +11,6 @@ from small_runs import prepare_blocks, start
 from jpeg_dlm.methods.registry import names
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training.trainer import Trainer
-from jpeg_dlm.util.distributed import Ranks
-
-
-@pytest.fixture(scope="module")
-def blocks(corpus_file, tmp_path_factory):
-    return Blocks(prepare_blocks(corpus_file, tmp_path_factory.mktemp("gradients") / "blocks"))
 
 
 def untrained(trainer: Trainer, casts: dict | None = None) -> list[str]:
@@ -32,7 +26,7 @@ def untrained(trainer: Trainer, casts: dict | None = None) -> list[str]:
 
 @pytest.mark.parametrize("method", names("system"))
 def test_every_parameter_has_a_gradient_in_bf16(method, blocks, tmp_path):
-    trainer = start(method, blocks, tmp_path, Ranks(), train__precision="bf16")
+    trainer = start(method, blocks, tmp_path, train__precision="bf16")
     assert trainer.config.train.precision == "bf16"
     assert untrained(trainer) == []
 
@@ -62,7 +56,7 @@ def keeping_casts():
 def test_casts_of_a_pass_without_gradients_are_not_reused(method, blocks, tmp_path, monkeypatch):
     """With the cache on, self-conditioning would leave weights untrained: the simulation shows it, and that it is off."""
     with keeping_casts() as casts:
-        trainer = start(method, blocks, tmp_path, Ranks(), train__precision="bf16")
+        trainer = start(method, blocks, tmp_path, train__precision="bf16")
         assert untrained(trainer, casts) == []
         monkeypatch.setattr(Trainer, "autocast", lambda self: torch.autocast("cpu", torch.bfloat16))
         assert untrained(trainer, casts) != []
@@ -86,9 +80,7 @@ def gradients(trainer: Trainer) -> torch.Tensor:
 @pytest.mark.parametrize("method", ["ar", "mdlm", "duo", "elf", "langflow", "flm", "encoder", "cosmos-codec"])
 def test_a_step_has_the_same_gradient_however_it_is_split(method, padded, tmp_path):
     """Token means are those of the whole step: rows with few tokens do not weigh more because they share a micro-batch."""
-    whole, split = (
-        start(method, padded, tmp_path / str(n), Ranks(), train__batch=8 // n, train__accumulation=n) for n in (1, 4)
-    )
+    whole, split = (start(method, padded, tmp_path / str(n), train__batch=8 // n, train__accumulation=n) for n in (1, 4))
     split.method.load_state_dict(whole.method.state_dict())
     a, b = gradients(whole), gradients(split)
     tolerance = 0.1 if method == "encoder" else 1e-5  # the masked share of a row is rounded to tokens

@@ -6,29 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import micro_flags
 
 from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.util.files import load_tensors
 
-LEFT_OUT = {"cosmos": ("--model.freq-dim", "--objective.sigreg-slices")}  # options of JPEG-DLM alone
 QUIET = ("--quiet", "--threads", "1", "--device", "cpu")
 STILL = ("--train.lr", "1e-30", "--train.codec-lr", "1e-30")  # a training that moves nothing
 
 
 @pytest.fixture(scope="module")
-def runs(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(micro_folders) -> dict[str, Path]:
     """Short runs of a joint method and of one with two stages."""
-    found = {}
-    for method in ("jpeg-dlm", "cosmos"):
-        found[method] = tmp_path_factory.mktemp("runs") / method
-        flags = micro_flags(train__steps=3, train__encoder_steps=2, train__eval_every=0)
-        kept = [pair for pair in zip(flags[::2], flags[1::2], strict=True) if pair[0] not in LEFT_OUT.get(method, ())]
-        more = [word for pair in kept for word in pair] + (["--objective.codec-steps", "2"] if method == "cosmos" else [])
-        words = ["train", "--preset", "smoke", "--method", method, "--data", str(corpus_file), "--out", str(found[method])]
-        assert main([*words, *more, *QUIET]) == 0
-    return found
+    return {"jpeg-dlm": micro_folders.run(), "cosmos": micro_folders.run("cosmos", objective__codec_steps=2)}
 
 
 @pytest.mark.parametrize("method", ["jpeg-dlm", "cosmos"])

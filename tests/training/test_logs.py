@@ -6,7 +6,6 @@ import json
 import math
 import sys
 from types import ModuleType
-from unittest.mock import Mock, patch
 
 import pytest
 from hypothesis import given
@@ -47,18 +46,6 @@ def test_damage_inside_is_named(tmp_path):
     for read in (read_metrics, lambda path: MetricsLog(path, 3)):
         with pytest.raises(DataError, match="Line 2"):
             read(path)
-
-
-def test_a_partial_write_is_taken_back(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path, None) as log:
-        log.log(1, {"loss": 1.0})
-        with patch.object(log, "_file", Mock(wraps=log._file)) as file:
-            file.write.side_effect = lambda data, write=log._file._mock_wraps.write: write(data[:5])
-            with pytest.raises(DataError):
-                log.log(2, {"loss": 1.0})
-        log.log(3, {"loss": 1.0})
-    assert [row["step"] for row in read_metrics(path)] == [1, 3]
 
 
 def test_a_run_is_drawn_also_where_it_was_not_finite(tmp_path):

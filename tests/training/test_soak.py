@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from interrupted_runs import SERVER, prepare_text, train_words
+from interrupted_runs import SERVER, train_words
 
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.training.trainer import Launched, Trainer
@@ -33,10 +33,10 @@ def run_measuring(words: list[str], out) -> None:
 
 
 @pytest.mark.slow
-def test_memory_and_files_stay_flat(corpus_file: Path, tmp_path: Path):
+def test_memory_and_files_stay_flat(blocks, tmp_path: Path):
     """The fastest method with checkpoints, evaluations, samples and plots."""
     changes = {"train__steps": 1000, "train__save_every": 50, "train__eval_every": 100, "train__log_every": 10}
-    words = train_words("ar", prepare_text(corpus_file, tmp_path), tmp_path / "run", **changes)
+    words = train_words("ar", blocks.folder, tmp_path / "run", **changes)
     inlet, outlet = SERVER.Pipe(duplex=False)
     process = SERVER.Process(target=run_measuring, args=(words, outlet), daemon=True)
     process.start()

@@ -15,16 +15,13 @@ from jpeg_dlm.util.files import load_tensors, sha256_file
 
 STAGES = {"encoder-training": 3, "cosmos-codec-training": 5, "": 6}  # steps of each, in order
 TENSORS = ("model.safetensors", "ema.safetensors", "optimizer.safetensors")
-LEFT_OUT = ("--model.freq-dim", "--objective.sigreg-slices")  # options of JPEG-DLM alone
 
 
-def command(data: Path, out: Path, *extra: str, resume: bool = True, **changes: object) -> list[str]:
+def command(data: Path, out: Path) -> list[str]:
     sizes = {"train__steps": 6, "train__encoder_steps": 3, "train__save_every": 2, "train__eval_every": 3, "model__depth": 2}
-    flags = micro_flags(**(sizes | changes))
-    pairs = [pair for pair in zip(flags[::2], flags[1::2], strict=True) if pair[0] not in LEFT_OUT]
-    where = ["--data", str(data), "--out", str(out), "--quiet", "--threads", "1", "--device", "cpu"]
-    words = ["train", "--preset", "smoke", "--method", "cosmos", *where, *(word for pair in pairs for word in pair)]
-    return [*words, "--objective.codec-steps", "5", *(["--resume"] if resume else []), *extra]
+    where = ["--data", str(data), "--out", str(out), "--resume", "--quiet", "--threads", "1", "--device", "cpu"]
+    flags = micro_flags("cosmos", objective__codec_steps=5, **sizes)
+    return ["train", "--preset", "smoke", "--method", "cosmos", *where, *flags]
 
 
 def hashes(run: Path, stage: str = "", step: int = 6) -> dict[str, str]:
@@ -48,7 +45,7 @@ def no_pictures():
 def straight(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing disturbs."""
     run = tmp_path_factory.mktemp("stages") / "straight"
-    assert main(command(corpus_file, run, resume=False)) == 0
+    assert main(command(corpus_file, run)) == 0
     return run
 
 

@@ -10,7 +10,6 @@ from small_runs import STEPS, largest_difference, launch, prepare_blocks, steps_
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config import TrainConfig
 from jpeg_dlm.methods.registry import names
-from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.training.metrics import read_metrics
 from jpeg_dlm.util.distributed import Ranks
@@ -27,8 +26,11 @@ CASES = {
 # ---------------------------------------------------------------- every method
 
 
-def check_equal_runs(kinds, corpus_file, tmp_path):
-    """Each job of `kinds`, by one process and by two: the same weights, averages, losses and gradient norms."""
+@pytest.mark.slow
+def test_two_halves_of_every_method(corpus_file, tmp_path):
+    """Each job, by one process and by two: the same weights, averages, losses and gradient norms."""
+    packings = {"accumulated": ("continuous", {"train__accumulation": 2}), "padded": ("padded", {})}
+    kinds = [(kind, method, *packing) for kind, packing in packings.items() for method in METHODS]
     blocks = {
         "continuous": str(prepare_blocks(corpus_file, tmp_path / "continuous")),
         "padded": str(prepare_blocks(corpus_file, tmp_path / "padded", "--data.packing", "padded")),
@@ -51,22 +53,13 @@ def check_equal_runs(kinds, corpus_file, tmp_path):
             assert b == pytest.approx(a, rel=1e-3, abs=1e-5), name
 
 
-@pytest.mark.slow
-def test_two_halves_of_every_method(corpus_file, tmp_path):
-    packings = {"accumulated": ("continuous", {"train__accumulation": 2}), "padded": ("padded", {})}
-    kinds = [(kind, method, *packing) for kind, packing in packings.items() for method in METHODS]
-    check_equal_runs(kinds, corpus_file, tmp_path)
-
-
 # ---------------------------------------------------------------- going on with another number of processes
 
 
 @pytest.mark.slow
-def test_the_number_of_processes_may_change_and_the_rows_may_not(corpus_file, tmp_path):
-    blocks = str(prepare_blocks(corpus_file, tmp_path / "blocks"))
-
+def test_the_number_of_processes_may_change_and_the_rows_may_not(blocks, tmp_path):
     def job(run, **more):
-        return {"method": "jpeg-dlm", "blocks": blocks, "run": str(tmp_path / run), **more}
+        return {"method": "jpeg-dlm", "blocks": str(blocks.folder), "run": str(tmp_path / run), **more}
 
     straight = train(job("straight"), Ranks())
     train(job("one-two", until=3), Ranks())
@@ -78,9 +71,8 @@ def test_the_number_of_processes_may_change_and_the_rows_may_not(corpus_file, tm
 
 
 @pytest.mark.parametrize("batch, accumulation", [(4, 1), (5, 3)])
-def test_a_step_of_other_rows_is_refused(corpus_file, tmp_path, batch, accumulation):
-    blocks = str(prepare_blocks(corpus_file, tmp_path / "blocks"))
-    job = {"method": "ar", "blocks": blocks, "run": str(tmp_path / "run")}
+def test_a_step_of_other_rows_is_refused(blocks, tmp_path, batch, accumulation):
+    job = {"method": "ar", "blocks": blocks.folder, "run": str(tmp_path / "run")}
     train(job | {"until": 1}, Ranks())
     with pytest.raises(CheckpointError, match="--train.batch"):
         train(job | {"changes": {"train__batch": batch, "train__accumulation": accumulation}}, Ranks())
@@ -128,9 +120,7 @@ def test_two_halves_make_a_whole(case, corpus_file, tmp_path):
             assert b[name] == pytest.approx(a[name], rel=0.2 if name.startswith("heldout_") else 1e-3), name
 
 
-def test_the_rows_of_a_step_do_not_depend_on_how_they_are_split(corpus_file, tmp_path):
-    blocks = Blocks(prepare_blocks(corpus_file, tmp_path / "blocks"))
-
+def test_the_rows_of_a_step_do_not_depend_on_how_they_are_split(blocks):
     def rows(batch, accumulation, world, step):
         """Places and rows of one step, over micro-batches and processes in turn."""
         train = TrainConfig(batch=batch, accumulation=accumulation, seed=3)

@@ -1,14 +1,17 @@
 """Ranks and collectives: one process here, two real gloo processes in the slow tests."""
 
+import itertools
 import pickle
 from pathlib import Path
 
 import pytest
+import torch
 from small_runs import launch
 
 from jpeg_dlm.studies.training_cache import StudyStopped
 from jpeg_dlm.training.lock import Locked
 from jpeg_dlm.util import distributed
+from jpeg_dlm.util.cpu import training_precision
 from jpeg_dlm.util.errors import MissingPackageError, UsageError
 
 
@@ -17,6 +20,14 @@ def test_wrong_environments_are_refused():
     for device, env in [*(("cpu", env) for env in wrong), ("toaster", {}), ("cuda:99", {})]:
         with pytest.raises(UsageError):
             distributed.read_ranks(device, env)
+
+
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_precision_auto_is_bf16_where_there_are_instructions_for_it(has_bf16, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
+    assert [training_precision("auto", device) == "bf16" for device in ("cpu", "cuda", "mps")] == [has_bf16, True, False]
+    for asked, device in itertools.product(("fp32", "bf16"), ("cpu", "cuda")):
+        assert training_precision(asked, device) == asked
 
 
 TWO = """

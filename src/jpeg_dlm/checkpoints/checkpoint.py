@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from jpeg_dlm.util.errors import CheckpointError
 from jpeg_dlm.util.files import (
-    OLD_SUFFIX,
     atomic_directory,
+    dump_json,
     environment,
-    free_bytes,
+    load_json,
     load_tensors,
     make_directory,
     remove_directory,
@@ -29,12 +30,11 @@ from jpeg_dlm.util.files import (
     write_atomic,
     write_manifest,
 )
-from jpeg_dlm.util.json import dump_json, load_json
 
 STATE = "state.json"
 STATE_BYTES = 16 << 20
 MARGIN_BYTES = 1 << 20  # manifest, headers and file-system blocks, generously
-STEP_NAME = re.compile(r"step-(\d{8,15})(" + re.escape(OLD_SUFFIX) + r")?")
+STEP_NAME = re.compile(r"step-(\d{8,15})")
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ def save_checkpoint(
     try:
         make_directory(folder)
         sweep_temps(folder)  # first, because a killed save may occupy the space that is needed
-        if free_bytes(folder) < needed:
-            raise OSError(errno.ENOSPC, f"it needs {needed / 1e6:.1f} MB, {free_bytes(folder) / 1e6:.1f} MB are free")
+        if (free := shutil.disk_usage(folder).free) < needed:
+            raise OSError(errno.ENOSPC, f"it needs {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free")
         with atomic_directory(path) as temp:
             for name, group in tensors.items():
-                save_tensors(temp / f"{name}.safetensors", group, {"format": "pt"})
+                save_tensors(temp / f"{name}.safetensors", group)
             write_atomic(temp / STATE, text)
             write_manifest(temp, {"step": step})
     except OSError as error:
@@ -81,11 +81,8 @@ def save_checkpoint(
             f"Cannot save '{path}' ({error.strerror or error}): earlier checkpoints are intact, so mend the disk and resume."
         ) from error
     # Keep the newest up to `step`; later ones were passed over by a fallback and stay as they are.
-    past = [(s, old) for s, old in _steps(folder) if s <= step]
-    kept = sorted({s for s, _ in past})[-keep:]
-    for s, old in past:
-        if s not in kept:
-            remove_directory(old)
+    for _, old in [(s, old) for s, old in _steps(folder) if s <= step][:-keep]:
+        remove_directory(old)
     return path
 
 
@@ -121,7 +118,6 @@ def load_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
-    """List checkpoints by step; one that an interrupted replacement set aside comes before the other of its step."""
-    matches = [(STEP_NAME.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir()]
-    steps = [(int(match[1]), path) for match, path in matches if match]
-    return sorted(steps, key=lambda entry: (entry[0], not entry[1].name.endswith(OLD_SUFFIX)))
+    """List checkpoints by step."""
+    matches = [(STEP_NAME.fullmatch(path.name), path) for path in folder.glob("step-*/")]
+    return sorted((int(match[1]), path) for match, path in matches if match)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ class ModelParts:
     encoder_fingerprint: str = ""
     exported: TextSampler | None = field(default=None, kw_only=True)
     precision: Literal["fp32", "int8"] = field(default="fp32", kw_only=True)  # of the exported networks
+    scratch: Any = field(default=None, kw_only=True)  # a temporary folder that must live as long as these parts
 
     @property
     def method(self) -> Method:
@@ -212,11 +213,8 @@ def portable_config(parts: ModelParts) -> Config:
 
 def halved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return matrices in fp16, at half the size, if their numbers are in its range, and everything else as it is."""
-
-    def fits(t: Tensor) -> bool:
-        return t.ndim > 1 and t.is_floating_point() and bool(t.half().isfinite().all())
-
-    return {name: t.half() if fits(t) else t for name, t in tensors.items()}
+    matrices = {name: t.half() for name, t in tensors.items() if t.ndim > 1 and t.is_floating_point()}
+    return dict(tensors) | {name: t for name, t in matrices.items() if t.isfinite().all()}
 
 
 def write_model(parts: ModelParts, out: Path, extra: dict[str, str] | None = None, half: bool = False) -> Path:
@@ -227,7 +225,7 @@ def write_model(parts: ModelParts, out: Path, extra: dict[str, str] | None = Non
     with atomic_directory(out, new=True) as temp:
         write_atomic(temp / "config.json", json.dumps(to_dict(portable_config(parts)), indent=1) + "\n")
         tensors = parts.method.export_state()
-        save_tensors(temp / MODEL_FILE, halved(tensors) if half else tensors, {"format": "pt"})
+        save_tensors(temp / MODEL_FILE, halved(tensors) if half else tensors)
         parts.copy_tokenizer(temp)
         parts.copy_encoder(temp)
         write_manifest(temp, extra or {})

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from jpeg_dlm.nn.layers import SwiGluBlock, rotary_table
 from jpeg_dlm.util.errors import CheckpointError, UsageError, reason_of
-from jpeg_dlm.util.files import check_listed, load_tensors, write_atomic, write_sealed
-from jpeg_dlm.util.json import load_json
+from jpeg_dlm.util.files import check_listed, load_json, load_tensors, write_atomic, write_sealed
 from jpeg_dlm.util.rng import derive_seed
 
 WEIGHTS_FILE = "encoder.safetensors"

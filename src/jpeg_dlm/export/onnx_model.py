@@ -23,8 +23,7 @@ from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel
 from jpeg_dlm.options import from_dict, to_dict
 from jpeg_dlm.util.errors import CheckpointError, UsageError, reason_of
-from jpeg_dlm.util.files import atomic_directory, verify_manifest, write_atomic, write_manifest
-from jpeg_dlm.util.json import dump_json, load_json
+from jpeg_dlm.util.files import atomic_directory, dump_json, load_json, verify_manifest, write_atomic, write_manifest
 from jpeg_dlm.util.rng import RowNoise
 
 Precision = Literal["fp32", "int8"]

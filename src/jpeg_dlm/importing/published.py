@@ -27,8 +27,7 @@ from jpeg_dlm.options import option_names, override
 from jpeg_dlm.presets import preset
 from jpeg_dlm.text.tokenizer import TextTokenizer
 from jpeg_dlm.util.errors import CheckpointError, JpegDlmError, UsageError, either, reason_of
-from jpeg_dlm.util.files import MANIFEST, load_tensors
-from jpeg_dlm.util.json import load_json
+from jpeg_dlm.util.files import MANIFEST, load_json, load_tensors
 
 Weights = Literal["ema", "raw"]
 

@@ -15,7 +15,7 @@ from jpeg_dlm.options import flatten, to_dict
 from jpeg_dlm.presets import preset
 from jpeg_dlm.report.run_summary import Problems, facts, is_model, is_run, run_summary
 from jpeg_dlm.util.errors import UsageError
-from jpeg_dlm.util.json import load_json
+from jpeg_dlm.util.files import load_json
 
 RESULT_BYTES = 256 << 20  # of a result's JSON (assumed): one of 16 samples of 1,024 tokens from nine systems has about 4 MB
 EXPECTED = "a run, a model, or what evaluate, compare or study wrote, or a folder that holds some of these"

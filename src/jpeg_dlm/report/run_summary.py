@@ -22,8 +22,7 @@ from jpeg_dlm.options import from_dict, read_json_file
 from jpeg_dlm.studies.training_cache import minutes, training_seconds
 from jpeg_dlm.training.metrics import HELDOUT, read_invocations, read_metrics
 from jpeg_dlm.util.errors import CheckpointError, JpegDlmError, command
-from jpeg_dlm.util.files import MANIFEST, MANIFEST_BYTES
-from jpeg_dlm.util.json import load_json
+from jpeg_dlm.util.files import MANIFEST, MANIFEST_BYTES, load_json
 
 SAMPLES_IN_TERMINAL = 2  # (assumed) enough to see what a run writes
 STAGES = "*-training"  # folders of what is trained before a method

@@ -83,7 +83,7 @@ class BlockwiseSampler:
         """
         size, device = self.token_len, self.writer.device
         prompts = [self.prompt_of(sample - first) for sample in samples]
-        heads = [head_of(prompt, size) for prompt in prompts]
+        heads = [list(prompt[len(prompt) - len(prompt) % size :]) for prompt in prompts]  # they begin a block, not filling it
         context = self._context([prompt[: len(prompt) - len(head)] for prompt, head in zip(prompts, heads, strict=True)])
         written = [0] * len(heads)
         block = 0
@@ -124,11 +124,6 @@ class BlockwiseSampler:
             z_BKND[written_BK] = self.encode(rows)
         z_BCD = z_BKND.flatten(1, 2)
         return Context(z_BCD, torch.ones(z_BCD.shape[:2], dtype=torch.bool, device=device))
-
-
-def head_of(prompt: Sequence[int], size: int) -> list[int]:
-    """Return the ids of a prompt that begin a block and do not fill it."""
-    return list(prompt[len(prompt) - len(prompt) % size :])
 
 
 def given_rows(heads: Sequence[Sequence[int]], size: int, device: torch.device | str = "cpu") -> Tensor | None:

@@ -17,7 +17,7 @@ from jpeg_dlm.text.packing import RowLayout
 from jpeg_dlm.text.tokenizer import TextTokenizer
 from jpeg_dlm.util.errors import UsageError, counted
 
-_HOLE = re.compile(r"\[MASK(?::(\d+))?\]")
+_HOLE = re.compile(r"\[MASK(?::(\d{1,99}))?\]")
 # Characters that a tokenizer rarely merges with the text after them: a letter before punctuation, brackets before words.
 _BEFORE = ("a", ")", "(", "0")
 
@@ -32,7 +32,7 @@ def prompt_row(tokenizer: TextTokenizer, layout: RowLayout, text: str) -> Tensor
 
 def template_row(tokenizer: TextTokenizer, layout: RowLayout, template: str) -> Tensor:
     """Return a row (L) that begins with the template's text and is free in its holes."""
-    holes = list(map(_size, _HOLE.finditer(template)))
+    holes = [int(hole[1] or 1) for hole in _HOLE.finditer(template)]
     if not holes or not min(holes):
         raise UsageError("The template has no hole, or an empty one: write [MASK] or [MASK:n] where tokens are to be filled.")
     ids = template_ids(tokenizer, template) if sum(holes) <= layout.payload else []
@@ -47,14 +47,9 @@ def template_ids(tokenizer: TextTokenizer, template: str) -> list[int]:
     ids: list[int] = []
     end = 0
     for hole in _HOLE.finditer(template):
-        ids += _piece(tokenizer, template[end : hole.start()], first=end == 0) + [FREE] * _size(hole)
+        ids += _piece(tokenizer, template[end : hole.start()], first=end == 0) + [FREE] * int(hole[1] or 1)
         end = hole.end()
     return ids + _piece(tokenizer, template[end:], first=False)
-
-
-def _size(hole: re.Match[str]) -> int:
-    """Return the number of tokens in a hole; of a number with more than 9 digits, only these count."""
-    return int((hole[1] or "1").lstrip("0")[:9] or 0)
 
 
 def _piece(tokenizer: TextTokenizer, text: str, first: bool) -> list[int]:

@@ -47,9 +47,6 @@ class StackedNoise(RowNoise):
         rows = [row for part in parts for row in part.rows]
         return cls(parts[0].seed, rows, parts[0].step, parts[0].device, parts=tuple(parts))
 
-    def generators(self, purpose: str) -> list[torch.Generator]:
-        return [g for part in self.parts for g in part.generators(purpose)]
-
     def shared(self, purpose: str) -> torch.Generator:
         """Return the generator of a seed; with several seeds only that of the grid, which is random in no mixed batch."""
         if purpose != "grid" and len({part.seed for part in self.parts}) > 1:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from jpeg_dlm.text.tokenizer import TextTokenizer
 from jpeg_dlm.util.errors import DataError
-from jpeg_dlm.util.files import check_listed, sha256_file
-from jpeg_dlm.util.json import parse_json
+from jpeg_dlm.util.files import check_listed, parse_json, sha256_file
 from jpeg_dlm.util.rng import derive_seed
 
 FORMAT = 1  # version of index.json and the shards

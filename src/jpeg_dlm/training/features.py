@@ -7,7 +7,7 @@ Shapes: B batch, L tokens, F feature width, N rows.
 
 from __future__ import annotations
 
-import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -26,8 +26,7 @@ from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.util.console import Console
 from jpeg_dlm.util.distributed import Ranks, barrier
 from jpeg_dlm.util.errors import DataError, UsageError
-from jpeg_dlm.util.files import free_bytes, write_atomic
-from jpeg_dlm.util.json import dump_json, load_json
+from jpeg_dlm.util.files import dump_json, fsync, load_json, write_atomic
 
 STATISTICS_ROWS = 4096  # rows over which feature statistics are measured (assumed: plenty for a mean per channel)
 FEATURES_FILE, COMPLETE_FILE = "features.bin", "features.json"
@@ -103,7 +102,7 @@ class FeatureCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / COMPLETE_FILE).unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
-        free = free_bytes(self.folder)
+        free = shutil.disk_usage(self.folder).free
         if self.n_bytes > free:  # a memory map that runs out of disk space kills the process without a message
             raise DataError(
                 f"The features need {self.n_bytes / 1e9:.1f} GB and the disk of '{self.folder}' has {free / 1e9:.1f} GB free: "
@@ -120,8 +119,7 @@ class FeatureCache:
             data[rows.start : rows.stop] = h_BLF.numpy()
             progress(rows.stop, len(blocks))
         data.flush()
-        with open(self.path, "rb") as handle:
-            os.fsync(handle.fileno())
+        fsync(self.path)
         write_atomic(self.folder / COMPLETE_FILE, dump_json(self.info))
 
     def rows(self, indices: Sequence[int]) -> Tensor:

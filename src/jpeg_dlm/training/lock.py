@@ -7,7 +7,6 @@ names the holder.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import socket
@@ -32,17 +31,11 @@ class Locked(UsageError):
 @contextlib.contextmanager
 def run_lock(run: Path) -> Iterator[None]:
     """Lock the folder within the block; create it if needed and remove temporary files of killed processes."""
-    try:
-        make_directory(run)
-        file = open(run / LOCK, "a+", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o644))  # noqa: SIM115
-    except OSError as error:
-        raise UsageError(f"Cannot write in '{run}' ({error.strerror or error}): name another folder.") from error
-    with file:  # closing releases the lock; the file stays, or two processes could lock two files of one name
+    make_directory(run)
+    with open(run / LOCK, "a+") as file:  # closing releases the lock; the file stays, or two processes could lock two files
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise UsageError(f"The disk of '{run}' cannot lock files ({error.strerror}): put the run elsewhere.") from error
+        except BlockingIOError as error:
             file.seek(0)
             raise Locked(run, file.read(300).strip() or "another process") from error
         file.truncate(0)

@@ -28,10 +28,8 @@ class StageLogs:
     console: Console
     metrics: MetricsLog
     tracker: Tracker
+    alarms: Alarms
     show: Report
-
-    def __post_init__(self) -> None:
-        self.alarms = Alarms(self.config.train)
 
     def report(self, step: int, values: Mapping[str, float]) -> None:
         """Log the numbers of a step, or those of held-out text."""
@@ -55,7 +53,7 @@ def open_logs(folder: Path, config: Config, resume: int | None, console: Console
     tracker = Tracker(folder, config, last_step, console.warn)
     progress = console.progress(f"Training {config.method}", "steps", total, resume or 0)
     with MetricsLog(path, resume) as metrics, progress as show:
-        yield StageLogs(config, console, metrics, tracker, show)
+        yield StageLogs(config, console, metrics, tracker, Alarms(config.train), show)
     tracker.close()
 
 

@@ -29,21 +29,12 @@ class MetricsLog:
         if path.exists():  # rewriting also drops a torn last line
             kept = [row for row in read_metrics(path) if resume is not None and row["step"] <= resume]
             write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by the `with` block of the log
+        self._file = open(path, "a", encoding="utf-8")  # closed by the `with` block of the log
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append one line."""
-        data = (json.dumps({"step": step, **values}) + "\n").encode()
-        size = self.path.stat().st_size
-        try:
-            # One system call per line: after a kill the line is whole or absent, except on a power cut or a full disk.
-            if self._file.write(data) == len(data):
-                return
-            reason = "the disk is full"
-        except OSError as error:
-            reason = error.strerror or str(error)
-        os.ftruncate(self._file.fileno(), size)
-        raise DataError(f"Cannot write '{self.path}' ({reason}): free some space and resume the run.")
+        """Append one line; one that a kill or a full disk tears is dropped when the run resumes."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
 
     def sync(self) -> None:
         """Make all lines durable; called before saving a checkpoint, which needs the lines up to its step."""
@@ -57,21 +48,16 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read all rows in order. Ignore a torn last line, as a power cut leaves it; raise an error for damage elsewhere."""
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        raise DataError(f"Cannot read '{path}' ({error.strerror or error}): give the directory of a run.") from error
+    """Read all rows in order, without a torn last line, as a power cut leaves it; raise an error for damage elsewhere."""
     rows = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            row = json.loads(line) if line.endswith(b"\n") else None
+            row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
-        if isinstance(row, dict) and type(row.get("step")) is int:
-            rows.append(row)
-        elif number < len(lines):
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
             raise DataError(f"Line {number} of '{path}' is damaged: restore the file from a copy or remove the line.")
+        rows.append(row)
     return rows
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
 from jpeg_dlm.config import TrainConfig
 from jpeg_dlm.methods.base import ParameterGroup, rounded_up_share
-from jpeg_dlm.training.sharding import is_dtensor, local_shard, shard_like
+from jpeg_dlm.training.sharding import local_shard, shard_like
 from jpeg_dlm.util.errors import CheckpointError
 
 MOMENTUM = 0.95  # of Muon (ELF)
@@ -22,10 +23,6 @@ SLOTS = {AdamW: {"step", "exp_avg", "exp_avg_sq"}, Muon: {"momentum_buffer"}}  #
 # Learned tokens, queries and position tables are inputs, not maps, and get no weight decay (as in JiT and ELF).
 TABLES = ("pos_emb.weight", "pos_latent.weight", "embedding.weight")
 NOT_DECAYED = ("latents", "base_query", "tokens", "no_context", "context_kind", *TABLES)
-
-
-def is_decayed(name: str, parameter: Tensor) -> bool:
-    return parameter.ndim >= 2 and not name.endswith(NOT_DECAYED)
 
 
 def build_optimizers(groups: list[ParameterGroup], matrices: Collection[str], train: TrainConfig) -> list[Optimizer]:
@@ -38,9 +35,9 @@ def build_optimizers(groups: list[ParameterGroup], matrices: Collection[str], tr
         rate = (train.codec_lr if group.name == "codec" else train.lr) * group.factor
         alike: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
         for name, p in group.parameters.items():
-            is_matrix = train.optimizer == "muon" and name in matrices
+            is_matrix, undecayed = train.optimizer == "muon" and name in matrices, p.ndim < 2 or name.endswith(NOT_DECAYED)
             # Sharded and whole parameters cannot share a fused update.
-            alike.setdefault((not is_decayed(name, p), is_matrix, is_dtensor(p)), []).append(p)
+            alike.setdefault((undecayed, is_matrix, isinstance(p, DTensor)), []).append(p)
         for (undecayed, is_matrix, _), chosen in sorted(alike.items()):
             decay = 0.0 if undecayed else train.weight_decay
             kinds[is_matrix].append({"params": chosen, "name": group.name, "peak": rate, "lr": rate, "weight_decay": decay})

@@ -29,28 +29,29 @@ from jpeg_dlm.encoders import FrozenEncoder
 from jpeg_dlm.encoders.small import CONFIG_FILE
 from jpeg_dlm.methods.base import Method, Trainable
 from jpeg_dlm.methods.encoder_pretraining import EncoderPretraining
+from jpeg_dlm.methods.latent_geometry import latent_measures
 from jpeg_dlm.methods.registry import build_method, method_class
 from jpeg_dlm.options import from_dict, read_json_file, to_dict
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.packing import end_rows
 from jpeg_dlm.text.prepare import prepare
 from jpeg_dlm.text.tokenizer import TextTokenizer
-from jpeg_dlm.training.data import BatchStream
+from jpeg_dlm.training.data import BatchStream, batch_of
 from jpeg_dlm.training.features import FeatureCache, feature_cache, frozen_encoder, save_encoder, statistics_rows
 from jpeg_dlm.training.lock import lock_together
 from jpeg_dlm.training.logs import check_tracker, open_logs
-from jpeg_dlm.training.metrics import log_invocation
+from jpeg_dlm.training.metrics import HELDOUT, log_invocation
 from jpeg_dlm.training.signals import StopSignal
 from jpeg_dlm.training.trainer import Launched, Trainer
-from jpeg_dlm.training.validation import heldout_losses
 from jpeg_dlm.util.console import Console
 from jpeg_dlm.util.cpu import with_precision
-from jpeg_dlm.util.distributed import Ranks, all_sum, barrier, on_main
+from jpeg_dlm.util.distributed import Ranks, all_mean, all_sum, barrier, on_main
 from jpeg_dlm.util.errors import UsageError
 from jpeg_dlm.util.files import write_atomic
 from jpeg_dlm.util.rng import RowNoise
 
 SAMPLE_TEXTS = 8
+HELDOUT_ROWS, HELDOUT_BATCH = 512, 128  # rows of an evaluation, and rows at a time over all processes (assumed)
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,6 @@ def prepared_folder(config: Config, run: Path, ranks: Ranks, console: Console, s
     if config.data.source and (source / "index.json").is_file():
         return source
     if ranks.is_main:
-        run.mkdir(parents=True, exist_ok=True)
 
         def check() -> None:
             if stop.requested and ranks.world == 1:  # other processes would wait at the barrier
@@ -278,6 +278,7 @@ def evaluation(trainer: Trainer, context: RunContext) -> dict[str, float]:
     """Return held-out losses with averaged weights; the main process also writes samples and plots."""
     method, config, ranks, tokenizer = trainer.method, trainer.config, context.ranks, context.blocks.tokenizer()
     rows_BL: torch.Tensor | None = None
+    method.eval()
     with trainer.averaged(), trainer.autocast():
         values = heldout_losses(method, context.heldout, ranks, trainer.stream.context_blocks)
         if isinstance(method, Method):
@@ -289,15 +290,41 @@ def evaluation(trainer: Trainer, context: RunContext) -> dict[str, float]:
     return values
 
 
+@torch.no_grad()
+def heldout_losses(method: Trainable, blocks: Blocks, ranks: Ranks, context_blocks: int = 0) -> dict[str, float]:
+    """Return mean losses over the first held-out rows with fixed noise, and token accuracy if the method reconstructs text.
+
+    For methods with latents, also measure their geometry and their decoding under noise, on the first batch alone. Every
+    process takes an equal share of each batch, so up to `world - 1` rows at the end are skipped.
+    """
+    totals: dict[str, float] = {}
+    device, world = ranks.device, ranks.world
+    n, batch = min(HELDOUT_ROWS, len(blocks)) // world * world, max(1, HELDOUT_BATCH // world) * world
+    for start in range(0, n, batch):
+        rows = range(start, min(start + batch, n))[ranks.rank :: world]
+        b = batch_of(blocks, rows, device, context_blocks)
+        noise = RowNoise(0, rows, 0, device, n)
+        values = {k: float(v) for k, v in method.losses(b, noise).items()}
+        accuracy = method.reconstruction(b)
+        if accuracy is not None:
+            values["accuracy"] = float(accuracy)
+        for name, value in values.items():
+            totals[HELDOUT + name] = totals.get(HELDOUT + name, 0.0) + value * len(rows) * world / n
+        measured = start == 0 and len(rows) * world > 1 and method.learns_latents  # one text has no variance
+        if measured and (model := method.latent_model()):
+            totals |= latent_measures(model, b, noise)
+    if world == 1 or not totals:
+        return totals
+    means = all_mean(torch.tensor(list(totals.values()), dtype=torch.float64, device=device))
+    return dict(zip(totals, means.tolist(), strict=True))
+
+
 def sample_rows(method: Method, config: Config, tokenizer: TextTokenizer, ranks: Ranks, n: int) -> torch.Tensor:
     """Return token ids of the first n samples of seed 0, each drawn by one process; if rows end, padded after the end token."""
-    was_training = method.training
-    method.eval()
     rows_BL = torch.zeros(n, config.data.token_len, dtype=torch.long, device=ranks.device)
     if own := range(n)[ranks.rank :: ranks.world]:
         rows_BL[ranks.rank :: ranks.world] = method.sample(config.sampler, RowNoise(0, own, 0, ranks.device))
     rows_BL = all_sum(rows_BL)
-    method.train(was_training)
     return end_rows(rows_BL, tokenizer.eos_id, tokenizer.pad_id) if config.data.rows_end else rows_BL
 
 

@@ -9,8 +9,7 @@ checkpoint, and scalar parameters, which FSDP2 does not support.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TypeGuard
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 import torch.distributed as torch_dist
@@ -39,10 +38,6 @@ def shard(method: Trainable, ranks: Ranks) -> None:
         fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=ignored).set_reshard_after_backward(False)
 
 
-def is_sharded(method: nn.Module) -> bool:
-    return isinstance(method, FSDPModule)
-
-
 @contextlib.contextmanager
 def unsharded(method: nn.Module) -> Iterator[None]:
     """Gather the weights on every process within the block, so that each can run the method on its own."""
@@ -59,20 +54,16 @@ def unsharded(method: nn.Module) -> Iterator[None]:
 # ---------------------------------------------------------------- tensors, of which each process may hold a shard
 
 
-def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    return isinstance(tensor, DTensor)
-
-
 @torch.no_grad()
 def local_shard(tensor: Tensor) -> Tensor:
     """Return this process's shard, which shares memory with the tensor."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Shard a tensor that is equal on every process the way `like` is sharded."""
-    if not is_dtensor(like):
+    if not isinstance(like, DTensor):
         return tensor
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
@@ -82,7 +73,7 @@ def host_copies(tensors: Mapping[str, Tensor], keep: bool = True) -> dict[str, T
     """Copy full tensors to the host; a collective call for sharded ones, whose result only processes with `keep` hold."""
     copies = {}
     for name, tensor in tensors.items():
-        full = tensor.full_tensor() if is_dtensor(tensor) else tensor
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep:
             copies[name] = full.detach().to("cpu", non_blocking=full.is_cuda, copy=full is tensor)  # into pinned memory
     if torch.cuda.is_initialized():
@@ -94,23 +85,19 @@ def host_copies(tensors: Mapping[str, Tensor], keep: bool = True) -> dict[str, T
 
 
 @torch.no_grad()
-def average_unsharded(parameters: Iterable[Tensor]) -> None:
-    """Average over processes the gradients that FSDP2 does not reduce."""
-    for p in parameters:
-        if p.grad is not None and not is_dtensor(p.grad):
-            p.grad.copy_(all_mean(p.grad))
-
-
-@torch.no_grad()
 def clip_grad_norm(parameters: Collection[Tensor], limit: float) -> Tensor:
-    """Clip like torch's `clip_grad_norm_`, over sharded and unsharded parameters together; return the total norm."""
+    """Clip like torch's `clip_grad_norm_`, over sharded and unsharded parameters together; return the total norm.
+
+    The gradients that FSDP2 does not reduce are first averaged over the processes.
+    """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if not any(is_dtensor(g) for g in gradients):
+    if not any(isinstance(g, DTensor) for g in gradients):
         return nn.utils.clip_grad_norm_(parameters, limit)
     squares = {True: [], False: []}
     for g in gradients:
-        squares[is_dtensor(g)].append(local_shard(g).float().square().sum())
-    total = all_sum(torch.stack(squares[True]).sum()) + sum(squares[False])
-    norm = total.sqrt()
+        if not isinstance(g, DTensor):
+            g.copy_(all_mean(g))
+        squares[isinstance(g, DTensor)].append(local_shard(g).float().square().sum())
+    norm = (all_sum(torch.stack(squares[True]).sum()) + sum(squares[False])).sqrt()
     torch._foreach_mul_([local_shard(g) for g in gradients], (limit / (norm + 1e-6)).clamp(max=1.0))  # 1e-6: as torch does
     return norm

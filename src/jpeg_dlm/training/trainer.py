@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from jpeg_dlm.checkpoints.checkpoint import Checkpoint, save_checkpoint
@@ -94,7 +95,7 @@ class Trainer:
         self.background = Background()
         self.written: Event | None = None  # set at the end of the last write
         self.wrapped: nn.Module = self.method
-        if self.ranks.world > 1 and not sharding.is_sharded(self.method):
+        if self.ranks.world > 1 and not isinstance(self.method, FSDPModule):
             # Buffers are computed from global statistics and stay equal, so they need no broadcast at each step.
             # A loss term of weight 0 may leave parameters without gradient; finding them costs a pass over the graph.
             unused = not all(self.method.loss_weights.values())
@@ -118,8 +119,6 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         with sharding.unsharded(self.method), tf32_products(self.ranks.device):
             totals = self.accumulate()
-        if sharding.is_sharded(self.method):
-            sharding.average_unsharded(self.parameters.values())
         totals["stop"] = torch.full((), float(stop), device=self.ranks.device)
         names = sorted(totals)
         means = all_mean(torch.stack([totals[name].float() for name in names]))
@@ -243,7 +242,7 @@ class Trainer:
     def finished_method(self) -> Trainable:
         """Return the method with its averaged weights, unsharded; the trainer must not be used afterwards."""
         self.ema.swap()
-        if not sharding.is_sharded(self.method):
+        if not isinstance(self.method, FSDPModule):
             return self.method
         method = build_method(self.config, getattr(self.method, "encoder", None)).to(self.ranks.device)
         copy_tensors(method_state(method), sharding.host_copies(method_state(self.method)), "the trained method")

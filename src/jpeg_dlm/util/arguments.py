@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,15 +60,17 @@ def as_latents(latents: Any, *sizes: int) -> Tensor:
 
 def check_fixed(fixed: Any, rows: int, token_len: int, vocab_size: int) -> None:
     """Raise `UsageError` unless `fixed` is a row of ids, or one for each sample, with -1 where it is free."""
-    fits = is_integers(fixed) and fixed.shape in ((token_len,), (rows, token_len))
+    is_ids = isinstance(fixed, Tensor) and fixed.dtype in (torch.int64, torch.int32)
+    fits = is_ids and fixed.shape in ((token_len,), (rows, token_len))
     if not fits or not (fixed.min() >= -1 and fixed.max() < vocab_size):
         shapes = f"({token_len},) or ({rows}, {token_len})"
         raise UsageError(f"`fixed` must be a tensor of shape {shapes} of ids below {vocab_size}, or -1, not {describe(fixed)}.")
 
 
-def is_integers(value: Any) -> bool:
-    """Return True for a tensor of integers."""
-    return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Raise `DataError` if the tokenizer of a text has an id that the model does not have."""
+    if max(ids) >= vocab_size:
+        raise DataError(f"The text holds the token {max(ids)}, which the model does not know: leave that word out.")
 
 
 def describe(value: Any) -> str:

@@ -52,23 +52,17 @@ def read_ranks(device: str | None, env: Mapping[str, str]) -> Ranks:
         raise UsageError(f"WORLD_SIZE, RANK or LOCAL_RANK is not a number ({error}): start with torchrun.") from error
     if not (0 <= rank < world and local_rank >= 0 and (world == 1 or "RANK" in env)):
         raise UsageError(f"RANK {rank} and LOCAL_RANK {local_rank} do not fit WORLD_SIZE {world}: start with torchrun.")
-    return Ranks(rank, world, _device(device, local_rank))
-
-
-def _device(name: str | None, local_rank: int) -> torch.device:
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
+        own = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
-        raise UsageError(f"'{name}' is not a device: use cpu, cuda or mps.") from error
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", local_rank)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"Device '{device}' does not exist, there are {torch.cuda.device_count()} GPUs: use device cpu.")
-    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UsageError(f"'{device}' is not a device: use cpu, cuda or mps.") from error
+    if own.type == "cuda" and own.index is None:
+        own = torch.device("cuda", local_rank)
+    if own.type == "cuda" and (own.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"Device '{own}' does not exist, there are {torch.cuda.device_count()} GPUs: use device cpu.")
+    if own.type == "mps" and not torch.backends.mps.is_available():
         raise UsageError("Device 'mps' is not available on this machine: use device cpu.")
-    return device
+    return Ranks(rank, world, own)
 
 
 def setup(device: str | None, timeout_s: float = TIMEOUT_S) -> Ranks:

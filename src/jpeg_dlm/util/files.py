@@ -1,4 +1,4 @@
-"""Crash-safe files: atomic writes, atomic directories, manifests, and tensors as safetensors.
+"""Files: strict JSON, atomic writes, atomic directories, manifests, and tensors as safetensors.
 
 A write goes to a temporary name next to its target, is flushed and then renamed. Functions that need torch import it, because
 modules that must start quickly use the others.
@@ -10,6 +10,8 @@ import contextlib
 import errno
 import hashlib
 import importlib.metadata
+import json
+import math
 import os
 import platform
 import shutil
@@ -19,18 +21,67 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from jpeg_dlm.util.errors import CheckpointError, UsageError
-from jpeg_dlm.util.json import dump_json, load_json
+from jpeg_dlm.util.errors import CheckpointError, JpegDlmError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 1 << 20  # a manifest lists a handful of files; a larger one was not written by this package
-TEMP_PREFIX, OLD_SUFFIX = ".tmp-", ".old"
+TEMP_PREFIX = ".tmp-"
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 RESTORE = "restore it from a copy"
+
+
+# ---------------------------------------------------------------- JSON without NaN, repeated keys or deep nesting
+
+
+def parse_json(raw: bytes | str) -> Any:
+    """Parse a JSON text: UTF-8, finite numbers, unique keys; raise ValueError for any other."""
+    text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"the key {name[:80]!r} is repeated")
+        values[name] = value
+    return values
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return number
+
+
+def dump_json(values: Mapping[str, Any]) -> str:
+    """Return standard JSON; raise `CheckpointError` for values that JSON cannot represent, such as NaN."""
+    try:
+        return json.dumps(values, indent=1, allow_nan=False) + "\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"The values cannot be saved as JSON ({error}): use finite numbers and strings.") from error
+
+
+def load_json(path: Path, max_bytes: int, error: type[JpegDlmError] = CheckpointError, remedy: str = RESTORE) -> dict[str, Any]:
+    """Load a JSON object of bounded size; raise `error` with a remedy if there is none."""
+    try:
+        with open(path, "rb") as handle:
+            raw = handle.read(max_bytes + 1)
+        values = parse_json(raw) if len(raw) <= max_bytes else None
+    except OSError as cause:
+        raise error(f"Cannot read '{path}' ({cause.strerror or cause}): {remedy}.") from cause
+    except ValueError as cause:
+        raise error(f"'{path}' is not valid JSON ({cause}): {remedy}.") from cause
+    if not isinstance(values, dict):
+        raise error(f"'{path}' is not a JSON object of at most {max_bytes} bytes: {remedy}.")
+    return values
 
 
 # ---------------------------------------------------------------- durable writes
@@ -46,11 +97,6 @@ def cache_dir() -> Path:
     """Return the folder for what is fetched or measured once per machine: $JPEG_DLM_CACHE, else ~/.cache/jpeg-dlm."""
     named = os.environ.get("JPEG_DLM_CACHE")
     return Path(os.path.expanduser(named or "~/.cache/jpeg-dlm"))  # Path.expanduser fails for a user without a home
-
-
-def free_bytes(path: Path) -> int:
-    """Return the bytes that this user may still write on the disk of `path`."""
-    return shutil.disk_usage(path).free
 
 
 def fsync(path: Path) -> None:
@@ -75,37 +121,44 @@ def temp_name(path: Path) -> Path:
     return path.parent / f"{TEMP_PREFIX}{uuid.uuid4().hex[:8]}-{path.name[:60]}"
 
 
+def _delete(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
 def sweep_temps(parent: Path) -> None:
     """Remove the temporaries of killed processes; call it only under the lock of a folder, which no other process writes."""
     for entry in parent.glob(TEMP_PREFIX + "*"):
-        shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+        _delete(entry)
+
+
+@contextlib.contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    """Yield a temporary name next to `path` and delete what has it afterwards; errors name `path`, which the user knows."""
+    temp = temp_name(path)
+    try:
+        yield temp
+    except OSError as error:
+        error.filename = error.filename and str(error.filename).replace(str(temp), str(path))
+        raise
+    finally:
+        _delete(temp)
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path, new: bool = False) -> Iterator[IO[bytes]]:
     """Yield a handle to write to; replace `path` once everything is on the disk. With `new`, never replace a file."""
-    temp = temp_name(path)
-    try:
+    with _temporary(path) as temp:
         with open(temp, "xb") as handle:  # plain open, so the mode is 0666 minus the umask as usual
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
-        if new:
-            open(path, "xb").close()  # of several processes only one succeeds
-        os.replace(temp, path)
-    except BaseException as error:
-        temp.unlink(missing_ok=True)
-        if new and isinstance(error, FileExistsError):
+        try:
+            if new:
+                open(path, "xb").close()  # of several processes only one succeeds
+        except FileExistsError as error:
             raise UsageError(f"'{path}' already exists: name another file, nothing was overwritten.") from error
-        _name_target(error, temp, path)
-        raise
+        os.replace(temp, path)
     fsync(path.parent)
-
-
-def _name_target(error: BaseException, temp: Path, path: Path) -> None:
-    """Replace the temporary name in an error by the final name, which the user knows."""
-    if isinstance(error, OSError) and error.filename:
-        error.filename = str(error.filename).replace(str(temp), str(path))
 
 
 def write_atomic(path: Path, content: bytes | str, new: bool = False) -> None:
@@ -119,38 +172,29 @@ def write_atomic(path: Path, content: bytes | str, new: bool = False) -> None:
 def atomic_directory(path: Path, new: bool = False) -> Iterator[Path]:
     """Yield a temporary directory to fill, and rename it to `path` once every file in it is on the disk.
 
-    An existing `path` becomes `path.old` until the new one is durable, so after a kill readers may have to look at both names.
-    With `new`, only an empty directory is replaced.
+    An existing `path` is removed just before. With `new`, only an empty directory is replaced.
     """
-    temp, old = temp_name(path), path.with_name(path.name + OLD_SUFFIX)
-    try:
+    with _temporary(path) as temp:
         temp.mkdir()
         yield temp
         for entry in (*temp.iterdir(), temp):
             fsync(entry)
-        if path.exists() and not new:
-            remove_directory(old)
-            os.rename(path, old)
-        os.rename(temp, path)  # fails for an existing file or a directory that is not empty
-    except BaseException as error:
-        if not new and old.exists() and not path.exists():
-            os.rename(old, path)
-        shutil.rmtree(temp, ignore_errors=True)
-        if new and isinstance(error, OSError) and error.errno in TAKEN:
+        if not new:
+            remove_directory(path)
+        try:
+            os.rename(temp, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
             raise CheckpointError(f"'{path}' already exists: name another folder, nothing was overwritten.") from error
-        _name_target(error, temp, path)
-        raise
     fsync(path.parent)
-    if not new:
-        remove_directory(old)
 
 
 def remove_directory(path: Path) -> None:
     """Delete a directory so that a kill midway leaves a temporary one, never a partial directory under its real name."""
     if path.exists():
-        temp = temp_name(path)
-        os.rename(path, temp)
-        shutil.rmtree(temp, ignore_errors=True)
+        with _temporary(path) as temp:
+            os.rename(path, temp)
 
 
 # ---------------------------------------------------------------- manifests
@@ -195,35 +239,32 @@ def environment() -> dict[str, Any]:
 
 def verify_manifest(directory: Path) -> dict[str, Any]:
     """Check that `directory` holds the files of its manifest and no others; return the manifest."""
-    if not check_listed(directory):
-        raise CheckpointError(f"'{directory / MANIFEST}' is missing: restore it from a copy.")
-    manifest = _read_manifest(directory)
+    manifest = check_listed(directory)
+    if manifest is None:
+        raise CheckpointError(f"'{directory / MANIFEST}' is missing: {RESTORE}.")
     entries = {entry.name for entry in directory.iterdir() if not entry.name.startswith(TEMP_PREFIX)}
     if unknown := entries - {MANIFEST, *manifest["files"]}:
         raise CheckpointError(f"'{directory / min(unknown)}' is not in the manifest: remove it.")
     return manifest
 
 
-def check_listed(directory: Path, *names: str, remedy: str = RESTORE) -> bool:
-    """Check these files, or all listed ones, against the manifest beside them; return False if there is none."""
-    if not (directory / MANIFEST).is_file():
-        return False
-    listed = _read_manifest(directory)["files"]
+def check_listed(directory: Path, *names: str, remedy: str = RESTORE) -> dict[str, Any] | None:
+    """Check these files, or all listed ones, against the manifest beside them; return it, or None if there is none.
+
+    A manifest has a digest of itself, which detects damage to it.
+    """
+    path = directory / MANIFEST
+    if not path.is_file():
+        return None
+    manifest = load_json(path, MANIFEST_BYTES)
+    digest, listed = manifest.pop("digest", None), manifest.get("files")
+    is_ours = digest == _digest(manifest) and manifest.get("format") == 1 and isinstance(manifest.get("extra"), dict)
+    if not is_ours or not isinstance(listed, dict):
+        raise CheckpointError(f"'{path}' is damaged, its digest does not match: restore '{directory.name}' from a copy.")
     for name in names or listed:
         if name not in listed:
             raise CheckpointError(f"'{directory / name}' is not in the manifest beside it: {remedy}.")
         _compare(directory, name, listed[name], remedy)
-    return True
-
-
-def _read_manifest(directory: Path) -> dict[str, Any]:
-    """Read a manifest and check its own digest, which detects damage to the manifest itself."""
-    path = directory / MANIFEST
-    manifest = load_json(path, MANIFEST_BYTES)
-    digest = manifest.pop("digest", None)
-    is_ours = manifest.get("format") == 1 and all(isinstance(manifest.get(name), dict) for name in ("files", "extra"))
-    if digest != _digest(manifest) or not is_ours:
-        raise CheckpointError(f"'{path}' is damaged, its digest does not match: restore '{directory.name}' from a copy.")
     return manifest
 
 
@@ -243,19 +284,17 @@ def _compare(directory: Path, name: str, record: Any, remedy: str) -> None:
 # ---------------------------------------------------------------- tensors
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors as one safetensors file, atomically and durably, which the package's own `save_file` is not."""
     from safetensors.torch import save
 
     plain: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
-        if tensor.is_sparse or tensor.is_complex():
-            raise CheckpointError(f"Tensor '{name}' of type {tensor.dtype} cannot be saved in '{path}': convert it.")
         t = tensor.detach().cpu().contiguous()
         plain[name] = t.clone() if t.untyped_storage().data_ptr() in storages else t  # tied weights are written twice
         storages.add(t.untyped_storage().data_ptr())
-    write_atomic(path, save(plain, dict(metadata)))
+    write_atomic(path, save(plain, {"format": "pt"}))
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

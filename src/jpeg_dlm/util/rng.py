@@ -70,12 +70,6 @@ class RowNoise:
         """Return streams that draw other numbers at each call, for samplers with many steps."""
         return RowStreams(self, purpose)
 
-    def generators(self, purpose: str) -> list[torch.Generator]:
-        """Return a generator per row, for draws whose size differs from row to row."""
-        return [
-            generator(self.seed, p, self.step, row, device=self.device) for p in self._purposes(purpose) for row in self.rows
-        ]
-
     def shared(self, purpose: str) -> torch.Generator:
         """Return a CPU generator shared by the whole batch and all processes."""
         return generator(self.seed, purpose, self.step)
@@ -112,13 +106,10 @@ class RowNoise:
     def _draw(self, law: Law, purpose: str, shape: tuple[int, ...]) -> Tensor:
         numbers = math.prod(shape)
         count = numbers * 2 if law == "uniform64" else numbers
-        keys = [derive_seed(self.seed, p, self.step) for p in self._purposes(purpose)]
+        purposes = [purpose, *(f"{purpose}#{copy}" for copy in range(1, self.copies))]  # of the copies of the batch
+        keys = [derive_seed(self.seed, p, self.step) for p in purposes]
         words = [host_words(key, self.rows, count) if self.host else device_words(key, self.rows_B, count) for key in keys]
         return torch.cat([LAWS[law](w) for w in words])[:, :numbers].to(self.device).view(-1, *shape)
-
-    def _purposes(self, purpose: str) -> list[str]:
-        """Return the purpose of the draws of each copy of the batch."""
-        return [purpose, *(f"{purpose}#{copy}" for copy in range(1, self.copies))]
 
 
 @dataclass
@@ -136,11 +127,6 @@ class RowStreams:
     def normal(self, *shape: int) -> Tensor:
         """Draw standard normal numbers of shape (B, *shape)."""
         return self._next("normal", shape)
-
-    def generators(self) -> list[torch.Generator]:
-        """Return a new generator per row."""
-        self.draws += 1
-        return self.noise.generators(f"{self.purpose}@{self.draws}")
 
     def _next(self, law: Law, shape: tuple[int, ...]) -> Tensor:
         self.draws += 1
