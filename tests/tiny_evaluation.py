@@ -66,7 +66,7 @@ class FakeScorer(Scorer):
 
     name, hash, bos_id, eos_id, context = "fake", "f" * 64, 0, 0, 1024
 
-    device, bf16 = torch.device("cpu"), False
+    device, precision = torch.device("cpu"), "fp32"
 
     def __init__(self) -> None:
         self.calls = 0

@@ -9,9 +9,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from jpeg_dlm import __version__
 from jpeg_dlm.evaluation.cache import DiskCache
-from jpeg_dlm.evaluation.metrics import MauveMode, length_overlap, mauve_installed, mauve_or_reason, shuffle_words
+from jpeg_dlm.evaluation.metrics import (
+    MauveMode,
+    degenerate_share,
+    distinct_n,
+    length_overlap,
+    mauve_installed,
+    mauve_score,
+    perplexity,
+    perplexity_interval,
+    repetition_rate,
+    shuffle_words,
+    unigram_entropy,
+)
 from jpeg_dlm.evaluation.protocols import Protocol
 from jpeg_dlm.evaluation.results import (
     LengthLimits,
@@ -22,19 +36,19 @@ from jpeg_dlm.evaluation.results import (
     log_ppl_position,
     measures_of,
     notes,
-    text_stats,
     warnings,
 )
 from jpeg_dlm.evaluation.scorer import PAPER_SCORER_TOKENS, Scorer
 from jpeg_dlm.evaluation.texts import ModelSource, Real, Source, SourceTexts
 from jpeg_dlm.options import to_dict
 from jpeg_dlm.util.console import Console
-from jpeg_dlm.util.errors import MissingPackageError, counted
+from jpeg_dlm.util.errors import MissingPackageError, counted, reason_of
 from jpeg_dlm.util.rng import generator
 
 FORMAT = 2  # of the partial results; those of another format are not reused
 SHUFFLE_SEED = 0
 UNCUT = 1 << 20  # most tokens counted when measuring the length of a text
+MAUVE_TEXTS = 100  # of each kind at least: a cluster per ten texts, and fewer than ten clusters are too coarse
 MAUVE_SHARE = 0.75  # paper: both budgets keep 75% of the nominal length
 LONGEST = 0.95  # real texts of other lengths are cut where this share of the generated ones ends (assumed)
 SHOWN = 16  # texts kept in the results
@@ -115,7 +129,7 @@ class Evaluation:
 
     def model_info(self, source: ModelSource, sampler: dict[str, Any], seeds: Sequence[int], n: int) -> ModelInfo:
         """Describe the model and the sampler of an entry of n texts."""
-        config, options = source.model.config, source.options(sampler)
+        config, options = source.model.config, source.model.sampler_options(**sampler)
         return ModelInfo(
             method=config.method,
             title=source.model.method.title,
@@ -198,10 +212,21 @@ class Evaluation:
         return ScoredRun(stats=stats, **content)
 
     def mauve(self, texts: SourceTexts, real: SourceTexts, tokens: int) -> dict[str, Any]:
-        """Return MAUVE of the first `tokens` of texts, or why there is none."""
-        written, true = (sum(bool(text.strip()) for text in each.texts) for each in (texts, real))
-        features = lambda: (self.features(texts, tokens), self.features(real, tokens))  # noqa: E731
-        return mauve_or_reason(self.request.mauve, written, true, features, self.protocol.kmeans) | {"tokens": tokens}
+        """Return MAUVE of the first `tokens` of texts, or in `skipped` why there is none, which stops nothing."""
+        counts = [sum(bool(text.strip()) for text in each.texts) for each in (texts, real)]
+        if self.request.mauve == "off":
+            reason = "was not asked for"
+        elif min(counts) < MAUVE_TEXTS:
+            reason = f"needs at least {MAUVE_TEXTS} texts of both kinds, not {counts[0]} generated and {counts[1]} real"
+        elif not mauve_installed():
+            reason = "needs the package 'mauve-text': install it with  pip install 'jpeg-dlm[eval]'"
+        else:
+            features = self.features(texts, tokens), self.features(real, tokens)
+            try:
+                return mauve_score(*features, kmeans=self.protocol.kmeans) | {"tokens": tokens}
+            except (ValueError, RuntimeError, AssertionError, np.linalg.LinAlgError) as error:
+                reason = f"could not be computed ({reason_of(error)})"
+        return {"skipped": f"MAUVE {reason}", "tokens": tokens}
 
     def real_stats(self, source: Source, real: Real, limits: LengthLimits) -> dict[str, TextStats]:
         """Score the real texts and their shuffled words like the generated ones."""
@@ -220,6 +245,7 @@ class Evaluation:
         return {name: TextStats(**values) for name, values in self.cache.get_or_compute("real", depends, compute).items()}
 
     def text_stats(self, title: str, texts: SourceTexts, limits: LengthLimits, limit: int, ids: bool = True) -> TextStats:
+        """Return perplexity with its 95% bootstrap interval over texts, entropy in nats, and signs of repetition."""
         kept = len(texts.texts)
         if self.protocol.batch_rule and kept >= self.protocol.batch_rule:
             kept -= kept % self.protocol.batch_rule
@@ -231,7 +257,25 @@ class Evaluation:
         own = texts.ids[:kept] if limits.entropy_over_model_ids and texts.ids else None
         window = (limit if self.protocol.stride else min(limit, self.scorer.context)) - self.protocol.bos
         truncated = sum(length > window for length in self.lengths(SourceTexts(texts.texts[:kept])))
-        return text_stats(scores, self.protocol.aggregate, own, truncated, len(texts.texts) - kept)
+        tokens = [score.token_ids for score in scores]
+        low, high = perplexity_interval(scores, self.protocol.aggregate)
+        return TextStats(
+            texts=len(scores),
+            skipped=sum(not s.n_tokens for s in scores),
+            truncated=truncated,
+            dropped=len(texts.texts) - kept,
+            tokens=sum(s.n_tokens for s in scores),
+            gen_ppl=perplexity(scores, self.protocol.aggregate),
+            gen_ppl_low=low,
+            gen_ppl_high=high,
+            entropy=unigram_entropy(tokens if own is None else own),
+            entropy_ids="scorer" if own is None else "model",
+            distinct_1=distinct_n(tokens, 1),
+            distinct_2=distinct_n(tokens, 2),
+            distinct_3=distinct_n(tokens, 3),
+            repetition_4=repetition_rate(tokens),
+            degenerate_share=degenerate_share(tokens),
+        )
 
     def features(self, texts: SourceTexts, budget: int) -> Any:
         key = (texts.sha256, budget)
