@@ -15,10 +15,13 @@ from conftest import made_up_text
 from micro import MicroFolders
 
 from jpeg_dlm.api import Model, load
+from jpeg_dlm.config import DataConfig
 from jpeg_dlm.evaluation.cache import DiskCache
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol
 from jpeg_dlm.evaluation.scorer import Scorer
+from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.text.prepare import prepare
 from jpeg_dlm.util.console import Console
 
 
@@ -94,6 +97,15 @@ def micro_folder(micro_folders: MicroFolders) -> Path:
 @pytest.fixture(scope="session")
 def micro(micro_folder: Path) -> Model:
     return load(micro_folder, "cpu")
+
+
+@pytest.fixture(scope="session", params=["continuous", "padded"])
+def heldout(request: Any, micro: Model, corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Blocks:
+    """Held-out text of the micro model, in rows of both kinds."""
+    folder = tmp_path_factory.mktemp("prepared") / request.param
+    data = DataConfig(str(corpus_file), vocab_size=300, token_len=12, packing=request.param, holdout=0.3)
+    prepare(data, folder, None, micro.tokenizer)
+    return Blocks(folder, "heldout")
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_evaluation import evaluation
 
-from jpeg_dlm.evaluation import evaluate as evaluate_module
+from jpeg_dlm.evaluation import metrics
 from jpeg_dlm.evaluation.metrics import length_overlap, mauve_score
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
 from jpeg_dlm.evaluation.scorer import Scorer
@@ -33,7 +33,7 @@ def test_the_package_is_asked_once_per_kmeans_seed_and_protocols_choose_what_is_
         return SimpleNamespace(mauve=0.9 + 0.01 * (seed - 42), num_buckets=12)
 
     monkeypatch.setitem(sys.modules, "mauve", SimpleNamespace(compute_mauve=compute_mauve))
-    monkeypatch.setattr(evaluate_module, "mauve_installed", lambda: True)
+    monkeypatch.setattr(metrics, "mauve_installed", lambda: True)
     (tmp_path / "s.txt").write_text("w1 w2 w3\n" * 101)
     (tmp_path / "r.txt").write_text("w1 w2 w3\n" * 100)
     [source] = file_sources([tmp_path / "s.txt"], tmp_path / "r.txt")
@@ -68,7 +68,7 @@ def test_reasons_for_having_none(fake, monkeypatch):
     many, few = SourceTexts(["w1"] * 500), SourceTexts(["w1"] * 99 + [" "])
     assert "asked" in evaluation(fake, mauve="off").mauve(many, many, 8)["skipped"]
     assert "at least 100" in evaluation(fake).mauve(many, few, 8)["skipped"]
-    monkeypatch.setattr(evaluate_module, "mauve_installed", lambda: False)
+    monkeypatch.setattr(metrics, "mauve_installed", lambda: False)
     assert "jpeg-dlm[eval]" in evaluation(fake).mauve(many, many, 8)["skipped"]
     with pytest.raises(MissingPackageError, match=r"jpeg-dlm\[eval\]"):
         evaluation(fake, mauve="on")

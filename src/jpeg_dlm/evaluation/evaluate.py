@@ -12,20 +12,8 @@ from typing import Any
 import numpy as np
 
 from jpeg_dlm import __version__
+from jpeg_dlm.evaluation import metrics
 from jpeg_dlm.evaluation.cache import DiskCache
-from jpeg_dlm.evaluation.metrics import (
-    MauveMode,
-    degenerate_share,
-    distinct_n,
-    length_overlap,
-    mauve_installed,
-    mauve_score,
-    perplexity,
-    perplexity_interval,
-    repetition_rate,
-    shuffle_words,
-    unigram_entropy,
-)
 from jpeg_dlm.evaluation.protocols import Protocol
 from jpeg_dlm.evaluation.results import (
     LengthLimits,
@@ -64,7 +52,7 @@ class EvaluationRequest:
     steps: tuple[int, ...] = ()
     solvers: tuple[str, ...] = ()
     sampler: Mapping[str, Any] = field(default_factory=dict)
-    mauve: MauveMode = "auto"
+    mauve: metrics.MauveMode = "auto"
 
     def variants(self, sampler: Any) -> list[dict[str, Any]]:
         """Return the options of every point of the sweep, leaving out steps or solver if the sampler has none."""
@@ -79,7 +67,7 @@ class Evaluation:
     def __init__(self, scorer: Scorer, request: EvaluationRequest, cache: DiskCache, console: Console) -> None:
         self.scorer, self.request, self.cache, self.console = scorer, request, cache, console
         self.protocol = request.protocol
-        if request.mauve == "on" and not mauve_installed():
+        if request.mauve == "on" and not metrics.mauve_installed():
             raise MissingPackageError("mauve-text", "eval", "MAUVE")
         self.conditions = {
             "format": FORMAT,
@@ -191,7 +179,7 @@ class Evaluation:
         identity, label = source.identity(run, sampler), self.label(source, sampler)
         depends = self.conditions | {"kind": "scores", "limits": asdict(limits), **identity}
         depends |= {"texts_sha256": texts.sha256, "real_sha256": real.texts.sha256}
-        depends |= {"mauve": self.request.mauve != "off" and mauve_installed()}
+        depends |= {"mauve": self.request.mauve != "off" and metrics.mauve_installed()}
 
         def compute() -> dict[str, Any]:
             lengths = self.lengths(texts), self.lengths(real.texts)
@@ -199,7 +187,7 @@ class Evaluation:
                 run=run,
                 identity=identity,
                 stats=self.text_stats(f"{label}, seed {run}", texts, limits, limits.max_tokens),
-                lengths=length_overlap(*lengths) if all(lengths) else None,
+                lengths=metrics.length_overlap(*lengths) if all(lengths) else None,
                 mauve=self.mauve(texts, real.texts, limits.mauve_tokens),
                 throughput=texts.throughput,
                 samples=texts.texts[:SHOWN],
@@ -218,12 +206,12 @@ class Evaluation:
             reason = "was not asked for"
         elif min(counts) < MAUVE_TEXTS:
             reason = f"needs at least {MAUVE_TEXTS} texts of both kinds, not {counts[0]} generated and {counts[1]} real"
-        elif not mauve_installed():
+        elif not metrics.mauve_installed():
             reason = "needs the package 'mauve-text': install it with  pip install 'jpeg-dlm[eval]'"
         else:
             features = self.features(texts, tokens), self.features(real, tokens)
             try:
-                return mauve_score(*features, kmeans=self.protocol.kmeans) | {"tokens": tokens}
+                return metrics.mauve_score(*features, kmeans=self.protocol.kmeans) | {"tokens": tokens}
             except (ValueError, RuntimeError, AssertionError, np.linalg.LinAlgError) as error:
                 reason = f"could not be computed ({reason_of(error)})"
         return {"skipped": f"MAUVE {reason}", "tokens": tokens}
@@ -237,7 +225,7 @@ class Evaluation:
 
         def compute() -> dict[str, Any]:
             g = generator(SHUFFLE_SEED, "shuffle")
-            shuffled = [shuffle_words(text, g) for text in real.texts.texts]
+            shuffled = [metrics.shuffle_words(text, g) for text in real.texts.texts]
             ids = [tokenizer.encode(text) for text in shuffled] if limits.entropy_over_model_ids and tokenizer else None
             sets = {"real": real.texts, "shuffled": SourceTexts(shuffled, ids)}
             return {k: asdict(self.text_stats(f"{k} text", texts, limits, limit, ids=False)) for k, texts in sets.items()}
@@ -258,23 +246,23 @@ class Evaluation:
         window = (limit if self.protocol.stride else min(limit, self.scorer.context)) - self.protocol.bos
         truncated = sum(length > window for length in self.lengths(SourceTexts(texts.texts[:kept])))
         tokens = [score.token_ids for score in scores]
-        low, high = perplexity_interval(scores, self.protocol.aggregate)
+        low, high = metrics.perplexity_interval(scores, self.protocol.aggregate)
         return TextStats(
             texts=len(scores),
             skipped=sum(not s.n_tokens for s in scores),
             truncated=truncated,
             dropped=len(texts.texts) - kept,
             tokens=sum(s.n_tokens for s in scores),
-            gen_ppl=perplexity(scores, self.protocol.aggregate),
+            gen_ppl=metrics.perplexity(scores, self.protocol.aggregate),
             gen_ppl_low=low,
             gen_ppl_high=high,
-            entropy=unigram_entropy(tokens if own is None else own),
+            entropy=metrics.unigram_entropy(tokens if own is None else own),
             entropy_ids="scorer" if own is None else "model",
-            distinct_1=distinct_n(tokens, 1),
-            distinct_2=distinct_n(tokens, 2),
-            distinct_3=distinct_n(tokens, 3),
-            repetition_4=repetition_rate(tokens),
-            degenerate_share=degenerate_share(tokens),
+            distinct_1=metrics.distinct_n(tokens, 1),
+            distinct_2=metrics.distinct_n(tokens, 2),
+            distinct_3=metrics.distinct_n(tokens, 3),
+            repetition_4=metrics.repetition_rate(tokens),
+            degenerate_share=metrics.degenerate_share(tokens),
         )
 
     def features(self, texts: SourceTexts, budget: int) -> Any:

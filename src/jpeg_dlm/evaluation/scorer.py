@@ -13,17 +13,9 @@ from torch import Tensor
 
 from jpeg_dlm.encoders.frozen import load_pretrained, tensors_sha256
 from jpeg_dlm.evaluation.metrics import TextScore
+from jpeg_dlm.util import files
 from jpeg_dlm.util.distributed import shared, world_size
 from jpeg_dlm.util.errors import AssetError, CheckpointError, MissingPackageError, UsageError
-from jpeg_dlm.util.files import (
-    atomic_directory,
-    cache_dir,
-    make_directory,
-    remove_directory,
-    sha256_file,
-    verify_manifest,
-    write_manifest,
-)
 
 if TYPE_CHECKING:
     from jpeg_dlm.util.console import Console
@@ -221,10 +213,10 @@ def gguf_scorer(path: Path | None, device: str, console: Console | None, precisi
 
     if path and not path.is_file():
         raise AssetError(f"There is no file '{path}': name a GGUF file.")
-    digest = sha256_file(path) if path else ASSETS["smollm2"].member_sha256
-    folder = cache_dir() / f"gguf-{digest[:16]}"
+    digest = files.sha256_file(path) if path else ASSETS["smollm2"].member_sha256
+    folder = files.cache_dir() / f"gguf-{digest[:16]}"
     try:
-        verify_manifest(folder)
+        files.verify_manifest(folder)
     except CheckpointError:  # missing or damaged
         _convert_gguf(path or fetch("smollm2", console=console), folder)
     scorer = Scorer(str(folder), device, precision, digest)
@@ -253,12 +245,12 @@ def _convert_gguf(path: Path, folder: Path) -> None:
     tokenizer, model = load_pretrained(load, str(path), "", "the scorer", "name another GGUF file.")
     model.hf_quantizer = None  # the weights are no longer quantized, which transformers does not notice
     vars(model.config).pop("quantization_config", None)
-    make_directory(folder.parent)
-    remove_directory(folder)
-    with contextlib.suppress(CheckpointError), atomic_directory(folder, new=True) as staged:  # another process was faster
+    files.make_directory(folder.parent)
+    files.remove_directory(folder)
+    with contextlib.suppress(CheckpointError), files.atomic_directory(folder, new=True) as staged:  # another process was faster
         tokenizer.save_pretrained(staged)
         model.save_pretrained(staged)
-        write_manifest(staged, {})
+        files.write_manifest(staged, {})
 
 
 def build_scorer(spec: str, device: str = "cpu", console: Console | None = None, precision: str = "auto") -> Scorer:
