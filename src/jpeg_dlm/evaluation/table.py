@@ -24,6 +24,9 @@ class Span:
     value: str | int | float
     style: Literal["emphasis"] = "emphasis"
 
+    def __str__(self) -> str:
+        return str(self.value)
+
 
 # A text, a number, an interval (low, high), or a mapping with `mean` and `sd`; None is an empty cell.
 Cell = str | int | float | None | tuple[float, float] | Mapping[str, Any] | Span
