@@ -11,18 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MICRO, made_up_text
+from conftest import made_up_text
+from micro import MicroFolders
 
-from jpeg_dlm.api import Model
-from jpeg_dlm.checkpoints.model_folder import ModelParts, write_model
+from jpeg_dlm.api import Model, load
+from jpeg_dlm.config import DataConfig
 from jpeg_dlm.evaluation.cache import DiskCache
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol
 from jpeg_dlm.evaluation.scorer import Scorer
-from jpeg_dlm.methods.registry import build_method
-from jpeg_dlm.options import override
-from jpeg_dlm.presets import preset
-from jpeg_dlm.text.tokenizer import train_bpe
+from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.text.prepare import prepare
 from jpeg_dlm.util.console import Console
 
 
@@ -66,7 +65,7 @@ class FakeScorer(Scorer):
 
     name, hash, bos_id, eos_id, context = "fake", "f" * 64, 0, 0, 1024
 
-    device, bf16 = torch.device("cpu"), False
+    device, precision = torch.device("cpu"), "fp32"
 
     def __init__(self) -> None:
         self.calls = 0
@@ -90,24 +89,23 @@ def fake() -> FakeScorer:
     return FakeScorer()
 
 
-def random_model(folder: Path, changes: dict[str, object]) -> Path:
-    """Write a model folder with random weights."""
-    train_bpe([made_up_text()], 300).save(folder / "tokenizer.json")
-    config = override(preset("smoke"), MICRO | {"encoder.kind": "random"} | changes)
-    parts = ModelParts(build_method(config).eval(), config, folder, folder / "tokenizer.json", None)
-    return write_model(parts, folder / "model")
-
-
 @pytest.fixture(scope="session")
-def micro_folder(tmp_path_factory: pytest.TempPathFactory, corpus_file: Path) -> Path:
-    return random_model(tmp_path_factory.mktemp("micro"), {"data.source": str(corpus_file)})
+def micro_folder(micro_folders: MicroFolders) -> Path:
+    return micro_folders()
 
 
 @pytest.fixture(scope="session")
 def micro(micro_folder: Path) -> Model:
-    from jpeg_dlm.api import load
-
     return load(micro_folder, "cpu")
+
+
+@pytest.fixture(scope="session", params=["continuous", "padded"])
+def heldout(request: Any, micro: Model, corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Blocks:
+    """Held-out text of the micro model, in rows of both kinds."""
+    folder = tmp_path_factory.mktemp("prepared") / request.param
+    data = DataConfig(str(corpus_file), vocab_size=300, token_len=12, packing=request.param, holdout=0.3)
+    prepare(data, folder, None, micro.tokenizer)
+    return Blocks(folder, "heldout")
 
 
 @pytest.fixture(scope="session")
@@ -120,7 +118,6 @@ def document_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def context_folder(tmp_path_factory: pytest.TempPathFactory, document_file: Path) -> Path:
-    """A model with a context of two blocks and random weights."""
-    changes = {"encoder.scale": "none", "data.packing": "padded", "model.context_blocks": 2, "data.holdout": 0.2}
-    return random_model(tmp_path_factory.mktemp("model"), changes | {"data.source": str(document_file)})
+def context_folder(micro_folders: MicroFolders) -> Path:
+    """A model with a context of two blocks."""
+    return micro_folders(data__packing="padded", data__holdout=0.2, model__context_blocks=2)

@@ -3,26 +3,19 @@
 from collections import Counter
 
 import pytest
-from conftest import made_up_text
 
 from jpeg_dlm.evaluation.texts import ModelSource, TextBaseline
 from jpeg_dlm.options import override
 from jpeg_dlm.text.blocks import Blocks
-from jpeg_dlm.text.prepare import prepare
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
 
 
-@pytest.fixture(scope="module", params=["continuous", "padded"])
-def source(request, micro, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("anchors")
-    (folder / "text.txt").write_text(made_up_text(40), "utf-8")
-    options = {"data.packing": request.param, "data.source": str(folder / "text.txt"), "data.holdout": 0.3}
-    config = override(micro.config, options)
-    prepare(config.data, folder / "data", None, micro.tokenizer)
+@pytest.fixture
+def source(micro, heldout):
     model = type(micro)(micro.parts, "cpu")
-    model.config = config
-    return ModelSource(model, "micro", 4, Blocks(folder / "data", "heldout"))
+    model.config = override(micro.config, {"data.packing": "padded" if heldout.index["padded"] else "continuous"})
+    return ModelSource(model, "micro", 4, heldout)
 
 
 def test_real_texts_are_other_ones_than_those_compared_with(source):

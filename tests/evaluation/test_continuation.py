@@ -24,9 +24,9 @@ def test_cases_are_consecutive_parts_of_one_document(document_file, tmp_path):
     blocks = Blocks(tmp_path / "blocks", "heldout")
     tokenizer, texts = blocks.tokenizer(), [json.loads(line)["text"] for line in document_file.read_text().splitlines()]
     cases = block_cases(blocks, 2, 1000)
-    assert len(cases) > 20 and {len(case.prompt) for case in cases} == {12, 24}
-    for case in cases:
-        part = tokenizer.decode([*case.prompt, *case.real])
+    assert len(cases) > 20 and {len(prompt) for prompt, _ in cases} == {12, 24}
+    for prompt, real in cases:
+        part = tokenizer.decode([*prompt, *real])
         assert any(part in text for text in texts)
     assert block_cases(blocks, 2, 5) == cases[:5]
 

@@ -9,21 +9,11 @@ import torch
 
 from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.config import DataConfig
 from jpeg_dlm.evaluation.tasks import heldout_likelihood, row_nats, token_counts, unigram_perplexity
 from jpeg_dlm.evaluation.texts import ModelSource
 from jpeg_dlm.text.blocks import Blocks
-from jpeg_dlm.text.prepare import prepare
 
 pytest_plugins = ["tiny_evaluation", "stand_in"]  # fixtures
-
-
-@pytest.fixture(scope="module", params=["continuous", "padded"])
-def heldout(request, micro, corpus_file, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("prepared") / request.param
-    data = DataConfig(str(corpus_file), vocab_size=300, token_len=12, packing=request.param, holdout=0.1)
-    prepare(data, folder, None, micro.tokenizer)
-    return Blocks(folder, "heldout")
 
 
 def real_ids(blocks, n):

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from tiny_evaluation import evaluation
 
-from jpeg_dlm.evaluation import evaluate as evaluate_module
-from jpeg_dlm.evaluation import metrics as figures_module
-from jpeg_dlm.evaluation.metrics import KMEANS_SEEDS, length_overlap, mauve_or_reason, mauve_score
+from jpeg_dlm.evaluation import metrics
+from jpeg_dlm.evaluation.metrics import length_overlap, mauve_score
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
 from jpeg_dlm.evaluation.scorer import Scorer
 from jpeg_dlm.evaluation.tables import texts_table
-from jpeg_dlm.evaluation.texts import file_sources
+from jpeg_dlm.evaluation.texts import SourceTexts, file_sources
 from jpeg_dlm.util.errors import MissingPackageError
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
@@ -25,39 +24,27 @@ def features(n, shift, seed):
     return np.random.default_rng(seed).normal(size=(n, 8)) + shift
 
 
-def test_the_package_is_asked_once_per_kmeans_seed(monkeypatch):
-    asked = []
+def test_the_package_is_asked_once_per_kmeans_seed_and_protocols_choose_what_is_reported(fake, tmp_path, monkeypatch):
+    """The paper's protocols report the released seed, the others the mean; both with the deviation over seeds."""
+    calls = []
 
-    def compute_mauve(**options):
-        asked.append(options)
-        return SimpleNamespace(mauve=0.9 + 0.01 * (options["seed"] - 42), num_buckets=12)
-
-    monkeypatch.setitem(sys.modules, "mauve", SimpleNamespace(compute_mauve=compute_mauve))
-    generated, real = features(3, 0, 0), features(4, 0, 1)
-    found = mauve_score(generated, real)
-    assert [o["seed"] for o in asked] == list(KMEANS_SEEDS) and KMEANS_SEEDS[0] == 42
-    assert all(o["p_features"] is real and o["q_features"] is generated for o in asked)
-    assert found["mauve"] == pytest.approx(0.92) and found["kmeans_sd"] == pytest.approx(0.0158114, abs=1e-6)
-    assert found["values"][0] == pytest.approx(0.9) and found["buckets"] == 12 and found["texts"] == [3, 4]
-    released = mauve_score(generated, real, kmeans="first")
-    assert released["mauve"] == pytest.approx(0.9) and released["kmeans_sd"] == found["kmeans_sd"]
-
-
-def test_the_papers_protocols_report_the_released_seed_with_the_deviation_over_seeds(fake, tmp_path, monkeypatch):
-    def compute_mauve(seed, **_):
+    def compute_mauve(p_features, q_features, seed, verbose):
+        calls.append((len(p_features), len(q_features), seed))
         return SimpleNamespace(mauve=0.9 + 0.01 * (seed - 42), num_buckets=12)
 
     monkeypatch.setitem(sys.modules, "mauve", SimpleNamespace(compute_mauve=compute_mauve))
-    for module in (evaluate_module, figures_module):
-        monkeypatch.setattr(module, "mauve_installed", lambda: True)
-    (tmp_path / "s.txt").write_text("w1 w2 w3\n" * 100)
-    [source] = file_sources([tmp_path / "s.txt"], tmp_path / "s.txt")
+    monkeypatch.setattr(metrics, "mauve_installed", lambda: True)
+    (tmp_path / "s.txt").write_text("w1 w2 w3\n" * 101)
+    (tmp_path / "r.txt").write_text("w1 w2 w3\n" * 100)
+    [source] = file_sources([tmp_path / "s.txt"], tmp_path / "r.txt")
     for name, value in {"lm1b": 0.9, "default": 0.92}.items():
         asked = evaluation(fake, name)
-        table = texts_table(asked.result([asked.entry(source, {})]))
+        table = texts_table(asked.result([entry := asked.entry(source, {})]))
         cells = dict(zip(table.headings, table.rows[0], strict=True))
         assert cells["MAUVE"]["mean"] == pytest.approx(value), name
-        assert cells["± of k-means"] == pytest.approx(0.0158, abs=1e-4)
+        assert cells["± of k-means"] == pytest.approx(0.0158114, abs=1e-6)
+        assert entry.runs[0].mauve["values"][0] == pytest.approx(0.9) and entry.runs[0].mauve["texts"] == [101, 100]
+    assert calls == [(100, 101, seed) for seed in (42, 43, 44, 45, 46)] * 2  # p is the real text
 
 
 def test_faiss_says_nothing_and_stays_as_it_is_for_others(capfd, monkeypatch):
@@ -76,17 +63,15 @@ def test_faiss_says_nothing_and_stays_as_it_is_for_others(capfd, monkeypatch):
     assert "WARNING clustering" in capfd.readouterr().err
 
 
-def test_reasons_for_having_none(monkeypatch):
-    def never():
-        raise AssertionError("features were computed for nothing")
-
-    assert "asked" in mauve_or_reason("off", 500, 500, never)["skipped"]
-    assert "at least 100" in mauve_or_reason("auto", 500, 99, never)["skipped"]
-    monkeypatch.setattr(figures_module, "mauve_installed", lambda: False)
-    assert "jpeg-dlm[eval]" in mauve_or_reason("auto", 500, 500, never)["skipped"]
-    monkeypatch.setitem(sys.modules, "mauve", None)  # as if it were not installed
+def test_reasons_for_having_none(fake, monkeypatch):
+    monkeypatch.setattr(fake, "features", pytest.fail)  # nothing is computed for nothing
+    many, few = SourceTexts(["w1"] * 500), SourceTexts(["w1"] * 99 + [" "])
+    assert "asked" in evaluation(fake, mauve="off").mauve(many, many, 8)["skipped"]
+    assert "at least 100" in evaluation(fake).mauve(many, few, 8)["skipped"]
+    monkeypatch.setattr(metrics, "mauve_installed", lambda: False)
+    assert "jpeg-dlm[eval]" in evaluation(fake).mauve(many, many, 8)["skipped"]
     with pytest.raises(MissingPackageError, match=r"jpeg-dlm\[eval\]"):
-        mauve_score(features(3, 0, 0), features(3, 0, 0))
+        evaluation(fake, mauve="on")
 
 
 # ---------------------------------------------------------------- lengths

@@ -38,11 +38,11 @@ def test_a_corpus_made_by_hand(tmp_path: Path):
     known = prepared(tmp_path, "padded")
     assert known.known == {"a", "dog", "runs", "home", "cat", "sits", "here", "two", "men", "walk", "the"}
     found = known.measure(rows_of(known, "A dog sits home.", "A cat sits here.", "Two rulady walk"))
-    assert found.words == pytest.approx(10 / 11)
-    assert found.distinct == 1.0  # a dog, dog sits, sits home, a cat, cat sits, sits here, two rulady, rulady walk
-    assert found.copied == pytest.approx(1 / 3)
-    assert known.measure(rows_of(known, "A cat", "A cat")).distinct == 0.5
-    assert known.measure(rows_of(known, "cat sits here.")).copied == 0.0  # part of a text is no copy of one
+    assert found["words"] == pytest.approx(10 / 11)
+    assert found["distinct"] == 1.0  # a dog, dog sits, sits home, a cat, cat sits, sits here, two rulady, rulady walk
+    assert found["copied"] == pytest.approx(1 / 3)
+    assert known.measure(rows_of(known, "A cat", "A cat"))["distinct"] == 0.5
+    assert known.measure(rows_of(known, "cat sits here."))["copied"] == 0.0  # part of a text is no copy of one
 
 
 def test_rows_that_are_cut_anywhere(tmp_path: Path):

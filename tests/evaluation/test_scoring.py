@@ -5,15 +5,7 @@ import math
 import pytest
 import torch
 
-from jpeg_dlm.evaluation.metrics import (
-    TextScore,
-    distinct_n,
-    perplexity,
-    perplexity_interval,
-    repetition_rate,
-    shuffle_words,
-    unigram_entropy,
-)
+from jpeg_dlm.evaluation.metrics import TextScore, distinct_n, perplexity, perplexity_interval, repetition_rate, unigram_entropy
 from jpeg_dlm.evaluation.results import scorer_label
 from jpeg_dlm.evaluation.scorer import Scorer, build_scorer
 from jpeg_dlm.util.errors import AssetError, DataError, UsageError
@@ -66,13 +58,6 @@ def test_distinct_and_repetition_by_hand():
     assert repetition_rate(texts, 2) == pytest.approx((1 / 3 + 0) / 2)
     assert repetition_rate([[4] * 10], 4) == pytest.approx(6 / 7)
     assert repetition_rate([[1]], 4) == 0
-
-
-def test_shuffle_keeps_words_and_follows_its_generator():
-    text = "the quick brown fox jumps over the lazy dog"
-    one, same, other = (shuffle_words(text, torch.Generator().manual_seed(s)) for s in (0, 0, 1))
-    assert one == same != other and one != text and sorted(one.split()) == sorted(text.split())
-    assert shuffle_words("", torch.Generator()) == ""
 
 
 def test_bootstrap_interval_covers_a_mean():

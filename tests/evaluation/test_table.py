@@ -22,7 +22,7 @@ cells = (
     | st.integers()
     | numbers
     | st.tuples(numbers, numbers)
-    | st.builds(Span, st.text() | numbers, st.sampled_from(["emphasis", "code"]))
+    | st.builds(Span, st.text() | numbers)
     | st.builds(lambda mean, sd: {"mean": mean, "sd": sd}, numbers, st.none() | numbers)
 )
 columns = st.builds(Column, st.text(), st.none() | st.integers(0, 4), st.booleans())

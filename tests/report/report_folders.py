@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
-import zlib
 from pathlib import Path
 
 import torch
@@ -14,19 +12,10 @@ from jpeg_dlm.evaluation.table import Table, emphasis, write_result
 from jpeg_dlm.options import override, to_dict
 from jpeg_dlm.presets import preset
 from jpeg_dlm.training.metrics import MetricsLog
+from jpeg_dlm.util.pictures import new_figure, png_bytes
 
+PICTURE = png_bytes(new_figure(2, "curves")[0])
 HOSTILE = '<script>alert("x")</script></style><img src=x onerror=alert(1)>\u202e"\'&amp; `|*'
-
-
-def tiny_png(width: int = 3, height: int = 2) -> bytes:
-    """Gray pixels, by the specification of the format."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    pixels = zlib.compress((b"\0" + b"\x80" * width) * height)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
 def make_run(folder: Path, text: str = "The farmer plants corn.", steps: int = 20) -> Path:
@@ -37,7 +26,7 @@ def make_run(folder: Path, text: str = "The farmer plants corn.", steps: int = 2
         for step in (10, 20):
             log.log(step, {"ce": 5.0 - step / 10, "loss": 6.25 - step / 10, "grad_norm": 1.5, "rows_per_s": 64.0})
             log.log(step, {"heldout_ce": 4.5, "heldout_accuracy": 0.125})
-    (folder / "metrics.png").write_bytes(tiny_png(1200, 400))
+    (folder / "metrics.png").write_bytes(PICTURE)
     (folder / "samples").mkdir()
     (folder / "samples" / "step-00000010.txt").write_text("[0] early\n")
     (folder / "samples" / "step-00000020.txt").write_text(f"[0] {text}\n[1] two\nlines [7] here\n[2] \n", "utf-8")
@@ -73,7 +62,7 @@ def make_results(folder: Path, name: str = "results", key: str = "entries", text
 def make_workshop(folder: Path) -> Path:
     """A comparison, a study, an evaluation and two runs."""
     make_results(folder, "compare", "records")
-    (folder / "compare.png").write_bytes(tiny_png(900, 300))
+    (folder / "compare.png").write_bytes(PICTURE)
     make_results(folder, "study-rates", "records")
     make_results(folder / "scored")
     for name in ("jpeg-dlm-1", "ar-2"):

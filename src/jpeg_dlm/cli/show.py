@@ -12,8 +12,6 @@ from rich.text import Text
 
 from jpeg_dlm.evaluation.table import Span, Table, markdown, visible
 
-STYLES = {"emphasis": "italic", "code": "bold"}
-
 
 def show(tables: Sequence[Table]) -> None:
     """Print tables with their titles and notes, blank lines between them."""
@@ -36,6 +34,6 @@ def _drawing(table: Table) -> Drawing:
         drawing.add_column(visible(column.name), justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
     for row in table.rows:
         texts = (visible(column.text(cell)) for cell, column in zip(row, table.columns, strict=True))
-        styles = (STYLES[cell.style] if isinstance(cell, Span) else "" for cell in row)
+        styles = ("italic" if isinstance(cell, Span) else "" for cell in row)
         drawing.add_row(*map(Text, texts, styles))
     return drawing

@@ -24,7 +24,6 @@ from torch.utils.flop_counter import flop_registry
 from jpeg_dlm.config import Config
 from jpeg_dlm.methods.base import Batch, Method, Trainable
 from jpeg_dlm.methods.registry import build_method
-from jpeg_dlm.util.errors import UsageError
 from jpeg_dlm.util.rng import Law, RowNoise, generator
 
 PLACES = (0.25, 0.75)  # of a training, at which a step is measured: some methods change their steps on the way
@@ -58,15 +57,6 @@ def planned_precision(config: Config) -> str:
     return "fp32" if config.train.precision == "fp32" else "bf16"
 
 
-@contextmanager
-def _values_refused(config: Config) -> Iterator[None]:
-    """Turn what torch raises where the value of a shape is asked for into a sentence."""
-    try:
-        yield
-    except (NotImplementedError, RuntimeError) as error:
-        raise UsageError(f"{config.method} decides by values, so it cannot be counted without running: {error}") from error
-
-
 @dataclass(frozen=True)
 class TrainingCost:
     """Operations of one row, forward and backward, and the bytes of a micro-batch beside weights and gradients."""
@@ -82,7 +72,7 @@ def training_cost(config: Config, rows: int) -> TrainingCost:
     from jpeg_dlm.training.sharding import repeated_layers  # loads FSDP, which counting parameters does not need
 
     costs = []
-    with _values_refused(config), shapes_only() as kernels:
+    with shapes_only() as kernels:
         method = build_method(config).train()
         for module in method.modules():  # vectors too, since their gradients are shapes
             for name, parameter in module.named_parameters(recurse=False):
@@ -92,9 +82,8 @@ def training_cost(config: Config, rows: int) -> TrainingCost:
         for parameter in method.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         for place in PLACES:
-            costs.append(
-                training_pass(method, config, ShapeNoise(0, range(rows), round(place * config.train.steps), place=place))
-            )
+            noise = ShapeNoise(0, range(rows), round(place * config.train.steps), place=place)
+            costs.append(training_pass(method, config, noise))
             kernels.cast.clear()
     forward, backward = (sum(getattr(cost, name) for cost in costs) / len(costs) for name in ("forward", "backward"))
     return TrainingCost(forward, backward, max(cost.activations for cost in costs))
@@ -126,7 +115,7 @@ def sampling_macs(config: Config) -> int:
     if steps > 2:
         one, two = (sampling_macs(replace(config, sampler=replace(config.sampler, steps=n))) for n in (1, 2))
         return one + (steps - 1) * (two - one)
-    with _values_refused(config), shapes_only(), CostMeter() as meter:
+    with shapes_only(), CostMeter() as meter:
         cast(Method, build_method(config)).eval().sample(config.sampler, ShapeNoise(0, range(1)))
     return meter.macs
 

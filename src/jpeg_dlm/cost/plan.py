@@ -104,9 +104,10 @@ def make_plan(config: Config, devices: Devices, speed: Speed, corpus_tokens: flo
     with_encoder = method.uses_encoder and not config.data.cache_features
     encoder_parameters, encoder_macs = encoder_cost(config) if with_encoder else (0, 0)
 
-    def memory(fsdp: bool) -> dict[str, int]:
-        weights = FP32 * parameters["total"] // (count if fsdp else 1)
-        return {
+    placements = {}
+    for name in ("none", "fsdp") if count > 1 else ("none",):
+        weights = FP32 * parameters["total"] // (count if name == "fsdp" else 1)
+        memory = {
             "weights": weights,
             "gradients": weights,
             "optimizer": (1 if t.optimizer == "muon" else 2) * weights,  # Muon keeps one momentum of a matrix
@@ -116,13 +117,9 @@ def make_plan(config: Config, devices: Devices, speed: Speed, corpus_tokens: flo
             "communication": 0 if count == 1 else FP32 * parameters["total"],  # whole weights of a step, or buckets of DDP
             "activations": cost.activations,
         }
-
-    placements = {}
-    for name in ("none", "fsdp") if count > 1 else ("none",):
-        parts = memory(name == "fsdp")
-        state, room = sum(parts.values()) - cost.activations, USABLE * devices.capacity
-        fitting = (rows for rows in splits(rows, batch) if state + cost.activations * rows / batch <= room)
-        placements[name] = {"memory": parts | {"total": sum(parts.values())}, "fits": next(fitting, 0)}
+        state, room = sum(memory.values()) - cost.activations, USABLE * devices.capacity
+        fitting = (fewer for fewer in splits(rows, batch) if state + cost.activations * fewer / batch <= room)
+        placements[name] = {"memory": memory | {"total": sum(memory.values())}, "fits": next(fitting, 0)}
     macs = encoder_macs + cost.forward + cost.backward
     seconds = 2 * macs * rows / speed.flops  # reading, sending and updating are part of the utilization
     return {
@@ -155,6 +152,7 @@ def full_plan(config: Config, devices: Devices, speed: Speed, corpus_tokens: flo
 
 def plan_tables(plan: dict[str, Any]) -> list[Table]:
     """Return the facts and the memory of a plan."""
+    days = plan["days"]
     facts = {
         "trained parameters": f"{plan['parameters']:,}",
         "operations per row (multiply-accumulates)": operations(plan["row_macs"]),
@@ -163,9 +161,11 @@ def plan_tables(plan: dict[str, Any]) -> list[Table]:
         "tokens per step": f"{plan['tokens_per_step']:,}",
         "seconds per step": f"{plan['seconds_per_step']:.3g}",
         "tokens per day": f"{plan['tokens_per_day'] / 1e9:.3g} B",
-        "steps": f"{plan['steps']:,}" if plan["steps"] else "unknown",
-        "whole run": _days(plan["days"]) if plan["steps"] else "unknown: state the corpus with --tokens 1.2B",
+        "steps": f"{plan['steps']:,}",
+        "whole run": f"{days:.1f} days" if days >= 2 else f"{24 * days:.1f} hours",
     }
+    if not plan["steps"]:
+        facts |= {"steps": "unknown", "whole run": "unknown: state the corpus with --tokens 1.2B"}
     memories = {name: placement["memory"] for name, placement in plan["placements"].items()}
     uses = [use for use, size in memories["none"].items() if size]
     rows = [(use, *(gigabytes(memory[use]) for memory in memories.values())) for use in uses]
@@ -186,7 +186,3 @@ def _verdict(plan: dict[str, Any], sharding: str, batch: int) -> str:
     accumulation = plan["rows_of_a_device"] // batch
     options = f"--train.sharding {sharding} --train.batch {batch} --train.accumulation {accumulation}"
     return f"Fits {room}: {options}"
-
-
-def _days(days: float) -> str:
-    return f"{days:.1f} days" if days >= 2 else f"{24 * days:.1f} hours"

@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from jpeg_dlm import __version__
+from jpeg_dlm.evaluation import metrics
 from jpeg_dlm.evaluation.cache import DiskCache
-from jpeg_dlm.evaluation.metrics import MauveMode, length_overlap, mauve_installed, mauve_or_reason, shuffle_words
 from jpeg_dlm.evaluation.protocols import Protocol
 from jpeg_dlm.evaluation.results import (
     LengthLimits,
@@ -22,19 +24,19 @@ from jpeg_dlm.evaluation.results import (
     log_ppl_position,
     measures_of,
     notes,
-    text_stats,
     warnings,
 )
 from jpeg_dlm.evaluation.scorer import PAPER_SCORER_TOKENS, Scorer
 from jpeg_dlm.evaluation.texts import ModelSource, Real, Source, SourceTexts
 from jpeg_dlm.options import to_dict
 from jpeg_dlm.util.console import Console
-from jpeg_dlm.util.errors import MissingPackageError, counted
+from jpeg_dlm.util.errors import MissingPackageError, counted, reason_of
 from jpeg_dlm.util.rng import generator
 
 FORMAT = 2  # of the partial results; those of another format are not reused
 SHUFFLE_SEED = 0
 UNCUT = 1 << 20  # most tokens counted when measuring the length of a text
+MAUVE_TEXTS = 100  # of each kind at least: a cluster per ten texts, and fewer than ten clusters are too coarse
 MAUVE_SHARE = 0.75  # paper: both budgets keep 75% of the nominal length
 LONGEST = 0.95  # real texts of other lengths are cut where this share of the generated ones ends (assumed)
 SHOWN = 16  # texts kept in the results
@@ -50,7 +52,7 @@ class EvaluationRequest:
     steps: tuple[int, ...] = ()
     solvers: tuple[str, ...] = ()
     sampler: Mapping[str, Any] = field(default_factory=dict)
-    mauve: MauveMode = "auto"
+    mauve: metrics.MauveMode = "auto"
 
     def variants(self, sampler: Any) -> list[dict[str, Any]]:
         """Return the options of every point of the sweep, leaving out steps or solver if the sampler has none."""
@@ -65,7 +67,7 @@ class Evaluation:
     def __init__(self, scorer: Scorer, request: EvaluationRequest, cache: DiskCache, console: Console) -> None:
         self.scorer, self.request, self.cache, self.console = scorer, request, cache, console
         self.protocol = request.protocol
-        if request.mauve == "on" and not mauve_installed():
+        if request.mauve == "on" and not metrics.mauve_installed():
             raise MissingPackageError("mauve-text", "eval", "MAUVE")
         self.conditions = {
             "format": FORMAT,
@@ -115,7 +117,7 @@ class Evaluation:
 
     def model_info(self, source: ModelSource, sampler: dict[str, Any], seeds: Sequence[int], n: int) -> ModelInfo:
         """Describe the model and the sampler of an entry of n texts."""
-        config, options = source.model.config, source.options(sampler)
+        config, options = source.model.config, source.model.sampler_options(**sampler)
         return ModelInfo(
             method=config.method,
             title=source.model.method.title,
@@ -177,7 +179,7 @@ class Evaluation:
         identity, label = source.identity(run, sampler), self.label(source, sampler)
         depends = self.conditions | {"kind": "scores", "limits": asdict(limits), **identity}
         depends |= {"texts_sha256": texts.sha256, "real_sha256": real.texts.sha256}
-        depends |= {"mauve": self.request.mauve != "off" and mauve_installed()}
+        depends |= {"mauve": self.request.mauve != "off" and metrics.mauve_installed()}
 
         def compute() -> dict[str, Any]:
             lengths = self.lengths(texts), self.lengths(real.texts)
@@ -185,7 +187,7 @@ class Evaluation:
                 run=run,
                 identity=identity,
                 stats=self.text_stats(f"{label}, seed {run}", texts, limits, limits.max_tokens),
-                lengths=length_overlap(*lengths) if all(lengths) else None,
+                lengths=metrics.length_overlap(*lengths) if all(lengths) else None,
                 mauve=self.mauve(texts, real.texts, limits.mauve_tokens),
                 throughput=texts.throughput,
                 samples=texts.texts[:SHOWN],
@@ -198,10 +200,21 @@ class Evaluation:
         return ScoredRun(stats=stats, **content)
 
     def mauve(self, texts: SourceTexts, real: SourceTexts, tokens: int) -> dict[str, Any]:
-        """Return MAUVE of the first `tokens` of texts, or why there is none."""
-        written, true = (sum(bool(text.strip()) for text in each.texts) for each in (texts, real))
-        features = lambda: (self.features(texts, tokens), self.features(real, tokens))  # noqa: E731
-        return mauve_or_reason(self.request.mauve, written, true, features, self.protocol.kmeans) | {"tokens": tokens}
+        """Return MAUVE of the first `tokens` of texts, or in `skipped` why there is none, which stops nothing."""
+        counts = [sum(bool(text.strip()) for text in each.texts) for each in (texts, real)]
+        if self.request.mauve == "off":
+            reason = "was not asked for"
+        elif min(counts) < MAUVE_TEXTS:
+            reason = f"needs at least {MAUVE_TEXTS} texts of both kinds, not {counts[0]} generated and {counts[1]} real"
+        elif not metrics.mauve_installed():
+            reason = "needs the package 'mauve-text': install it with  pip install 'jpeg-dlm[eval]'"
+        else:
+            features = self.features(texts, tokens), self.features(real, tokens)
+            try:
+                return metrics.mauve_score(*features, kmeans=self.protocol.kmeans) | {"tokens": tokens}
+            except (ValueError, RuntimeError, AssertionError, np.linalg.LinAlgError) as error:
+                reason = f"could not be computed ({reason_of(error)})"
+        return {"skipped": f"MAUVE {reason}", "tokens": tokens}
 
     def real_stats(self, source: Source, real: Real, limits: LengthLimits) -> dict[str, TextStats]:
         """Score the real texts and their shuffled words like the generated ones."""
@@ -212,7 +225,7 @@ class Evaluation:
 
         def compute() -> dict[str, Any]:
             g = generator(SHUFFLE_SEED, "shuffle")
-            shuffled = [shuffle_words(text, g) for text in real.texts.texts]
+            shuffled = [metrics.shuffle_words(text, g) for text in real.texts.texts]
             ids = [tokenizer.encode(text) for text in shuffled] if limits.entropy_over_model_ids and tokenizer else None
             sets = {"real": real.texts, "shuffled": SourceTexts(shuffled, ids)}
             return {k: asdict(self.text_stats(f"{k} text", texts, limits, limit, ids=False)) for k, texts in sets.items()}
@@ -220,6 +233,7 @@ class Evaluation:
         return {name: TextStats(**values) for name, values in self.cache.get_or_compute("real", depends, compute).items()}
 
     def text_stats(self, title: str, texts: SourceTexts, limits: LengthLimits, limit: int, ids: bool = True) -> TextStats:
+        """Return perplexity with its 95% bootstrap interval over texts, entropy in nats, and signs of repetition."""
         kept = len(texts.texts)
         if self.protocol.batch_rule and kept >= self.protocol.batch_rule:
             kept -= kept % self.protocol.batch_rule
@@ -231,7 +245,25 @@ class Evaluation:
         own = texts.ids[:kept] if limits.entropy_over_model_ids and texts.ids else None
         window = (limit if self.protocol.stride else min(limit, self.scorer.context)) - self.protocol.bos
         truncated = sum(length > window for length in self.lengths(SourceTexts(texts.texts[:kept])))
-        return text_stats(scores, self.protocol.aggregate, own, truncated, len(texts.texts) - kept)
+        tokens = [score.token_ids for score in scores]
+        low, high = metrics.perplexity_interval(scores, self.protocol.aggregate)
+        return TextStats(
+            texts=len(scores),
+            skipped=sum(not s.n_tokens for s in scores),
+            truncated=truncated,
+            dropped=len(texts.texts) - kept,
+            tokens=sum(s.n_tokens for s in scores),
+            gen_ppl=metrics.perplexity(scores, self.protocol.aggregate),
+            gen_ppl_low=low,
+            gen_ppl_high=high,
+            entropy=metrics.unigram_entropy(tokens if own is None else own),
+            entropy_ids="scorer" if own is None else "model",
+            distinct_1=metrics.distinct_n(tokens, 1),
+            distinct_2=metrics.distinct_n(tokens, 2),
+            distinct_3=metrics.distinct_n(tokens, 3),
+            repetition_4=metrics.repetition_rate(tokens),
+            degenerate_share=metrics.degenerate_share(tokens),
+        )
 
     def features(self, texts: SourceTexts, budget: int) -> Any:
         key = (texts.sha256, budget)

@@ -8,7 +8,7 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -19,7 +19,7 @@ import torch
 
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.tokenizer import TextTokenizer
-from jpeg_dlm.util.errors import DataError, MissingPackageError, reason_of
+from jpeg_dlm.util.errors import DataError
 from jpeg_dlm.util.rng import derive_seed
 
 Aggregate = Literal["corpus", "sequence"]
@@ -34,14 +34,9 @@ class TextScore:
     n_tokens: int
     token_ids: tuple[int, ...]  # the truncated text without the beginning token
 
-    @property
-    def skipped(self) -> bool:
-        """True if the text had no token to score."""
-        return self.n_tokens == 0
-
 
 def _scored(scores: Sequence[TextScore]) -> list[TextScore]:
-    kept = [score for score in scores if not score.skipped]
+    kept = [score for score in scores if score.n_tokens]
     if not kept:
         raise DataError("No text had a token to score: give texts of at least two tokens.")
     return kept
@@ -122,7 +117,6 @@ def shuffle_words(text: str, generator: torch.Generator) -> str:
 KMEANS_SEEDS = (42, 43, 44, 45, 46)  # 42 is the released one
 MauveMode = Literal["auto", "on", "off"]
 KMeans = Literal["mean", "first"]  # the value that is reported: the mean over the seeds, or that of the first
-FEWEST = 100  # texts of each kind; the package makes a cluster per ten texts, and fewer than ten clusters are too coarse
 
 
 def mauve_installed() -> bool:
@@ -134,11 +128,12 @@ def mauve_score(
     generated: np.ndarray, real: np.ndarray, seeds: Sequence[int] = KMEANS_SEEDS, kmeans: KMeans = "mean"
 ) -> dict[str, Any]:
     """Return the MAUVE of two sets of features (n, H), with default options, and its deviation over k-means seeds."""
-    try:
-        import mauve  # pyright: ignore[reportMissingImports] - an extra
-    except ImportError as error:
-        raise MissingPackageError("mauve-text", "eval", "MAUVE") from error
-    _silence_small_clusters()
+    import mauve  # pyright: ignore[reportMissingImports] - an extra
+
+    module: Any = sys.modules.get("mauve.compute_mauve")
+    if isinstance(getattr(module, "faiss", None), ModuleType):
+        # The package makes a cluster per ten texts: do not let it warn that each has less than 39; faiss stays as it is.
+        module.faiss = SimpleNamespace(Kmeans=partial(module.faiss.Kmeans, min_points_per_centroid=1))
     scores = [mauve.compute_mauve(p_features=real, q_features=generated, seed=seed, verbose=False) for seed in seeds]
     values = [float(score.mauve) for score in scores]
     return {
@@ -151,29 +146,6 @@ def mauve_score(
     }
 
 
-def _silence_small_clusters() -> None:
-    """Keep mauve-text, which makes a cluster per ten texts, from warning that each has less than 39; faiss stays as it is."""
-    module: Any = sys.modules.get("mauve.compute_mauve")
-    if isinstance(getattr(module, "faiss", None), ModuleType):
-        module.faiss = SimpleNamespace(Kmeans=partial(module.faiss.Kmeans, min_points_per_centroid=1))
-
-
-def mauve_or_reason(
-    mode: MauveMode, generated: int, real: int, features: Callable[[], tuple[np.ndarray, np.ndarray]], kmeans: KMeans = "mean"
-) -> dict[str, Any]:
-    """Return MAUVE, or in `skipped` why there is none: it is one figure of several, so its absence stops nothing."""
-    if mode == "off":
-        return {"skipped": "MAUVE was not asked for"}
-    if min(generated, real) < FEWEST:
-        return {"skipped": f"MAUVE needs at least {FEWEST} texts of both kinds, not {generated} generated and {real} real"}
-    if not mauve_installed():
-        return {"skipped": "MAUVE needs the package 'mauve-text': install it with  pip install 'jpeg-dlm[eval]'"}
-    try:
-        return mauve_score(*features(), kmeans=kmeans)
-    except (ValueError, RuntimeError, AssertionError, np.linalg.LinAlgError) as error:
-        return {"skipped": f"MAUVE could not be computed ({reason_of(error)})"}
-
-
 # ---------------------------------------------------------------- lengths
 
 TEXTS_PER_BIN = 10  # paper: 204 bins for 1,024 + 1,024 texts
@@ -182,44 +154,33 @@ ENOUGH = 50  # texts of each kind; fewer give so few bins that any two sets over
 
 def length_overlap(generated: Sequence[int], real: Sequence[int], bins: int | None = None) -> dict[str, Any]:
     """Return histograms over bins of equal pooled frequency, merged where edges coincide, and their intersection."""
-    a, b = np.asarray(generated, float), np.asarray(real, float)
-    inner = _edges(a, b, bins)
-    counts_a, counts_b = (_histogram(x, inner) for x in (a, b))
-    return {
-        "overlap": float(_intersection(counts_a, counts_b)),
-        "enough": min(len(a), len(b)) >= ENOUGH,
-        "bins": len(inner) + 1,
-        "edges": inner.tolist(),
-        "generated": _summary(a) | {"histogram": counts_a.tolist()},
-        "real": _summary(b) | {"histogram": counts_b.tolist()},
-    }
-
-
-def _edges(a: np.ndarray, b: np.ndarray, bins: int | None) -> np.ndarray:
-    """Return the inner edges of bins with equally many texts of the pooled sets."""
-    pooled = np.concatenate([a, b])
+    sides = {"generated": np.asarray(generated, float), "real": np.asarray(real, float)}
+    pooled = np.concatenate([*sides.values()])
     wanted = bins or max(1, len(pooled) // TEXTS_PER_BIN)
     inner = np.unique(np.quantile(pooled, np.linspace(0, 1, wanted + 1)[1:-1], method="higher"))
-    return inner[inner > pooled.min()]  # no empty bin below the shortest text
-
-
-def _histogram(lengths: np.ndarray, inner: np.ndarray) -> np.ndarray:
-    return np.bincount(np.searchsorted(inner, lengths, side="right"), minlength=len(inner) + 1)
-
-
-def _intersection(counts_a: np.ndarray, counts_b: np.ndarray) -> np.ndarray:
-    """Return the intersection of two normalized histograms (..., bins)."""
-    p, q = (counts / counts.sum(-1, keepdims=True) for counts in (counts_a, counts_b))
-    return np.minimum(1.0, np.minimum(p, q).sum(-1))  # rounding may exceed 1
-
-
-def _summary(lengths: np.ndarray) -> dict[str, Any]:
+    inner = inner[inner > pooled.min()]  # no empty bin below the shortest text
+    histograms = {
+        name: np.bincount(np.searchsorted(inner, lengths, side="right"), minlength=len(inner) + 1)
+        for name, lengths in sides.items()
+    }
+    p, q = (counts / counts.sum() for counts in histograms.values())
+    summaries = {
+        name: {
+            "texts": len(lengths),
+            "median": float(np.median(lengths)),
+            "std": float(lengths.std()),
+            "shortest": int(lengths.min()),
+            "longest": int(lengths.max()),
+            "histogram": histograms[name].tolist(),
+        }
+        for name, lengths in sides.items()
+    }
     return {
-        "texts": len(lengths),
-        "median": float(np.median(lengths)),
-        "std": float(lengths.std()),
-        "shortest": int(lengths.min()),
-        "longest": int(lengths.max()),
+        "overlap": min(1.0, float(np.minimum(p, q).sum())),  # rounding may exceed 1
+        "enough": min(map(len, sides.values())) >= ENOUGH,
+        "bins": len(inner) + 1,
+        "edges": inner.tolist(),
+        **summaries,
     }
 
 
@@ -229,16 +190,10 @@ MOST_TOKENS = 1 << 22  # of training text to count, evenly spread (assumed: ten 
 WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
 
 
-def evenly_spaced(total: int, count: int) -> np.ndarray:
-    """Return the numbers of `count` rows evenly spread over `total`; all rows if `count` is larger."""
-    return np.arange(total) if count >= total else np.arange(count) * total // count
-
-
-def cut_rows(rows_BL: np.ndarray, end_id: int | None) -> list[np.ndarray]:
-    """Cut each row after its first end token; keep rows without one, and all rows if `end_id` is None."""
-    if end_id is None:
-        return list(rows_BL)
-    return [row[: int(np.argmax(row == end_id)) + 1] if (row == end_id).any() else row for row in rows_BL]
+def training_rows(train: Blocks) -> torch.Tensor:
+    """Return rows evenly spread over a training text, or all of them if it is small."""
+    total, count = len(train), max(1, MOST_TOKENS // train.token_len)
+    return train.rows(np.arange(total) if count >= total else np.arange(count) * total // count)
 
 
 def words_of(text: str, whole: bool) -> list[str]:
@@ -247,39 +202,32 @@ def words_of(text: str, whole: bool) -> list[str]:
     return words if whole else words[1:-1]
 
 
-@dataclass(frozen=True)
-class OverlapStats:
-    """Measures of some rows."""
-
-    words: float  # share of words that occur in the training text
-    distinct: float  # distinct word pairs over all word pairs, a share that falls with the number of rows
-    copied: float  # share of rows that occur in the training text
-
-
 class TrainingTextStats:
     """The words and rows of a training text; rows of padded text are whole texts."""
 
-    def __init__(self, train: Blocks, tokenizer: TextTokenizer, most_tokens: int = MOST_TOKENS) -> None:
+    def __init__(self, train: Blocks, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
         self.padded: bool = train.index["padded"]
         self.border = np.array([train.vocab_size] if self.padded else [], np.int64)
-        sample = train.rows(evenly_spaced(len(train), max(1, most_tokens // train.token_len))).numpy()
-        rows = cut_rows(sample, tokenizer.eos_id if self.padded else None)
+        rows = list(training_rows(train).numpy())
+        if self.padded:  # each ends after its first end token
+            end = tokenizer.eos_id
+            rows = [row[: int(np.argmax(row == end)) + 1] if (row == end).any() else row for row in rows]
         self.known = {word for row in rows for word in self.words(row)}
         self.stream = self._joined(rows)
 
     def words(self, row: np.ndarray) -> list[str]:
         return words_of(self.tokenizer.decode(row.tolist()), whole=self.padded)
 
-    def measure(self, rows: Sequence[np.ndarray]) -> OverlapStats:
-        """Measure rows, each cut after its end."""
+    def measure(self, rows: Sequence[np.ndarray]) -> dict[str, float]:
+        """Return the shares of known words, of distinct word pairs and of copied rows; each row is cut after its end."""
         texts = [self.words(row) for row in rows]
         words = [word for text in texts for word in text]
-        return OverlapStats(
-            words=sum(word in self.known for word in words) / max(1, len(words)),
-            distinct=distinct_n(texts, 2),
-            copied=sum(map(self.has, rows)) / len(rows),
-        )
+        return {
+            "words": sum(word in self.known for word in words) / max(1, len(words)),
+            "distinct": distinct_n(texts, 2),  # falls with the number of rows
+            "copied": sum(map(self.has, rows)) / len(rows),
+        }
 
     def _joined(self, rows: Sequence[np.ndarray]) -> bytes:
         """Join rows into one byte string; if rows are whole texts, with separators."""

@@ -14,7 +14,7 @@ from jpeg_dlm.util.pictures import GENERATED_COLOR, INK, LINE_COLORS, REAL_COLOR
 
 def draw_lengths(lengths: Mapping[str, Mapping[str, Any]], scorer: str, path: Path) -> Path:
     """Draw, for each system, the share of texts per bin of length, generated and real; where both agree is the overlap."""
-    figure, panels = new_figure(len(lengths), "lengths of generated and real texts")
+    figure, panels = new_figure(len(lengths), "lengths of generated and real texts", columns=3)
     for axes, (label, system) in zip(panels, lengths.items(), strict=True):
         sides = {key: system[key] for key in ("generated", "real")}
         ends = [min(side["shortest"] for side in sides.values()), *system["edges"]]

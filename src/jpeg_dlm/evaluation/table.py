@@ -22,7 +22,7 @@ class Span:
     """A text or number in a style."""
 
     value: str | int | float
-    style: Literal["emphasis", "code"]
+    style: Literal["emphasis"] = "emphasis"
 
     def __str__(self) -> str:
         return str(self.value)
@@ -32,8 +32,7 @@ class Span:
 Cell = str | int | float | None | tuple[float, float] | Mapping[str, Any] | Span
 
 
-def emphasis(value: str | int | float) -> Span:
-    return Span(value, "emphasis")
+emphasis = Span
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def _without_values(cell: Cell) -> Cell:
 
 def _read_cell(value: Any) -> Cell:
     if isinstance(value, dict):
-        return Span(value["value"], value["style"]) if "style" in value else {"mean": value["mean"], "sd": value["sd"]}
+        return Span(value["value"]) if "style" in value else {"mean": value["mean"], "sd": value["sd"]}
     if isinstance(value, list):
         low, high = value
         return low, high
@@ -133,7 +132,7 @@ def _read_cell(value: Any) -> Cell:
 
 
 def _markdown(cell: Cell, column: Column) -> str:
-    mark = {"emphasis": "*", "code": "`"}[cell.style] if isinstance(cell, Span) else ""
+    mark = "*" if isinstance(cell, Span) else ""
     return f"{mark}{column.text(cell)}{mark}".replace("|", "\\|").replace("\n", " ")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -108,7 +108,7 @@ def infill(source: ModelSource, evaluation: Evaluation, n: int, seed: int, sampl
 
 def _about(source: ModelSource, seed: int, sampler: dict[str, Any], n: int) -> dict[str, Any]:
     """Return what tells one row of a task from another."""
-    options = source.options(sampler)
+    options = source.model.sampler_options(**sampler)
     return {
         "name": source.name,
         "title": source.model.method.title,
@@ -136,12 +136,7 @@ def _other(rows_NL: Tensor, layout: RowLayout) -> Tensor:
 # ---------------------------------------------------------------- continuation
 
 
-@dataclass(frozen=True)
-class Case:
-    """A held-out text in two parts: the prompt, and how it really goes on."""
-
-    prompt: list[int]
-    real: list[int]
+Case = tuple[list[int], list[int]]  # a held-out text in two parts: the prompt, and how it really goes on
 
 
 def block_cases(blocks: Blocks, count: int, n: int) -> list[Case]:
@@ -151,7 +146,7 @@ def block_cases(blocks: Blocks, count: int, n: int) -> list[Case]:
         (row,), ((before,), (there,)) = blocks.rows([number]), blocks.before([number], count)
         ids = [i for i in row.tolist() if i not in (blocks.index["eos_id"], blocks.pad_id)]
         if there.any() and len(ids) >= SHORTEST:
-            yield Case(before[there].flatten().tolist(), ids)
+            yield before[there].flatten().tolist(), ids
 
     return list(islice(chain.from_iterable(map(cases, range(len(blocks)))), n))
 
@@ -161,7 +156,7 @@ def row_cases(blocks: Blocks, layout: RowLayout, n: int) -> list[Case]:
     half = layout.payload // 2
     rows = (blocks.rows([number]) for number in range(len(blocks)))
     texts = (row_1L[is_text(row_1L, layout)].tolist() for row_1L in rows)
-    return list(islice((Case(ids[:half], ids[half:]) for ids in texts if half and len(ids) >= half + SHORTEST), n))
+    return list(islice(((ids[:half], ids[half:]) for ids in texts if half and len(ids) >= half + SHORTEST), n))
 
 
 def completed(model: Model, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
@@ -205,7 +200,7 @@ def continuation(
         evaluation.console.say(f"{source.name}: continuing {counted(len(cases), 'prompt')} with seed {seed} ...")
 
         def proceed(rows: range) -> list[list[int]]:
-            prompts = [case.prompt for case in cases[rows.start : rows.stop]]
+            prompts = [prompt for prompt, _ in cases[rows.start : rows.stop]]
             place = {"seed": seed, "first": rows.start, "batch": source.batch}
             if not count:
                 return completed(model, prompts, **place, **sampler)
@@ -227,7 +222,7 @@ def _score_continuations(
     source: ModelSource, evaluation: Evaluation, cases: Sequence[Case], written: Sequence[list[int]]
 ) -> dict[str, Any]:
     decode, far = source.model.tokenizer.decode, max(1, len(cases) // 2)  # rows of one document are near to each other
-    prompts, real = [case.prompt for case in cases], [case.real for case in cases]
+    prompts, real = map(list, zip(*cases, strict=True))
     others = prompts[far:] + prompts[:far]
     pairs = {"written": (prompts, written), "real": (prompts, real)}
     pairs |= {"written_elsewhere": (others, written), "real_elsewhere": (others, real)}

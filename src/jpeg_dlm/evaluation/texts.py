@@ -18,7 +18,7 @@ from torch import Tensor
 from jpeg_dlm.api import Model, load
 from jpeg_dlm.encoders.frozen import tensors_sha256
 from jpeg_dlm.evaluation.cache import key_of
-from jpeg_dlm.evaluation.metrics import MOST_TOKENS, evenly_spaced, shuffle_words
+from jpeg_dlm.evaluation.metrics import shuffle_words, training_rows
 from jpeg_dlm.methods.base import Batch, Trainable
 from jpeg_dlm.options import to_dict
 from jpeg_dlm.text.blocks import Blocks
@@ -87,17 +87,13 @@ class ModelSource:
             )
         return self.heldout
 
-    def options(self, sampler: dict[str, Any]) -> Any:
-        """Return the model's sampler options, changed by `sampler`."""
-        return self.model.sampler_options(**sampler)
-
     def identity(self, run: int, sampler: dict[str, Any]) -> dict[str, Any]:
         """Return everything that the texts of a run depend on."""
         return {
             "checkpoint_sha256": self.sha256,
             "tokenizer": self.model.tokenizer.fingerprint,
             "seed": run,
-            "sampler": to_dict(self.options(sampler)),
+            "sampler": to_dict(self.model.sampler_options(**sampler)),
             "dtype": self.model.dtype,
             "device": self.model.method.device.type,
         }
@@ -130,7 +126,7 @@ class ModelSource:
         rows = self.blocks.rows(range(min(n, len(self.blocks))))
         return Real(self.texts(rows, specials), f"held-out {self.blocks.fingerprint[:12]}", same_length=True)
 
-    def reconstruction(self, n: int, batch: int = 64) -> float | None:
+    def reconstruction(self, n: int) -> float | None:
         """Return the share of held-out tokens that the codec reconstructs; None without codec, encoder or held-out text."""
         if type(self.model.method).reconstruction is Trainable.reconstruction or not self.heldout:
             return None
@@ -145,7 +141,7 @@ class ModelSource:
             share = codec.reconstruction(Batch(tokens, heldout.mask(tokens)), self.model.config.sampler)
             return None if share is None else float(share) * len(tokens)
 
-        parts = [part for part in shared(batches(n, batch), kept) if part is not None]
+        parts = [part for part in shared(batches(n, 64), kept) if part is not None]
         return sum(parts) / n if parts else None
 
 
@@ -353,8 +349,7 @@ class TextBaseline:
     def drawn(self, rows_BL: Tensor, seed: int) -> Tensor:
         """Return rows of the same lengths with each token drawn by its frequency in the training text."""
         train = Blocks(self.heldout.folder, "train")
-        seen = train.rows(evenly_spaced(len(train), max(1, MOST_TOKENS // train.token_len)))
-        counts_V = torch.bincount(seen.flatten(), minlength=train.vocab_size).double()
+        counts_V = torch.bincount(training_rows(train).flatten(), minlength=train.vocab_size).double()
         kept_BL = torch.zeros_like(rows_BL, dtype=torch.bool)
         if train.index["padded"]:
             ends = torch.tensor([train.pad_id, train.index["eos_id"]])

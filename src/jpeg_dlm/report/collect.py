@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -82,7 +82,7 @@ def result_section(path: Path, pictures: Sequence[str]) -> Section:
         f"{kind}: {result['title']}" if result.get("title") else f"{kind} {path.parent.resolve().name}",
         facts=problems.guard("The conditions", lambda: _conditions(result), []),
         tables=problems.guard("The tables", lambda: [Table.from_json(table) for table in result.get("tables", ())], []),
-        figures=_figures(drawn, problems),
+        figures=problems.guard("The pictures", lambda: [(p.stem, p.read_bytes()) for p in drawn], []),
         samples=problems.guard("The samples", lambda: _samples(result), {}),
         commands=[str(result["command"])] if result.get("command") else [],
         problems=problems.sentences,
@@ -103,11 +103,6 @@ def _samples(result: Mapping[str, Any]) -> dict[str, list[str]]:
     return {name: texts for name, texts in samples.items() if texts}
 
 
-def _figures(paths: Iterable[Path], problems: Problems) -> list[tuple[str, bytes]]:
-    figures = [(path.stem, problems.guard(path.name, path.read_bytes, b"")) for path in paths]
-    return [(name, png) for name, png in figures if png]
-
-
 def folder_section(folder: Path) -> Section:
     """Return the section of a run or a model folder."""
     summary, problems = run_summary(folder), Problems()
@@ -117,7 +112,7 @@ def folder_section(folder: Path) -> Section:
     return Section(
         f"{summary['kind'].capitalize()} {folder.resolve().name}",
         facts=[*facts(summary), *versions, *hashes],
-        figures=_figures(folder.glob("metrics.png"), problems),
+        figures=problems.guard("The curves", lambda: [(p.stem, p.read_bytes()) for p in folder.glob("metrics.png")], []),
         snapshots=[{"step": step, "steps": max(steps), "texts": list(texts)} for step, texts in steps.items()],
         options=changed_options(summary["config"]),
         commands=summary.get("commands", ()),

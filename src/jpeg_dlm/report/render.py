@@ -19,11 +19,6 @@ from jpeg_dlm.util.files import write_atomic
 FOLDER = Path(__file__).parent
 
 
-def style() -> str:
-    """Return the style sheet of the report, the page and the player."""
-    return "".join((FOLDER / name).read_text("utf-8") for name in ("style.css", "player.css"))
-
-
 def player_script() -> str:
     """Return the script of the player, which shows every element with `data-moments`."""
     return (FOLDER / "player.js").read_text("utf-8")
@@ -36,8 +31,8 @@ def policy(script: str) -> str:
     return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; {allowed}; base-uri 'none'; form-action 'none'"
 
 
-def _environment() -> Environment:
-    """Return templates in which every text is escaped, and characters that could disturb their surroundings are visible."""
+def _page(name: str, **values: Any) -> str:
+    """Return a filled-in template: every text is escaped, and characters that could disturb their surroundings are visible."""
 
     def finalize(value: Any) -> Any:
         return visible(value) if type(value) is str else value
@@ -48,12 +43,9 @@ def _environment() -> Environment:
     environment.filters["base64"] = lambda data: base64.b64encode(data).decode()
     environment.filters["data"] = lambda value: visible(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
     environment.tests["span"] = lambda cell: isinstance(cell, Span)
-    return environment
-
-
-def _page(name: str, **values: Any) -> str:
+    style = "".join((FOLDER / sheet).read_text("utf-8") for sheet in ("style.css", "player.css"))
     script = player_script()
-    return _environment().get_template(name).render(style=style(), script=script, policy=policy(script), **values)
+    return environment.get_template(name).render(style=style, script=script, policy=policy(script), **values)
 
 
 def render(report: Report) -> str:

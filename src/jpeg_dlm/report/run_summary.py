@@ -21,7 +21,7 @@ from jpeg_dlm.methods.registry import method_class, writes
 from jpeg_dlm.options import from_dict, read_json_file
 from jpeg_dlm.studies.training_cache import minutes, training_seconds
 from jpeg_dlm.training.metrics import HELDOUT, read_invocations, read_metrics
-from jpeg_dlm.util.errors import CheckpointError, JpegDlmError, command
+from jpeg_dlm.util.errors import CheckpointError, command, reason_of
 from jpeg_dlm.util.files import MANIFEST, MANIFEST_BYTES, load_json
 
 SAMPLES_IN_TERMINAL = 2  # (assumed) enough to see what a run writes
@@ -40,12 +40,9 @@ class Problems:
         """Return what `make` gives; if it fails, keep a sentence and return `otherwise`."""
         try:
             return make()
-        except (JpegDlmError, OSError) as error:
-            reason = str(error) if isinstance(error, JpegDlmError) else error.strerror or type(error).__name__
         except Exception as error:  # the content is anyone's: it may break any assumption, but never the report
-            reason = str(error) if type(error) is ValueError else f"its content is not as expected ({type(error).__name__})"
-        self.sentences.append(f"{what} cannot be shown: {reason.rstrip('.')}.")
-        return otherwise
+            self.sentences.append(f"{what} cannot be shown: {reason_of(error).rstrip('.')}.")
+            return otherwise
 
 
 def is_run(folder: Path) -> bool:
@@ -138,20 +135,12 @@ def typed(invocation: Mapping[str, Any]) -> str:
 
 def samples_of(folder: Path) -> dict[int, tuple[str, ...]]:
     """Return the steps of a run at which it wrote samples, the first one first, with their texts."""
-    paths = sorted((folder / "samples").glob("step-*.txt"))
-    return {int(path.stem.removeprefix("step-")): split_samples(path.read_text("utf-8", "replace")) for path in paths}
-
-
-def split_samples(text: str) -> tuple[str, ...]:
-    """Return the texts of a sample file: each begins with its number in brackets at the start of a line."""
-    texts: list[str] = []
-    for line in text.splitlines():
-        match = re.match(rf"\[{len(texts)}\] ?", line)
-        if match or not texts:
-            texts.append(line[match.end() :] if match else line)
-        else:
-            texts[-1] += f"\n{line}"
-    return tuple(texts)
+    samples = {}
+    for path in sorted((folder / "samples").glob("step-*.txt")):
+        # Each text begins with its number in brackets at the start of a line.
+        texts = re.split(r"^\[\d+\] ?", path.read_text("utf-8", "replace"), flags=re.MULTILINE)[1:]
+        samples[int(path.stem.removeprefix("step-"))] = tuple(text.removesuffix("\n") for text in texts)
+    return samples
 
 
 def _next(folder: Path, summary: Mapping[str, Any], usable: bool) -> list[str]:

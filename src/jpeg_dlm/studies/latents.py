@@ -299,7 +299,7 @@ def _scored_path(
 
     depends = identity(source) | {"kind": "interpolation", "pairs": request.n, "ratio": at["ratio"]}
     depends |= {"lambdas": LAMBDAS, "seeds": [PAIR_SEED, NOISE_SEED], "protocol": protocol.name, "resamples": RESAMPLES}
-    depends |= {"scorer": scorer.name, "scorer_hash": scorer.hash, "bf16": scorer.bf16}
+    depends |= {"scorer": scorer.name, "scorer_hash": scorer.hash, "bf16": scorer.precision == "bf16"}
     scores = request.parts.get_or_compute(f"between-{source.name}-t{at['t']:g}", depends, make)["scores"]
     place = {"label": about(source)["label"], "t": at["t"]}
     return [place | {"lambda": share} | values for share, values in zip(LAMBDAS, scores, strict=True)]
@@ -308,7 +308,7 @@ def _scored_path(
 def score_texts(texts: list[str], scorer: Scorer, protocol: Protocol) -> dict[str, Any]:
     """Return Gen-PPL with its interval over pairs, and entropy; None if the decoded texts are all blank."""
     scores = scorer.nll(texts, protocol.max_tokens, protocol.bos and scorer.bos_id is not None)
-    kept = [score for score in scores if not score.skipped]
+    kept = [score for score in scores if score.n_tokens]
     values: dict[str, Any] = {"skipped": len(scores) - len(kept), "samples": texts[:SAMPLES]}
     if not kept:
         return values | dict.fromkeys(("gen_ppl", "gen_ppl_low", "gen_ppl_high", "entropy"))

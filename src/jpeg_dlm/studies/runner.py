@@ -101,7 +101,7 @@ class Scores:
             text = training_text(heldout.folder)
             end = [text.tokenizer.eos_id] if text.padded else []
             rows = [np.array((ids + end)[: heldout.token_len]) for ids in texts.ids or [] if ids]
-            stats = vars(text.measure(rows)) if rows else dict.fromkeys(OVERLAP, 0.0)
+            stats = text.measure(rows) if rows else dict.fromkeys(OVERLAP, 0.0)
             return {name: stats[name] for name in OVERLAP}
 
         depends = {"kind": "written", "version": __version__, "texts": texts.sha256, "data": heldout.fingerprint}
