@@ -19,7 +19,6 @@ from jpeg_dlm.util.errors import UsageError, command
 
 DEFAULT = "lm1b"
 PLAN_ONLY = ("devices", "tokens", "tflops", "utilization")
-BY_FILE = "auto"  # not a preset: selects the paper's preset with the file's vocabulary
 FORMATS = {"safetensors": "a model folder in the released layout", "onnx": "the networks of jpeg-dlm for ONNX Runtime"}
 RUN = "run or model folder to describe; without it, a preset is described"
 PUBLISHED = "a .safetensors, .ckpt, .pth, .pt or .bin file, or a Hugging Face folder; sizes are read from it"
@@ -29,7 +28,7 @@ BLEND = "average the weights with another model's, such as the one that was fine
 def add_info_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("path", nargs="?", type=Path, metavar="RUN", help=RUN)
-    add_config_arguments(parser, DEFAULT, required=False)
+    add_config_arguments(parser, DEFAULT)
     add("--method", choices=names("system"), metavar="NAME", help="which system (default: jpeg-dlm)")
     add("--options", action="store_true", help="every option of the method instead, with its value and meaning")
     add("--plan", action="store_true", help="what a training needs instead: memory of a device, time, days")
@@ -100,7 +99,7 @@ def _plan(args: argparse.Namespace, config: Config) -> None:
 
 def add_import_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    add_config_arguments(parser, default=BY_FILE)
+    add_config_arguments(parser, "by the file")
     add("path", type=Path, help=PUBLISHED)
     add("--method", choices=names("system"), metavar="NAME", help="system of the checkpoint (default: detected from the file)")
     add("--weights", choices=("ema", "raw"), help="weights to take if the file has both (default: ema)")
@@ -117,8 +116,7 @@ def run_import(args: argparse.Namespace) -> None:
     from jpeg_dlm.importing.published import import_published, read_published
 
     published = read_published(args.path, args.weights)
-    base = "" if args.preset == BY_FILE else args.preset
-    imported = import_published(published, options, method, base, args.tokenizer)
+    imported = import_published(published, options, method, args.preset or "", args.tokenizer)
     parts = imported.parts
     write_model(parts, args.out)
 
@@ -132,7 +130,7 @@ def run_import(args: argparse.Namespace) -> None:
 
 
 def _values(names: Sequence[str], config: Config) -> str:
-    return ", ".join(f"--{name.replace('_', '-')} {attrgetter(name)(config)}" for name in names)
+    return ", ".join(f"{flag(name)} {attrgetter(name)(config)}" for name in names)
 
 
 def add_export_arguments(parser: Parser) -> None:

@@ -26,7 +26,7 @@ INIT = (
 
 
 def add_prepare_arguments(parser: Parser) -> None:
-    add_config_arguments(parser, groups=("data",), required=False)
+    add_config_arguments(parser, groups=("data",))
     parser.add_argument(
         "source", help="text file, folder, .jsonl, a named corpus (captions, lm1b, openwebtext) or hf:NAME[/CONFIG]"
     )
@@ -53,7 +53,7 @@ def run_prepare(args: argparse.Namespace) -> None:
 
 
 def add_train_arguments(parser: Parser) -> None:
-    add_config_arguments(parser, required=False)  # distinguishes 'not given' from 'tiny' when a run is resumed
+    add_config_arguments(parser)
     students, add = names("student"), parser.add_argument
     method = f"system to train; encoder: the small text encoder alone; {', '.join(students)}: from a trained --teacher; "
     add("--method", choices=names("system", "stage", "student"), metavar="NAME", help=f"{method}default: jpeg-dlm")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from jpeg_dlm.text.documents import Document
+from jpeg_dlm.text.sources import Document
 from jpeg_dlm.text.packing import sentences
 from jpeg_dlm.util.rng import derive_seed
 
