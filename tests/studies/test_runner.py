@@ -78,7 +78,7 @@ def request_of(corpus_file, study=PAIR, name="pair", budgets="2steps", **options
 
 
 def compare_of(corpus_file, methods, budgets="6steps", **options):
-    return request_of(corpus_file, comparison(plan.system_names(methods)), "compare", budgets, **options)
+    return request_of(corpus_file, comparison(plan.titles(methods.split(","))), "compare", budgets, **options)
 
 
 def run(request, folder, byte_gpt2, seeds=1, n=2):

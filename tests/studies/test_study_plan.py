@@ -9,7 +9,7 @@ from jpeg_dlm.methods.registry import for_method, names
 from jpeg_dlm.options import option_names, override
 from jpeg_dlm.presets import preset
 from jpeg_dlm.studies.catalog import STUDIES, comparison
-from jpeg_dlm.studies.plan import all_steps, check_options, expand, parse_budget, parse_tokens, read_base, spend, system_names
+from jpeg_dlm.studies.plan import all_steps, check_options, expand, parse_budget, parse_tokens, read_base, spend, titles
 from jpeg_dlm.studies.training_cache import split_rows, step_rows
 from jpeg_dlm.util.errors import UsageError
 
@@ -169,7 +169,7 @@ def test_only_some_variants():
 
 def test_a_comparison_has_every_system_beside_the_papers_figures():
     for name, gen_ppl in (("tiny", 96.76), ("owt1024", 34.52)):
-        expanded = expand(comparison(system_names("all")), preset(name))
+        expanded = expand(comparison(titles(names("system"))), preset(name))
         ours = next(v for v in expanded.variants if v.label == "JPEG-DLM")
         assert ours.paper["gen_ppl"] == gen_ppl and {v.config.method for v in expanded.variants} == set(names("system"))
         assert len(expanded.claims) == 2 * (len(expanded.variants) - 1)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jpeg_dlm.config import BOUNDS, LARGEST_INT
+from jpeg_dlm.methods.registry import names
 from jpeg_dlm.util.errors import UsageError
 
 
@@ -130,6 +131,15 @@ def words(text: str) -> list[str]:
     if not all(parts):
         raise argparse.ArgumentTypeError(f"must be words with commas between them, not '{text}'")
     return parts
+
+
+def systems(text: str) -> list[str]:
+    """Read `all` or comma-separated names of systems."""
+    known = list(names("system"))
+    chosen = known if text == "all" else words(text)
+    if not set(chosen) <= set(known):
+        raise argparse.ArgumentTypeError(f"must be all, or some of {','.join(known)}, not '{text}'")
+    return chosen
 
 
 def scorer(text: str) -> str:

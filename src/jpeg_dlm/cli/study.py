@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jpeg_dlm.cli.evaluate import add_scorer_arguments, scorer_of
 from jpeg_dlm.cli.options import add_options, overrides
-from jpeg_dlm.cli.parser import Parser, whole
+from jpeg_dlm.cli.parser import Parser, systems, whole
 from jpeg_dlm.config import GROUP_NAMES
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
 from jpeg_dlm.presets import PRESETS
@@ -41,7 +41,7 @@ def add_study_arguments(parser: Parser) -> None:
 
 
 def add_compare_arguments(parser: Parser) -> None:
-    parser.add_argument("--methods", default="all", metavar="NAMES", help="all, or names separated by commas")
+    parser.add_argument("--methods", type=systems, default="all", metavar="NAMES", help="all, or names separated by commas")
     parser.add_argument("--tokens", metavar="N,N,...", help=TOKENS)
     parser.add_argument("--batch", type=whole(1), default=16, help="batch size when speed is measured")
     parser.add_argument("--repeats", type=whole(1), default=5, help="rounds when speed is measured")
@@ -85,14 +85,14 @@ def run_study(args: argparse.Namespace) -> int:
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    from jpeg_dlm.studies.plan import parse_budget, parse_tokens, system_names
+    from jpeg_dlm.studies.plan import parse_budget, parse_tokens, titles
     from jpeg_dlm.studies.plots import draw_curves
     from jpeg_dlm.util.distributed import setup
 
     if args.tokens and args.budget:
         raise UsageError("Give --tokens or --budget, not both.")
     budgets = parse_tokens(args.tokens) if args.tokens else (parse_budget(args.budget),) if args.budget else ()
-    study, ranks = comparison(system_names(args.methods)), setup(args.device)
+    study, ranks = comparison(titles(args.methods)), setup(args.device)
     outcome = _run_training(args, "compare", study, budgets, ranks, repeats=args.repeats)
     if outcome and ranks.is_main:
         draw_curves(outcome.result, args.out / "compare-curves.png")
@@ -138,7 +138,7 @@ def _run_training(
 def _analyze(args: argparse.Namespace, ranks: Ranks) -> StudyOutcome:
     from jpeg_dlm.evaluation.cache import DiskCache
     from jpeg_dlm.evaluation.texts import model_sources
-    from jpeg_dlm.studies.analysis import AnalysisRequest, analyze
+    from jpeg_dlm.studies.analysis import ANALYSES, AnalysisRequest
     from jpeg_dlm.util.console import Console
     from jpeg_dlm.util.distributed import main_first
 
@@ -152,7 +152,7 @@ def _analyze(args: argparse.Namespace, ranks: Ranks) -> StudyOutcome:
         mauve=args.mauve,
     )
     sources = model_sources(args.checkpoints or [None], device, args.batch, args.data, console)
-    return analyze(args.study, sources, request)
+    return ANALYSES[args.study](sources, request)
 
 
 def _finish(args: argparse.Namespace, outcome: StudyOutcome | None, name: str, ranks: Ranks) -> int:
