@@ -31,6 +31,8 @@ from jpeg_dlm.util.errors import UsageError
         (["info", "--method", "gpt"], "mdlm"),
         (["info", "--method", "mdlm", "--model.latent-len", "4"], "latent_len"),
         (["info", "--train.steps", "2.5"], "train.steps"),
+        (["train", "--preset", "smoke", "--out", "x", "--model.latent-len", "17"], "latent_len"),
+        (["train", "--preset", "smoke", "--out", "x", "--train.encoder-steps", "-3"], "encoder_steps"),
         (["export", "x", "--out", "y", "--share", "0.3"], "--blend"),
         (["info", "--json", "--options"], "--json"),
         (["info", "--plan", "--options"], "--plan"),

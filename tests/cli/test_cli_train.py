@@ -1,6 +1,5 @@
-"""`prepare` and `train`: text that is none, what is already there, a full disk, and losses that are no numbers."""
+"""`prepare` and `train`: text that is none, what is already there, and losses that are no numbers."""
 
-import errno
 import json
 import shutil
 import subprocess
@@ -22,13 +21,6 @@ from jpeg_dlm.util import files
 def train(data, out, *more):
     command = ["train", "--preset", "smoke", "--data", str(data), "--out", str(out), "--quiet", "--device", "cpu"]
     return [*command, *micro_flags(encoder__kind="random", encoder__scale="none"), *more]
-
-
-@pytest.mark.parametrize("words", [["--model.latent-len", "17"], ["--train.lr", "-1"], ["--train.encoder-steps", "-3"]])
-def test_impossible_options_are_refused_before_anything_runs(words, corpus_file, tmp_path, capsys):
-    command = ["train", "--preset", "smoke", "--data", corpus_file, "--out", tmp_path / "run", *words]
-    assert words[0].split(".")[1].replace("-", "_") in refusal(capsys, command, 2)
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_value_of_an_option_is_not_taken_for_an_argument(corpus_file, tmp_path, capsys):
@@ -72,38 +64,6 @@ def test_a_folder_of_results_has_one_writer_at_a_time(verb, corpus_file, tmp_pat
         assert holder.stdout.readline() == b"held\n"
         assert str(holder.pid) in refusal(capsys, [*words, "--out", tmp_path / "out"], 2)
         holder.stdin.close()
-
-
-def no_space_left(monkeypatch, moment):
-    if moment == "before writing":
-        monkeypatch.setattr(checkpoint, "free_bytes", lambda path: 1000)
-        return
-    real = checkpoint.save_tensors
-
-    def save_tensors(path, *rest):
-        if path.name == "optimizer.safetensors":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(path, *rest)
-
-    monkeypatch.setattr(checkpoint, "save_tensors", save_tensors)
-
-
-@pytest.mark.parametrize("moment", ["before writing", "while writing"])
-def test_a_full_disk_ends_the_run_and_leaves_the_earlier_checkpoint(moment, corpus_file, tmp_path, capsys, monkeypatch):
-    real = Trainer.launch_step
-
-    def step(self, *args):
-        if self.step == 5 and self.config.method == "jpeg-dlm":
-            self.background.wait()  # the checkpoint of step 4 is written by a thread
-            no_space_left(monkeypatch, moment)
-        return real(self, *args)
-
-    monkeypatch.setattr(Trainer, "launch_step", step)
-    refusal(capsys, train(corpus_file, tmp_path / "run"), 1)
-    assert main(["verify", str(tmp_path / "run")]) == 0 and checkpoint.newest_step(tmp_path / "run") == 4
-    monkeypatch.undo()
-    assert main(["train", "--out", str(tmp_path / "run"), "--resume", "--quiet", "--device", "cpu"]) == 0
-    assert checkpoint.newest_step(tmp_path / "run") == 12
 
 
 @pytest.fixture
