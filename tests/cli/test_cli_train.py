@@ -1,9 +1,8 @@
 """`prepare` and `train`: text that is none, what is already there, and losses that are no numbers."""
 
 import json
+import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from refusals import refusal
 from jpeg_dlm.checkpoints import checkpoint
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.training.lock import run_lock
 from jpeg_dlm.training.metrics import read_metrics
 from jpeg_dlm.training.trainer import Trainer
 from jpeg_dlm.util import files
@@ -58,12 +58,8 @@ def test_a_run_is_not_overwritten_or_continued_as_another(micro_folders, corpus_
 @pytest.mark.parametrize("verb", ["prepare", "evaluate"])
 def test_a_folder_of_results_has_one_writer_at_a_time(verb, corpus_file, tmp_path, capsys):
     words = {"prepare": ["prepare", corpus_file], "evaluate": ["evaluate", "-n", "2"]}[verb]
-    script = "import sys; from pathlib import Path; from jpeg_dlm.training.lock import run_lock\n"
-    script += "with run_lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", script, tmp_path / "out"], stdin=-1, stdout=-1) as holder:
-        assert holder.stdout.readline() == b"held\n"
-        assert str(holder.pid) in refusal(capsys, [*words, "--out", tmp_path / "out"], 2)
-        holder.stdin.close()
+    with run_lock(tmp_path / "out"):
+        assert f"process {os.getpid()}" in refusal(capsys, [*words, "--out", tmp_path / "out"], 2)
 
 
 @pytest.fixture

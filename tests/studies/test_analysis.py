@@ -82,18 +82,6 @@ def test_one_prediction_without_an_earlier_one(method):
     torch.testing.assert_close(view.predict(z, ratio), expected)
 
 
-@torch.no_grad()
-def test_decoding_is_the_methods_own(method):
-    view, g = method.latent_model(), torch.Generator().manual_seed(0)
-    batch = Batch(torch.randint(4, 300, (6, 12), generator=g))
-    branch = view.branch or (lambda z: z)
-    tokens = view.decode(branch(view.encode(batch)))
-    assert tokens.shape == (6, 12) and tokens.unique().numel() > 1
-    assert float((tokens == batch.tokens_BL).float().mean()) == pytest.approx(float(method.reconstruction(batch)))
-    if view.branch:  # the decoding module alone is another function
-        assert not torch.equal(view.decode(view.encode(batch)), tokens)
-
-
 def test_rows_come_in_batches(sources, micro_folders):
     [source] = sources("jpeg-dlm")
     rows = [5, 1, 0, 2, 5, 4, 3]
