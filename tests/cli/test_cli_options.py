@@ -88,14 +88,8 @@ def test_preset_file_and_command_line_apply_in_this_order(tmp_path):
     file = tmp_path / "options.json"
     file.write_text(json.dumps({"preset": "smoke", "objective": {"sigma": 0.5, "time_std": 4}, "train.lr": 0.003}))
     config = config_of("--config", file, "--objective.time_std", "3.5", "--objective.time-mean", "-1.25")
-    assert config.preset == "smoke" and config == config_of(
-        "--preset",
-        "smoke",
-        "--objective.sigma=0.5",
-        "--objective.time-std=3.5",
-        "--objective.time-mean=-1.25",
-        "--train.lr=3e-3",
-    )
+    words = "--preset smoke --objective.sigma=0.5 --objective.time-std=3.5 --objective.time-mean=-1.25 --train.lr=3e-3"
+    assert config.preset == "smoke" and config == config_of(*words.split())
     file.write_text('{"method": "ar", "sampler": {"top_k": 3}}')
     assert config_of("--config", file, "--sampler.top-p", "0.5").sampler.top_p == 0.5
     assert config_of("--method", "ar", "--sampler.top-k", "3").sampler == config_of("--config", file).sampler

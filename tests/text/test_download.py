@@ -104,19 +104,20 @@ def test_an_unwritable_cache_names_the_variable(tmp_path, monkeypatch):
 
 
 @contextlib.contextmanager
-def server(pages, broken=None):
-    """Serves {path: (type, content)}; `broken` has {path: bytes}, all that is sent before the connection closes."""
+def server(pages):
+    """Serves {path: (type, content)}; bytes alone are all that is sent before the connection closes."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             requests.append((self.path, self.headers.get("Authorization")))
-            if self.path in (broken or {}):
-                self.wfile.write(broken[self.path])
-                self.close_connection = True
-            elif self.path not in pages:
+            page = pages.get(self.path)
+            if page is None:
                 self.send_error(404)
+            elif isinstance(page, bytes):
+                self.wfile.write(page)
+                self.close_connection = True
             else:
-                kind, content = pages[self.path]
+                kind, content = page
                 self.send_response(200)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(content)))
@@ -175,18 +176,18 @@ def test_pypi_is_asked_without_any_settings(cache, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("pages", "broken"),
+    "pages",
     [
-        ({}, {}),
-        ({"/simple/pkg/": ("text/html", b"<a href='y.whl'>y</a>")}, {}),
-        ({"/simple/pkg/": ("text/html", f"<a href='file:///etc/{WHEEL}'></a>".encode())}, {}),
-        (index("json"), {"/simple/pkg/": b""}),
-        (index("json"), {f"/files/{WHEEL}": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nx"}),
+        {},
+        {"/simple/pkg/": ("text/html", b"<a href='y.whl'>y</a>")},
+        {"/simple/pkg/": ("text/html", f"<a href='file:///etc/{WHEEL}'></a>".encode())},
+        {"/simple/pkg/": b""},
+        index("json") | {f"/files/{WHEEL}": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nx"},
     ],
 )
-def test_an_index_without_the_file_or_that_breaks_off_gives_one_sentence(cache, pin, monkeypatch, pages, broken):
+def test_an_index_without_the_file_or_that_breaks_off_gives_one_sentence(cache, pin, monkeypatch, pages):
     pin(ARCHIVE)
-    with server(pages, broken) as (host, _):
+    with server(pages) as (host, _):
         monkeypatch.setenv("PIP_INDEX_URL", f"http://{host}/simple")
         with pytest.raises(AssetError, match="Cannot download") as caught:
             fetch("x", Console(quiet=True))
