@@ -39,9 +39,10 @@ def add_info_arguments(parser: Parser) -> None:
     add("--json", action="store_true", help="print JSON")
 
 
-def run_info(args: argparse.Namespace) -> int:
+def run_info(args: argparse.Namespace) -> None:
     if args.path:
-        return _describe(args)
+        _describe(args)
+        return
     stray = next((name for name in PLAN_ONLY if getattr(args, name) and not args.plan), None)
     if stray:
         raise UsageError(f"--{stray} belongs to a plan: add --plan.")
@@ -50,22 +51,17 @@ def run_info(args: argparse.Namespace) -> int:
         raise UsageError(f"--options is a list of its own: leave out --{'json' if args.json else 'plan'}.")
     if args.options:
         print(list_options(config))
-        return 0
-    if args.plan:
+    elif args.plan:
         _plan(args, config)
-        return 0
-    from jpeg_dlm.cli.show import show
-    from jpeg_dlm.cost.describe import describe, description_table
-
-    description = describe(config)
-    if args.json:
-        print(json.dumps(description, indent=1))
     else:
-        show([description_table(description)])
-    return 0
+        from jpeg_dlm.cli.show import show
+        from jpeg_dlm.cost.describe import describe, description_table
+
+        description = describe(config)
+        print(json.dumps(description, indent=1)) if args.json else show([description_table(description)])
 
 
-def _describe(args: argparse.Namespace) -> int:
+def _describe(args: argparse.Namespace) -> None:
     """Describe the model or run in a folder; its options are fixed."""
     stray = [name for name in (*PLAN_ONLY, "plan", "options", "preset", "config", "method") if getattr(args, name)]
     if stray := [*stray, *overrides(args)]:
@@ -81,7 +77,6 @@ def _describe(args: argparse.Namespace) -> int:
 
     summary = run_summary(path)
     print(json.dumps(summary, indent=1, ensure_ascii=False) if args.json else format_summary(summary))
-    return 0
 
 
 def _plan(args: argparse.Namespace, config: Config) -> None:

@@ -150,7 +150,7 @@ def _correlations(source: ModelSource, request: AnalysisRequest) -> dict[str, An
             raise UsageError(f"'{source.name}' has one latent position: a correlation needs at least two.")
         gram_NN = position_gram(z_SND)
         off = off_diagonal(gram_NN)
-        low, high = np.quantile(bootstrap_means(z_SND, SEQUENCE_RESAMPLES), [0.025, 0.975]).tolist()
+        low, high = np.quantile(bootstrap_means(z_SND), [0.025, 0.975]).tolist()
         rounded = [[round(x, 5) for x in row] for row in gram_NN.tolist()]
         values = {"mean": float(off.mean()), "low": low, "high": high, "mean_absolute": float(off.abs().mean())}
         return {"sequences": len(z_SND), "latents": len(gram_NN), **values, "gram": rounded}
@@ -196,10 +196,10 @@ def off_diagonal(gram_NN: Tensor) -> Tensor:
     return gram_NN[~torch.eye(len(gram_NN), dtype=torch.bool, device=gram_NN.device)]
 
 
-def bootstrap_means(z_SND: Tensor, resamples: int, seed: int = 0) -> list[float]:
+def bootstrap_means(z_SND: Tensor) -> list[float]:
     """Return the mean off-diagonal entry of `position_gram` for each bootstrap resample of the sequences."""
-    total = len(z_SND)
-    counts_RS = np.random.default_rng(derive_seed(seed, "bootstrap")).multinomial(total, [1 / total] * total, size=resamples)
+    total, random = len(z_SND), np.random.default_rng(derive_seed(0, "bootstrap"))
+    counts_RS = random.multinomial(total, [1 / total] * total, size=SEQUENCE_RESAMPLES)
     drawn = (z_SND[np.repeat(np.arange(total), counts_S)] for counts_S in counts_RS)
     return [float(off_diagonal(position_gram(some_SND)).mean()) for some_SND in drawn]
 
