@@ -96,9 +96,7 @@ def _detokenized(stream: Stream, data: DataConfig) -> Stream:
 
 def paragraphs(lines: Iterable[str]) -> str:
     """Return the paragraphs between blank lines, each on one line; without blank lines, each line is a paragraph."""
-    stripped = [collapse(line) for line in lines]
-    while stripped and not stripped[-1]:
-        stripped.pop()
+    stripped = "\n".join(map(collapse, lines)).rstrip("\n").split("\n")
     if "" not in stripped:
         return "\n".join(stripped)
     groups = itertools.groupby(stripped, key=bool)
