@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jpeg_dlm.cli.options import add_options, overrides
 from jpeg_dlm.cli.parser import Parser, several, systems, whole
@@ -89,7 +89,7 @@ def _random(args: argparse.Namespace, methods: Sequence[str]) -> Iterator[Contes
 
     for name in methods:
         config = for_method(preset(args.preset or "lm1b"), name)
-        method = build_method(config).to(read_ranks(args.device, {}).device)
+        method: Any = build_method(config).to(read_ranks(args.device, {}).device)
         for cached in (False, True) if hasattr(config.sampler, "kv_cache") else (None,):
             changed = config if cached is None else override(config, {"sampler.kv_cache": cached})
             yield name + (CACHED if cached else ""), method, changed, "random weights"
