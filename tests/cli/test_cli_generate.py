@@ -8,25 +8,15 @@ import sys
 import pytest
 from refusals import refusal
 
-from jpeg_dlm.api import Model, load
+from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.report.trajectory import readable
 
 # Each takes a tenth of a second or more to import; the last ones are of verbs that draw, export or fetch.
-SLOW_TO_IMPORT = {
-    "torch._dynamo",
-    "torch._inductor",
-    "torch.distributed.fsdp",
-    "sympy",
-    "transformers",
-    "huggingface_hub",
-    "rich",
-    "matplotlib",
-    "onnx",
-    "onnxruntime",
-    "openvino",
-    "datasets",
-}
+SLOW_TO_IMPORT = set(
+    "torch._dynamo torch._inductor torch.distributed.fsdp sympy transformers huggingface_hub rich matplotlib onnx onnxruntime "
+    "openvino datasets".split()
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,21 +53,6 @@ def test_nothing_is_overwritten(run, tmp_path, capsys):
     assert (tmp_path / "results.json").read_text() == "{}"
     assert main(["generate", run, "-n", "1", "--out", str(out := tmp_path / "missing" / "texts.jsonl")]) == 1
     assert f"'{out}'" in (sentence := capsys.readouterr().err) and ".tmp-" not in sentence
-
-
-def test_of_several_that_write_one_file_at_once_one_succeeds(run, tmp_path, capsys, monkeypatch):
-    out, to_text, others = tmp_path / "texts.jsonl", Model.to_text, []
-    words = ["generate", run, "-n", "1", "--device", "cpu", "--out", str(out)]
-
-    def late(self, tokens, *more):  # both have seen that there is no such file, and the other one is sooner
-        monkeypatch.setattr(Model, "to_text", to_text)
-        others.append(main([*words, "--seed", "1"]))
-        capsys.readouterr()
-        return to_text(self, tokens, *more)
-
-    monkeypatch.setattr(Model, "to_text", late)
-    assert "texts.jsonl' already exists" in refusal(capsys, words, 2) and others == [0]
-    assert [path.name for path in tmp_path.iterdir()] == ["texts.jsonl"]
 
 
 def test_texts_go_through_their_latents(run, capsys):

@@ -31,6 +31,8 @@ from jpeg_dlm.util.errors import UsageError
         (["info", "--method", "gpt"], "mdlm"),
         (["info", "--method", "mdlm", "--model.latent-len", "4"], "latent_len"),
         (["info", "--train.steps", "2.5"], "train.steps"),
+        (["train", "--preset", "smoke", "--out", "x", "--model.latent-len", "17"], "latent_len"),
+        (["train", "--preset", "smoke", "--out", "x", "--train.encoder-steps", "-3"], "encoder_steps"),
         (["export", "x", "--out", "y", "--share", "0.3"], "--blend"),
         (["info", "--json", "--options"], "--json"),
         (["info", "--plan", "--options"], "--plan"),
@@ -86,14 +88,8 @@ def test_preset_file_and_command_line_apply_in_this_order(tmp_path):
     file = tmp_path / "options.json"
     file.write_text(json.dumps({"preset": "smoke", "objective": {"sigma": 0.5, "time_std": 4}, "train.lr": 0.003}))
     config = config_of("--config", file, "--objective.time_std", "3.5", "--objective.time-mean", "-1.25")
-    assert config.preset == "smoke" and config == config_of(
-        "--preset",
-        "smoke",
-        "--objective.sigma=0.5",
-        "--objective.time-std=3.5",
-        "--objective.time-mean=-1.25",
-        "--train.lr=3e-3",
-    )
+    words = "--preset smoke --objective.sigma=0.5 --objective.time-std=3.5 --objective.time-mean=-1.25 --train.lr=3e-3"
+    assert config.preset == "smoke" and config == config_of(*words.split())
     file.write_text('{"method": "ar", "sampler": {"top_k": 3}}')
     assert config_of("--config", file, "--sampler.top-p", "0.5").sampler.top_p == 0.5
     assert config_of("--method", "ar", "--sampler.top-k", "3").sampler == config_of("--config", file).sampler

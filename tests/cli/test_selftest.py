@@ -1,5 +1,7 @@
 """The self-test: what is right passes, and what is wrong is reported as failed."""
 
+import contextlib
+import subprocess
 import time
 from pathlib import Path
 
@@ -11,18 +13,24 @@ from jpeg_dlm.util.console import Console
 
 
 def test_a_process_that_hangs_ends_with_its_children(monkeypatch, tmp_path):
-    monkeypatch.setattr(selftest, "PATIENCE_S", 0.5)
-    pid = tmp_path / "pid"
-    child = "import subprocess, sys, time\np = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
-    child += f"open({str(pid)!r}, 'w').write(str(p.pid))\ntime.sleep(100)"
-    with pytest.raises(selftest.subprocess.TimeoutExpired):
-        selftest.run_process(["-c", child])
-    for _ in range(100):  # until init has collected it
-        stat = Path(f"/proc/{pid.read_text()}/stat")
-        if not stat.exists() or stat.read_text().split()[2] == "Z":
-            return
-        time.sleep(0.05)
-    raise AssertionError("the child still runs")
+    pid, tail = (
+        tmp_path / "pid",
+        "open(sys.argv[1] + '.new', 'w').write(str(p.pid))\nos.rename(sys.argv[1] + '.new', sys.argv[1])",
+    )
+    child = "import os, subprocess, sys, time\np = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
+
+    def communicate(self, timeout):  # patience ends when the child has a child
+        while not pid.exists():
+            time.sleep(0.05)
+        raise subprocess.TimeoutExpired("python", timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+    with pytest.raises(subprocess.TimeoutExpired):
+        selftest.run_process(["-c", f"{child}{tail}\ntime.sleep(1000)", str(pid)])
+    stat = Path(f"/proc/{pid.read_text()}/stat")
+    with contextlib.suppress(OSError):  # it is gone, once init has collected it
+        while stat.read_text().split()[2] != "Z":
+            time.sleep(0.05)
 
 
 def test_trainings_that_fail_or_differ_are_reported(monkeypatch, tmp_path, capsys):

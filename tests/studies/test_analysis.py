@@ -17,11 +17,10 @@ from jpeg_dlm.evaluation.scorer import build_scorer
 from jpeg_dlm.evaluation.texts import ModelSource, model_sources
 from jpeg_dlm.flow.vp import TanSchedule
 from jpeg_dlm.methods.base import Batch
-from jpeg_dlm.studies import analysis, latents
-from jpeg_dlm.studies.latents import bootstrap_means, draw_pairs, level, off_diagonal, position_gram, shared_noise
+from jpeg_dlm.studies import analysis
+from jpeg_dlm.studies.analysis import draw_pairs, level, off_diagonal, position_gram, shared_noise
 from jpeg_dlm.util.console import Console
 from jpeg_dlm.util.errors import DataError, UsageError
-from jpeg_dlm.util.rng import derive_seed
 
 pytest_plugins = ["tiny_evaluation", "stand_in"]  # fixtures
 
@@ -83,32 +82,20 @@ def test_one_prediction_without_an_earlier_one(method):
     torch.testing.assert_close(view.predict(z, ratio), expected)
 
 
-@torch.no_grad()
-def test_decoding_is_the_methods_own(method):
-    view, g = method.latent_model(), torch.Generator().manual_seed(0)
-    batch = Batch(torch.randint(4, 300, (6, 12), generator=g))
-    branch = view.branch or (lambda z: z)
-    tokens = view.decode(branch(view.encode(batch)))
-    assert tokens.shape == (6, 12) and tokens.unique().numel() > 1
-    assert float((tokens == batch.tokens_BL).float().mean()) == pytest.approx(float(method.reconstruction(batch)))
-    if view.branch:  # the decoding module alone is another function
-        assert not torch.equal(view.decode(view.encode(batch)), tokens)
-
-
 def test_rows_come_in_batches(sources, micro_folders):
     [source] = sources("jpeg-dlm")
     rows = [5, 1, 0, 2, 5, 4, 3]
-    batches = list(latents.batches_of(source, rows))
+    batches = list(analysis.batches_of(source, rows))
     assert [places for places, _ in batches] == [range(3), range(3, 6), range(6, 7)]
     assert torch.equal(torch.cat([batch.tokens_BL for _, batch in batches]), source.heldout.rows(rows))
     source.model.complete_method()
     whole = source.model.method.encode(Batch(source.heldout.rows(rows)))
-    torch.testing.assert_close(latents.clean_latents(source, rows, QUIET), whole)
-    latents.check_sources([source])
+    torch.testing.assert_close(analysis.clean_latents(source, rows, QUIET), whole)
+    analysis.check_sources([source])
     with pytest.raises(DataError, match="--data"):
-        latents.check_sources([ModelSource(source.model, "none", 3, None)])
+        analysis.check_sources([ModelSource(source.model, "none", 3, None)])
     with pytest.raises(UsageError, match="AR"):
-        latents.check_sources([ModelSource(load(micro_folders("ar"), "cpu"), "ar", 3, source.heldout)])
+        analysis.check_sources([ModelSource(load(micro_folders("ar"), "cpu"), "ar", 3, source.heldout)])
 
 
 # ---------------------------------------------------------------- correlation
@@ -130,15 +117,6 @@ def test_one_channel_is_numpys_correlation():
     np.testing.assert_allclose(position_gram(z).numpy(), np.corrcoef(z[..., 0].numpy().T), atol=1e-6)
 
 
-@pytest.mark.parametrize("products", [1 << 25, 1])
-def test_bootstrap_is_that_of_drawing_rows(monkeypatch, products):
-    monkeypatch.setattr(latents, "PRODUCTS_AT_ONCE", products)
-    z = (torch.randn(9, 4, 3, generator=torch.Generator().manual_seed(2)) + 10).cumsum(1)
-    counts = np.random.default_rng(derive_seed(0, "bootstrap")).multinomial(9, [1 / 9] * 9, size=5)
-    slow = [off_diagonal(position_gram(z[np.repeat(np.arange(9), c)])).mean() for c in counts]
-    np.testing.assert_allclose(bootstrap_means(z, 5), slow, atol=1e-5)
-
-
 def test_two_models_of_unequal_length(micro_folders, corpus_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JPEG_DLM_CACHE", str(tmp_path / "cache"))
     folders = [micro_folders("jpeg-dlm"), micro_folders("cosmos", model__latent_len=5)]
@@ -154,7 +132,7 @@ def test_two_models_of_unequal_length(micro_folders, corpus_file, tmp_path, monk
         assert row["low"] <= row["high"] and 2 <= row["sequences"] <= 24 and row["mean_absolute"] >= abs(row["mean"])
     assert "| 0.105 |" in shown and "| 0.039 |" in shown  # the paper's
     assert (tmp_path / "out" / "study-correlation.png").stat().st_size > 10_000
-    monkeypatch.setattr(latents, "clean_latents", lambda *a: pytest.fail("encoded twice"))
+    monkeypatch.setattr(analysis, "clean_latents", lambda *a: pytest.fail("encoded twice"))
     assert main(words) == 0 and capsys.readouterr().out == shown
 
 
@@ -162,11 +140,11 @@ def test_only_different_rows_count(sources, tmp_path):
     path = tmp_path / "same.txt"  # every document one of two, so that rows of short blocks repeat
     path.write_text("\n\n".join(["The smith forges nails.", "The teacher reads books."] * 300))
     [source] = sources("jpeg-dlm", data=path)
-    chosen = latents.distinct_rows(source, 1000)
+    chosen = analysis.distinct_rows(source, 1000)
     tokens = {tuple(row) for row in source.heldout.rows(chosen).tolist()}
     everything = {tuple(row) for row in source.heldout.rows(range(len(source.heldout))).tolist()}
     assert len(chosen) == len(tokens) and tokens == everything and len(chosen) < len(source.heldout)
-    assert latents.distinct_rows(source, 2) == chosen[:2]
+    assert analysis.distinct_rows(source, 2) == chosen[:2]
 
 
 # ---------------------------------------------------------------- between two texts
@@ -200,7 +178,7 @@ def test_the_papers_times_have_one_signal_to_noise_ratio(t, linear, snr):
 @pytest.mark.slow
 def test_both_systems(micro_folders, byte_gpt2, corpus_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JPEG_DLM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(latents, "RESAMPLES", 50)
+    monkeypatch.setattr(analysis, "RESAMPLES", 50)
     words = ["study", "interpolation", str(micro_folders("jpeg-dlm")), str(micro_folders("cosmos")), "-n", "5", "--batch", "3"]
     words += ["--scorer", f"hf:{byte_gpt2}", "--data", str(corpus_file), "--out", str(tmp_path / "out"), "--quiet"]
     assert main(words) == 0
@@ -212,23 +190,23 @@ def test_both_systems(micro_folders, byte_gpt2, corpus_file, tmp_path, monkeypat
         assert record["gen_ppl_low"] <= record["gen_ppl"] <= record["gen_ppl_high"] and record["entropy"] >= 0
     assert shown.count(" | 0.45 | ") == 2 and "t = 0.1, SNR 1.59" in shown and "no noise" in shown
     assert (tmp_path / "out" / "study-interpolation.png").stat().st_size > 10_000
-    monkeypatch.setattr(latents, "path_texts", lambda *a: pytest.fail("written twice"))
+    monkeypatch.setattr(analysis, "path_texts", lambda *a: pytest.fail("written twice"))
     assert main(words) == 0 and capsys.readouterr().out == shown
 
 
 def test_the_ends_of_the_path_are_the_texts_own_reconstructions(sources):
     [source] = sources("cosmos", batch=2)
     request = analysis.AnalysisRequest(5, (0,), lambda: pytest.fail("no scorer is needed"), DiskCache(), QUIET)
-    texts, method = latents.path_texts(source, 0.0, request), source.model.method
+    texts, method = analysis.path_texts(source, 0.0, request), source.model.method
     for side, ends in ((0, texts[0]), (1, texts[-1])):
         tokens = source.heldout.rows(draw_pairs(len(source.heldout), 5)[:, side])
         assert ends == source.model.to_text(method.greedy(method.encode(Batch(tokens))))
 
 
 def test_text_that_vanished_has_no_perplexity(fake):
-    assert latents.score_texts(["", " "], fake, PROTOCOLS["default"])["gen_ppl"] is None
+    assert analysis.score_texts(["", " "], fake, PROTOCOLS["default"])["gen_ppl"] is None
     # Without a beginning token the first word is context: (2 + 4) / 2 nats.
-    some = latents.score_texts(["w9 w2 w4", ""], fake, PROTOCOLS["default"])
+    some = analysis.score_texts(["w9 w2 w4", ""], fake, PROTOCOLS["default"])
     assert some["gen_ppl"] == pytest.approx(np.exp(3)) and some["skipped"] == 1 and some["entropy"] == pytest.approx(np.log(3))
 
 
@@ -245,7 +223,7 @@ def test_a_sweep_beside_the_papers(sources, byte_gpt2, tmp_path, monkeypatch):
     scorer, parts = (lambda: build_scorer(f"hf:{byte_gpt2}")), DiskCache(tmp_path / "parts")
     request = analysis.AnalysisRequest(4, (0, 1), scorer, parts, QUIET, mauve="off")
     models = sources("jpeg-dlm", "ar")
-    outcome = analysis.analyze("steps", models, request)
+    outcome = analysis.sweep_steps(models, request)
     entries = [(e["method"], e["sampler"].get("steps"), e["evaluations"]) for e in outcome.result["entries"]]
     assert entries == [("jpeg-dlm", 1, 2), ("jpeg-dlm", 2, 3), ("jpeg-dlm", 3, 4), ("ar", None, 12)]
     assert outcome.result["scorer_precision"] == "fp32"
@@ -254,7 +232,7 @@ def test_a_sweep_beside_the_papers(sources, byte_gpt2, tmp_path, monkeypatch):
     assert written[2].stat().st_size > 10_000
     # Each point is the evaluation of that sampler, so a second look finds it done.
     monkeypatch.setattr(ModelSource, "write", lambda *a, **k: pytest.fail("written twice"))
-    assert analysis.analyze("steps", models, request).tables == outcome.tables
+    assert analysis.sweep_steps(models, request).tables == outcome.tables
     assert analysis.common_protocol(models).name == "default"
     for source in models:
         object.__setattr__(source.model.config, "preset", "lm1b")

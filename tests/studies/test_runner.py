@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from micro import MICRO
+from micro import micro_config
 
 from jpeg_dlm.api import load
 from jpeg_dlm.checkpoints.checkpoint import latest_checkpoint
@@ -70,15 +70,14 @@ def new_cache(folder):
 
 
 def request_of(corpus_file, study=PAIR, name="pair", budgets="2steps", **options):
-    base = override(preset("smoke"), MICRO | {"encoder.kind": "random", "data.source": str(corpus_file)})
     own = {key: options.pop(key) for key in ("train_seeds", "only") if key in options}
-    base = override(base, {key.replace("__", "."): value for key, value in options.items()})
+    base = micro_config(data__source=str(corpus_file), **options)
     parsed = parse_tokens(budgets) if "," in budgets else (parse_budget(budgets),) if budgets else ()
     return plan.StudyRequest(name, study, base, {}, parsed, **own)
 
 
 def compare_of(corpus_file, methods, budgets="6steps", **options):
-    return request_of(corpus_file, comparison(plan.system_names(methods)), "compare", budgets, **options)
+    return request_of(corpus_file, comparison(plan.titles(methods.split(","))), "compare", budgets, **options)
 
 
 def run(request, folder, byte_gpt2, seeds=1, n=2):
@@ -112,13 +111,8 @@ def test_several_trainings_share_encoder_and_steps_and_give_the_deviation(corpus
         corpus_file, train_seeds=2, encoder__kind="small", train__encoder_steps=1, train__seed=7, objective__sigma=0.8
     )
     result = run(request, tmp_path, byte_gpt2, seeds=2)
-    assert [(c.method, c.train.seed, c.objective.sigma) for c in trainings[1:]] == [
-        ("jpeg-dlm", 7, 0.8),
-        ("jpeg-dlm", 7, 0.1),
-        ("jpeg-dlm", 8, 0.8),
-        ("jpeg-dlm", 8, 0.1),
-    ]
-    assert trainings[0].method == "encoder" and len({c.encoder.name for c in trainings[1:]}) == 1
+    assert [(c.train.seed, c.objective.sigma) for c in trainings[1:]] == [(7, 0.8), (7, 0.1), (8, 0.8), (8, 0.1)]
+    assert [c.method for c in trainings] == ["encoder"] + ["jpeg-dlm"] * 4 and len({c.encoder.name for c in trainings[1:]}) == 1
     table = main_table(result)
     mean, sd = (f([r["gen_ppl"] for r in result["records"][:2]]) for f in (statistics.fmean, statistics.stdev))
     assert table.rows[0][table.headings.index("Gen-PPL")] == {"mean": mean, "sd": sd}
@@ -193,10 +187,8 @@ def test_curves_of_several_seeds_are_trained_once_and_scored_on_the_way(corpus_f
         (method, seed, steps) for seed in (42, 43) for method, steps in (("ar", 4), ("ar", 4), ("cosmos", 1), ("cosmos", 2))
     ]
     assert {c.train.schedule for c in trainings} == {"constant"}
-    tokens = {}
-    for record in result["records"]:
-        tokens.setdefault((record["label"], record["seed"]), []).append(record["tokens"])
-    assert set(map(tuple, tokens.values())) == {(192, 384)} and len(tokens) == 4
+    curves_of = [(record["label"], record["tokens"], record["seed"]) for record in result["records"]]
+    assert sorted(curves_of) == [(label, n, seed) for label in ("AR", "COSMOS") for n in (192, 384) for seed in (42, 43)]
     # The model on the way is that of a training that ends there: the same rows, rates and noise.
     short = new_cache(tmp_path / "short")
     config = replace(trainings[0], train=replace(trainings[0].train, steps=2))
@@ -214,10 +206,9 @@ def test_curves_of_several_seeds_are_trained_once_and_scored_on_the_way(corpus_f
 
 def test_systems_with_phases_are_trained_for_each_budget(corpus_file, folder):
     planned = plan.plan(compare_of(corpus_file, "mdlm,duo,langflow", "192,384"), new_cache(folder))
-    steps = {}
-    for point in planned.points:
-        steps.setdefault(point.config.method, []).append((point.config.train.steps, point.step))
-    assert steps == {"mdlm": [(4, 2), (4, 4)], "duo": [(2, 2), (4, 4)], "langflow": [(2, 2), (4, 4)]}
+    steps = [(point.config.method, point.config.train.steps, point.step) for point in planned.points]
+    anew = [(method, step, step) for method in ("duo", "langflow") for step in (2, 4)]
+    assert steps == [("mdlm", 4, 2), ("mdlm", 4, 4), *anew]
 
 
 def test_a_model_on_the_way_that_is_gone_is_not_replaced_by_a_later_one(corpus_file, tmp_path, trainings):
@@ -230,11 +221,8 @@ def test_a_model_on_the_way_that_is_gone_is_not_replaced_by_a_later_one(corpus_f
 
 
 def test_equal_time_lies_between_the_budgets():
-    points = [
-        {"tokens": 1e6, "seconds": 10.0, "gen_ppl": 100.0},
-        {"tokens": 4e6, "seconds": 40.0, "gen_ppl": 50.0},
-        {"tokens": 16e6, "seconds": 160.0, "gen_ppl": 40.0},
-    ]
+    values = ((1e6, 10.0, 100.0), (4e6, 40.0, 50.0), (16e6, 160.0, 40.0))
+    points = [dict(zip(("tokens", "seconds", "gen_ppl"), each, strict=True)) for each in values]
     assert at_time(points, 20.0) == pytest.approx({"gen_ppl": 75.0, "tokens": 2e6})
     assert at_time(points, 160.0)["gen_ppl"] == pytest.approx(40.0) and at_time(points, 5.0) is None
 

@@ -77,23 +77,25 @@ def test_two_processes_do_what_one_does(verb, corpus_file, byte_gpt2, tmp_path):
     assert [(r["label"], r["tokens"]) for r in a] == [(r["label"], r["tokens"]) for r in b]
 
 
+@pytest.fixture
+def faulty(tmp_path):
+    path = tmp_path / "faulty.py"
+    path.write_text(FAULTY)
+    return str(path)
+
+
 @pytest.mark.slow
-def test_a_variant_that_fails_on_every_process_is_left_out(corpus_file, byte_gpt2, tmp_path):
-    script = tmp_path / "faulty.py"
-    script.write_text(FAULTY)
-    done = launch(str(script), "everywhere", *words(STUDY, corpus_file, byte_gpt2, tmp_path / "out", "--train.log-every", "1"))
+def test_a_variant_that_fails_on_every_process_is_left_out(corpus_file, byte_gpt2, tmp_path, faulty):
+    done = launch(faulty, "everywhere", *words(STUDY, corpus_file, byte_gpt2, tmp_path / "out", "--train.log-every", "1"))
     assert done.returncode == 1 and done.stderr.count("failed and is left out") == 1, done.stderr[-4000:]
     result = json.loads((tmp_path / "out" / "study-regularizers.json").read_text())
     assert list(result["errors"].values()) == ["no luck"] and len(result["records"]) == 3
 
 
 @pytest.mark.slow
-def test_a_variant_that_fails_on_one_process_ends_the_study_and_it_goes_on_later(corpus_file, byte_gpt2, tmp_path):
-    script = tmp_path / "faulty.py"
-    script.write_text(FAULTY)
-    asked = words(STUDY, corpus_file, byte_gpt2, tmp_path / "out")
-    assert launch(str(script), "once", *asked, timeout=120).returncode == 1
-    assert not (tmp_path / "out" / "study-regularizers.json").exists()
+def test_a_variant_that_fails_on_one_process_ends_the_study_and_it_goes_on_later(corpus_file, byte_gpt2, tmp_path, faulty):
+    asked, result = words(STUDY, corpus_file, byte_gpt2, tmp_path / "out"), tmp_path / "out" / "study-regularizers.json"
+    assert launch(faulty, "once", *asked, timeout=120).returncode == 1 and not result.exists()
     done = launch("-m", "jpeg_dlm", *asked)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert not json.loads((tmp_path / "out" / "study-regularizers.json").read_text())["errors"]
+    assert not json.loads(result.read_text())["errors"]

@@ -63,7 +63,7 @@ def test_one_flipped_bit_is_named(folder, tmp_path):
 
 
 def test_folders_that_are_not_prepared_are_refused(tmp_path):
-    for index, word in {None: "not a prepared folder", "{": "cannot be read", '{"format": 99}': "another version"}.items():
+    for index, word in {None: "not a prepared folder", "{": "not valid JSON", '{"format": 99}': "another version"}.items():
         if index:
             (tmp_path / "index.json").write_text(index, "utf-8")
         with pytest.raises(DataError, match=word):

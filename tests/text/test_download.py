@@ -2,12 +2,12 @@
 
 import contextlib
 import hashlib
-import io
 import json
-import tarfile
+import shutil
+import tempfile
 import threading
-import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -23,25 +23,20 @@ def sha(content):
     return hashlib.sha256(content).hexdigest()
 
 
-def wheel(members):
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as bundle:
-        for name, content in members.items():
-            bundle.writestr(name, content)
-    return buffer.getvalue()
+MEMBERS = {"pkg/data/x.bin": b"weights", "pkg/data/sub/y.txt": b"y", "pkg/database.txt": b"no"}
 
 
-def sdist(members):
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as bundle:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            bundle.addfile(info, io.BytesIO(content))
-    return buffer.getvalue()
+def pack(kind):
+    """A zip or gztar archive with these members."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in MEMBERS.items():
+            path = Path(folder, "content", name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        return Path(shutil.make_archive(f"{folder}/a", kind, f"{folder}/content")).read_bytes()
 
 
-ARCHIVE = wheel({"pkg/data/x.bin": b"weights", "pkg/data/sub/y.txt": b"y", "pkg/database.txt": b"no"})
+ARCHIVE = pack("zip")
 
 
 @pytest.fixture
@@ -90,9 +85,9 @@ def test_a_file_of_a_wheel_is_extracted_found_again_and_mended(cache, pin):
     assert sorted(p.name for p in cache.iterdir()) == ["Pkg-1.0", "archives"], "no scratch is left behind"
 
 
-@pytest.mark.parametrize(("pack", "name"), [(wheel, WHEEL), (sdist, SDIST)])
-def test_a_folder_holds_all_its_files_and_no_others(cache, pin, pack, name):
-    archive = pack({"pkg/data/x.bin": b"weights", "pkg/data/sub/y.txt": b"y", "pkg/database.txt": b"no"})
+@pytest.mark.parametrize(("kind", "name"), [("zip", WHEEL), ("gztar", SDIST)])
+def test_a_folder_holds_all_its_files_and_no_others(cache, pin, kind, name):
+    archive = pack(kind)
     pin(archive, "pkg/data/", name=name)
     put(cache, archive, name)
     assert files(fetch("x")) == {"x.bin": b"weights", "sub/y.txt": b"y"}
@@ -109,19 +104,20 @@ def test_an_unwritable_cache_names_the_variable(tmp_path, monkeypatch):
 
 
 @contextlib.contextmanager
-def server(pages, broken=None):
-    """Serves {path: (type, content)}; `broken` has {path: bytes}, all that is sent before the connection closes."""
+def server(pages):
+    """Serves {path: (type, content)}; bytes alone are all that is sent before the connection closes."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             requests.append((self.path, self.headers.get("Authorization")))
-            if self.path in (broken or {}):
-                self.wfile.write(broken[self.path])
-                self.close_connection = True
-            elif self.path not in pages:
+            page = pages.get(self.path)
+            if page is None:
                 self.send_error(404)
+            elif isinstance(page, bytes):
+                self.wfile.write(page)
+                self.close_connection = True
             else:
-                kind, content = pages[self.path]
+                kind, content = page
                 self.send_response(200)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(content)))
@@ -180,18 +176,18 @@ def test_pypi_is_asked_without_any_settings(cache, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("pages", "broken"),
+    "pages",
     [
-        ({}, {}),
-        ({"/simple/pkg/": ("text/html", b"<a href='y.whl'>y</a>")}, {}),
-        ({"/simple/pkg/": ("text/html", f"<a href='file:///etc/{WHEEL}'></a>".encode())}, {}),
-        (index("json"), {"/simple/pkg/": b""}),
-        (index("json"), {f"/files/{WHEEL}": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nx"}),
+        {},
+        {"/simple/pkg/": ("text/html", b"<a href='y.whl'>y</a>")},
+        {"/simple/pkg/": ("text/html", f"<a href='file:///etc/{WHEEL}'></a>".encode())},
+        {"/simple/pkg/": b""},
+        index("json") | {f"/files/{WHEEL}": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nx"},
     ],
 )
-def test_an_index_without_the_file_or_that_breaks_off_gives_one_sentence(cache, pin, monkeypatch, pages, broken):
+def test_an_index_without_the_file_or_that_breaks_off_gives_one_sentence(cache, pin, monkeypatch, pages):
     pin(ARCHIVE)
-    with server(pages, broken) as (host, _):
+    with server(pages) as (host, _):
         monkeypatch.setenv("PIP_INDEX_URL", f"http://{host}/simple")
         with pytest.raises(AssetError, match="Cannot download") as caught:
             fetch("x", Console(quiet=True))

@@ -89,18 +89,6 @@ def test_sentence_rows_open_with_a_sentence_and_skip_nothing(documents, width):
     assert len(stream) - end < width + max((len(p) + 1 for p in left), default=0)
 
 
-@given(DOCUMENTS, WIDTH, st.sampled_from(["continuous", "sentences", "padded"]), st.booleans())
-def test_packing_can_stop_and_go_on_with_the_remainder(documents, width, packing, frame):
-    plan, carry, rows = layout(packing, width, frame), [], []
-    for document in documents:
-        kept = [list(p) for p in carry]
-        new, carry_after = pack_document(plan, carry, document)
-        assert pack_document(plan, kept, document) == (new, carry_after), "the same remainder gives the same rows"
-        rows, carry = rows + new, carry_after
-    assert rows == pack(plan, documents)
-    assert sum(map(len, carry)) < width
-
-
 def test_sentences_split_where_a_reader_would():
     text = 'Mr. J. Smith went to St. Louis. "Why?" he asked. Nobody knew! In 1990 (see p. 3.) it ended.'
     assert sentences(text) == [

@@ -18,7 +18,6 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from jpeg_dlm.config import DataConfig
 from jpeg_dlm.text import prepare as module
-from jpeg_dlm.text import sources
 from jpeg_dlm.text import split as split_module
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.prepare import prepare
@@ -103,26 +102,16 @@ def stop_after(count):
     return check
 
 
-def resumed_documents(monkeypatch):
-    """A list that gets the first document of every later preparation's reading: 0 means from the beginning."""
-    starts, pieces = [], split_module.Split.pieces
-
-    def spy(self, documents, start=split_module.START):
-        starts.append(start)
-        return pieces(self, documents, start)
-
-    monkeypatch.setattr(split_module.Split, "pieces", spy)
-    return starts
-
-
-def interrupt_and_resume(data, tmp_path, monkeypatch, after, shard_bytes=16 * 2 * 30):
+def interrupt_and_resume(data, tmp_path, monkeypatch, after, shard_bytes=16 * 2 * 30, damage=lambda out: None):
     """Prepare at one go and with an interruption; return where the second attempt began to read."""
     prepare(data, tmp_path / "whole", shard_bytes=shard_bytes)
     tokenizer = Blocks(tmp_path / "whole").tokenizer()
     with pytest.raises(Stop):
         prepare(data, tmp_path / "cut", tokenizer=tokenizer, check=stop_after(after), shard_bytes=shard_bytes)
     assert not (tmp_path / "cut" / "index.json").exists()
-    starts = resumed_documents(monkeypatch)
+    damage(tmp_path / "cut")
+    starts, pieces = [], split_module.Split.pieces
+    monkeypatch.setattr(split_module.Split, "pieces", lambda *args: starts.append(args[2]) or pieces(*args))
     prepare(data, tmp_path / "cut", tokenizer=tokenizer, shard_bytes=shard_bytes)
     assert content(tmp_path / "cut") == content(tmp_path / "whole")
     return starts[0]
@@ -163,20 +152,16 @@ def test_killed_process_is_taken_up_again(tmp_path):
     assert content(out) == content(tmp_path / "whole")
 
 
-def test_damaged_state_or_shard_means_starting_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "BATCH", 1500)
-    data = config(tmp_path)
-    prepare(data, tmp_path / "whole", shard_bytes=960)
-    tokenizer = Blocks(tmp_path / "whole").tokenizer()
-    for victim in ("state.npz", "train-00000.bin"):
-        out = tmp_path / victim
-        with pytest.raises(Stop):
-            prepare(data, out, tokenizer=tokenizer, check=stop_after(9), shard_bytes=960)
+@pytest.mark.parametrize("victim", ["state.npz", "train-00000.bin"])
+def test_damaged_state_or_shard_means_starting_over(tmp_path, monkeypatch, victim):
+    def damage(out):
         raw = bytearray((out / victim).read_bytes())
         raw[len(raw) // 2] ^= 255
         (out / victim).write_bytes(raw)
-        prepare(data, out, tokenizer=tokenizer, shard_bytes=960)
-        assert content(out) == content(tmp_path / "whole")
+
+    monkeypatch.setattr(module, "BATCH", 1500)
+    start = interrupt_and_resume(config(tmp_path), tmp_path, monkeypatch, 9, damage=damage)
+    assert start == split_module.START
 
 
 def test_finished_folder_is_reused_or_refused(tmp_path):
@@ -195,14 +180,12 @@ def test_finished_folder_is_reused_or_refused(tmp_path):
     assert prepare(data, out).reused
 
 
-def stand_in(**splits):
-    return HubStandIn({"default": {name: [{"text": text} for text in texts] for name, texts in splits.items()}})
-
-
 @pytest.mark.parametrize("after", [3, 8])
 def test_held_out_text_is_the_split_that_the_source_names(tmp_path, monkeypatch, after):
     texts = write_corpus(tmp_path / "a.jsonl", documents=200)
-    monkeypatch.setitem(sys.modules, "datasets", stand_in(train=texts[:160], test=texts[160:]))
+    splits = {"train": texts[:160], "test": texts[160:]}
+    hub = HubStandIn({"default": {name: [{"text": text} for text in part] for name, part in splits.items()}})
+    monkeypatch.setitem(sys.modules, "datasets", hub)
     data = config(tmp_path, source="hf:own/set:train,test", packing="padded", token_len=128)
     prepare(data, tmp_path / "whole")
     for name, documents in {"train": texts[:160], "heldout": texts[160:]}.items():
@@ -217,17 +200,6 @@ def test_held_out_text_is_the_split_that_the_source_names(tmp_path, monkeypatch,
     for name in ("train", "heldout"):
         parts = [Blocks(tmp_path / folder, name) for folder in ("whole", "out")]
         assert torch.equal(*(blocks.rows(range(len(blocks))) for blocks in parts))
-
-
-def test_a_folder_of_another_revision_is_not_reused(tmp_path, monkeypatch):
-    texts = write_corpus(tmp_path / "a.jsonl")
-    monkeypatch.setitem(sys.modules, "datasets", stand_in(train=texts[:100], test=texts[100:]))
-    data = config(tmp_path, source="lm1b")
-    prepare(data, tmp_path / "hub")
-    assert prepare(data, tmp_path / "hub").reused
-    monkeypatch.setitem(sources.HUB_SETS, "lm1b", "own/other:train,test")
-    with pytest.raises(DataError, match="'lm1b' has changed"):
-        prepare(data, tmp_path / "hub")
 
 
 def test_frames_of_a_tokenizer_with_an_end_token_only(tmp_path):

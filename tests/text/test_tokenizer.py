@@ -1,10 +1,10 @@
 """Tokenizers are lossless, add no ids of their own, and are the same after saving and loading."""
 
 import itertools
-import json
 import os
 import random
 import signal
+import string
 import subprocess
 import sys
 import time
@@ -12,7 +12,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase
 
 from jpeg_dlm.text import tokenizer as module
@@ -23,38 +23,22 @@ WORDS = ("great", "old", "new", "whole")
 TEXTS = [f"The people of the {w} union have the {w} power, and they don't doubt it." for w in WORDS] * 5
 BPE = train_bpe(TEXTS, 320)
 
-SENTENCEPIECE_LIKE = {
-    "version": "1.0",
-    "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
-    "padding": None,
-    "added_tokens": [
-        {"id": i, "content": token, "special": True} | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        for i, token in enumerate(["<pad>", "</s>", "<unk>", "<extra_id_2>", "<extra_id_1>", "<extra_id_0>"])
-    ],
-    "normalizer": None,
-    "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
-    "post_processor": {
-        "type": "TemplateProcessing",
-        "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "</s>", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}},
-    },
-    "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
-    "model": {
-        "type": "Unigram",
-        "unk_id": 2,
-        "byte_fallback": False,
-        "vocab": [[t, 0.0] for t in ("<pad>", "</s>", "<unk>", "<extra_id_2>", "<extra_id_1>", "<extra_id_0>")]
-        + [[piece, -2.0] for piece in ("▁a", "▁b", "▁", "a", "b", "c", "▁cab")],
-    },
-}
+NAMES = ["<pad>", "</s>", "<unk>", "<extra_id_2>", "<extra_id_1>", "<extra_id_0>"]
 
 
-@pytest.fixture
-def t5_like(tmp_path):
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(SENTENCEPIECE_LIKE), "utf-8")
-    return path
+def t5_like(letters=""):
+    """The content of a tokenizer.json like that of T5, which also has a truncation and a template."""
+    pieces = ["\u2581a", "\u2581b", "\u2581", "a", "b", "c", "\u2581cab"]
+    vocab = [(name, 0.0) for name in NAMES] + [(piece, -2.0) for piece in pieces] + [(letter, -3.0) for letter in letters]
+    backend = Tokenizer(models.Unigram(vocab, unk_id=2))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    backend.add_special_tokens(NAMES)
+    backend.enable_truncation(2)
+    return backend.to_str()
+
+
+T5 = TextTokenizer(Tokenizer.from_str(t5_like()))
 
 
 @settings(deadline=None, max_examples=200)
@@ -98,27 +82,23 @@ def test_save_and_load_keep_the_fingerprint(tmp_path):
     assert train_bpe(["other words"], 320).fingerprint != BPE.fingerprint
 
 
-def test_sentinels_stand_in_and_stored_truncation_is_dropped(t5_like):
-    t5 = TextTokenizer.from_file(t5_like)
-    assert (t5.bos_id, t5.boundary_id, t5.mask_id) == (5, 4, 3)
-    ids = t5.encode("cab a b a b")
+def test_sentinels_stand_in_and_stored_truncation_is_dropped():
+    assert (T5.bos_id, T5.boundary_id, T5.mask_id) == (5, 4, 3)
+    ids = T5.encode("cab a b a b")
     assert len(ids) == 5 and 1 not in ids
-    assert t5.decode([5, *ids, 4, *t5.encode("a"), 1]) == "cab a b a b a"
+    assert T5.decode([5, *ids, 4, *T5.encode("a"), 1]) == "cab a b a b a"
 
 
-def test_names_of_special_tokens_in_a_text_give_no_special_ids(t5_like):
-    t5 = TextTokenizer.from_file(t5_like)
-    ids = t5.encode("a</s> b <pad><extra_id_1> cab")
-    assert not {0, 1, 3, 4, 5} & set(ids) and t5.decode(ids) == "a b cab"
-    assert t5.encode_batch(["a</s> b"]) == [t5.encode("a b")]
+def test_names_of_special_tokens_in_a_text_give_no_special_ids():
+    ids = T5.encode("a</s> b <pad><extra_id_1> cab")
+    assert not {0, 1, 3, 4, 5} & set(ids) and T5.decode(ids) == "a b cab"
+    assert T5.encode_batch(["a</s> b"]) == [T5.encode("a b")]
     assert BPE.decode(BPE.encode("a </s> b")) == "a </s> b"
 
 
-def test_t5_decoding_cleans_up_spaces_as_transformers_does(tmp_path):
-    described = json.loads(json.dumps(SENTENCEPIECE_LIKE))
-    described["model"]["vocab"] += [[c, -3.0] for c in "defghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;?!'\"()"]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(described), "utf-8")
-    t5 = TextTokenizer.from_file(tmp_path / "tokenizer.json")
+def test_t5_decoding_cleans_up_spaces_as_transformers_does():
+    letters = set(string.ascii_letters + string.digits + ".,:;?!'\"()") - set("abc")
+    t5 = TextTokenizer(Tokenizer.from_str(t5_like(sorted(letters))))
     for text, expected in {
         "the victims ' families": "the victims'families",
         "on 'real assets' .": "on'real assets'.",
@@ -149,7 +129,7 @@ def test_gpt2_keeps_white_space_and_no_other_tokenizer_does(text):
 
 def test_wrong_tokenizers_are_refused_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    whole = json.dumps(SENTENCEPIECE_LIKE)
+    whole = t5_like()
     for content in (b"{}", b"\xff", whole[:-9].encode(), whole.replace("Unigram", "Nothing").encode(), b"[" * 100_000):
         (tmp_path / "x.json").write_bytes(content)
         with pytest.raises(DataError, match=r"x\.json"):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jpeg_dlm.cli.options import add_options, overrides
-from jpeg_dlm.cli.parser import Parser, several, whole
+from jpeg_dlm.cli.parser import Parser, several, systems, whole
 from jpeg_dlm.methods.registry import names
 from jpeg_dlm.presets import PRESETS
 from jpeg_dlm.util.errors import UsageError
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 CACHED = "-kv"  # after the name of a system: with its KV cache
 METHODS = (
-    "also measure systems with random weights (equally fast) at the preset's sizes; all, or some of "
-    f"{','.join(names('system'))} (ar is without KV cache, ar{CACHED} with it)"
+    "also measure systems with random weights (equally fast) at the preset's sizes, without and with a KV cache; all, or some "
+    f"of {','.join(names('system'))}"
 )
 
 
 def add_benchmark_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("checkpoints", nargs="*", type=Path, help="model folders, runs or checkpoints (default: the bundled one)")
-    add("--methods", metavar="NAMES", help=METHODS)
+    add("--methods", type=systems, default=[], metavar="NAMES", help=METHODS)
     add("--preset", choices=tuple(PRESETS), metavar="NAME", help="sizes of --methods (default: lm1b)")
     add("--steps", type=several(whole(1)), metavar="N,N", help="sampling steps, one or several (default: the model's own)")
     add("--batch", type=whole(1), default=16, help="texts at once (paper: 64 on LM1B, 16 on OWT-1024)")
@@ -46,7 +46,7 @@ def add_benchmark_arguments(parser: Parser) -> None:
 def run_benchmark(args: argparse.Namespace) -> None:
     if args.out and (args.out / "benchmark.json").exists():
         raise UsageError(f"'{args.out}' already holds results: name another folder, nothing was overwritten.")
-    methods = contestants(args.methods or ("jpeg-dlm" if args.preset else ""))
+    methods = args.methods or (["jpeg-dlm"] if args.preset else [])
 
     from jpeg_dlm.cli.show import show
     from jpeg_dlm.config import validate
@@ -71,16 +71,6 @@ def run_benchmark(args: argparse.Namespace) -> None:
         write_result(args.out / "benchmark", result, tables, new=True)
 
 
-def contestants(selection: str) -> list[str]:
-    """Return the systems that --methods selects; `all` also tries each with a KV cache, which most do not have."""
-    known = [name + cached for name in names("system") for cached in ("", CACHED)]
-    chosen = known if selection == "all" else [name.strip() for name in selection.split(",")] if selection else []
-    for name in chosen:
-        if name not in known:
-            raise UsageError(f"Unknown method '{name}': choose all, or some of {','.join(names('system'))}.")
-    return chosen
-
-
 def _stored(args: argparse.Namespace, methods: Sequence[str]) -> Iterator[Contestant]:
     """Yield the models of checkpoints; the bundled one if nothing else is named."""
     from jpeg_dlm.api import load
@@ -91,21 +81,15 @@ def _stored(args: argparse.Namespace, methods: Sequence[str]) -> Iterator[Contes
 
 
 def _random(args: argparse.Namespace, methods: Sequence[str]) -> Iterator[Contestant]:
-    """Yield systems with random weights; one with and without KV cache is one model."""
+    """Yield systems with random weights; one that may have a KV cache without and with it."""
     from jpeg_dlm.methods.registry import build_method, for_method
     from jpeg_dlm.options import override
     from jpeg_dlm.presets import preset
     from jpeg_dlm.util.distributed import read_ranks
 
-    built = {}
     for name in methods:
-        config = for_method(preset(args.preset or "lm1b"), name.removesuffix(CACHED))
-        if hasattr(config.sampler, "kv_cache"):
-            config = override(config, {"sampler.kv_cache": name.endswith(CACHED)})
-        elif name.endswith(CACHED):
-            if args.methods == "all":
-                continue
-            raise UsageError(f"{config.method} has no KV cache: leave out {CACHED}.")
-        if config.method not in built:
-            built[config.method] = build_method(config).to(read_ranks(args.device, {}).device)
-        yield name, built[config.method], config, "random weights"
+        config = for_method(preset(args.preset or "lm1b"), name)
+        method: Any = build_method(config).to(read_ranks(args.device, {}).device)
+        for cached in (False, True) if hasattr(config.sampler, "kv_cache") else (None,):
+            changed = config if cached is None else override(config, {"sampler.kv_cache": cached})
+            yield name + (CACHED if cached else ""), method, changed, "random weights"

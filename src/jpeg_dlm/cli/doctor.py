@@ -6,15 +6,12 @@ import argparse
 import os
 import platform
 import re
-import shlex
 import shutil
-import sys
 import textwrap
 import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from shutil import which
 
 from jpeg_dlm import __version__
 from jpeg_dlm.cli.parser import Parser
@@ -60,9 +57,8 @@ def run_demo(args: argparse.Namespace) -> None:
     for i, text in enumerate(model.interpolate(*ENDS, points=5)):
         say(text, f"   {i / 4:.2f}  ")
     print(f"\nThat took {time.monotonic() - began:.1f} s. What to try next:\n")
-    program = shlex.quote(sys.argv[0]) if Path(sys.argv[0]).name == "jpeg-dlm" and not which("jpeg-dlm") else "jpeg-dlm"
     for words, note in NEXT.items():
-        print(f"   {program} {words}")
+        print(f"   jpeg-dlm {words}")
         if note:
             print(f"      ({note})")
 
@@ -108,12 +104,8 @@ def selftest(checks: Sequence[str], out: Path | None) -> int:
 
     rows = run_checks(checks, Console())
     versions = ", ".join(f"{name} {version}" for name in packages() if (version := _version(name)))
-    table = Table.of(
-        f"jpeg-dlm {__version__} self-test",
-        ("check", "result", "detail", "seconds"),
-        rows,
-        (*machine(), versions),
-    )
+    columns = ("check", "result", "detail", "seconds")
+    table = Table.of(f"jpeg-dlm {__version__} self-test", columns, rows, (*machine(), versions))
     if out:
         write_atomic(out, markdown([table]) + "\n")  # before the output, which a closed pipe may end
     show([table])

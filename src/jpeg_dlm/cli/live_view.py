@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.live import Live
@@ -14,8 +14,6 @@ from torch import Tensor
 
 from jpeg_dlm.api import Model
 from jpeg_dlm.report.trajectory import readable, rows_shown
-
-Aged = tuple[str, int]  # a word, and for how many moments it has stood at its place
 
 AGES = ("bright_black", "yellow", "cyan", "bold green")  # colors of a word, from just changed to settled
 PLAIN_LINES = 8  # approximate number of lines printed if the output is not a terminal
@@ -29,7 +27,7 @@ class Watcher:
         self.console = Console(stderr=True)
         self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
         self.done = False
-        self.words: list[Aged] = []
+        self.words: list[tuple[str, int]] = []  # each with the number of moments that it has stood at its place
 
     def __call__(self, step: int, steps: int, t: float, tokens: Callable[[], Tensor]) -> None:
         if self.done and not (self.every_block and step == 0):
@@ -53,11 +51,7 @@ class Watcher:
 
     def colored(self, text: str) -> Text:
         """Return the text with each word colored by how long it has stood at its place: gray is new, green is settled."""
-        self.words = aged(text, self.words)
+        before = itertools.chain(self.words, itertools.repeat(("", 0)))
+        pairs = zip(text.split(), before, strict=False)
+        self.words = [(word, age + 1 if word == old else 0) for word, (old, age) in pairs]
         return Text(" ").join(Text(word, AGES[min(age, len(AGES) - 1)]) for word, age in self.words)
-
-
-def aged(text: str, before: Sequence[Aged]) -> list[Aged]:
-    """Return the words of a text, each one moment older if it stood at the same place before."""
-    old = itertools.chain(before, itertools.repeat(("", 0)))
-    return [(word, age + 1 if word == known else 0) for word, (known, age) in zip(text.split(), old, strict=False)]

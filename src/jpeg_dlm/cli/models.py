@@ -19,7 +19,6 @@ from jpeg_dlm.util.errors import UsageError, command
 
 DEFAULT = "lm1b"
 PLAN_ONLY = ("devices", "tokens", "tflops", "utilization")
-BY_FILE = "auto"  # not a preset: selects the paper's preset with the file's vocabulary
 FORMATS = {"safetensors": "a model folder in the released layout", "onnx": "the networks of jpeg-dlm for ONNX Runtime"}
 RUN = "run or model folder to describe; without it, a preset is described"
 PUBLISHED = "a .safetensors, .ckpt, .pth, .pt or .bin file, or a Hugging Face folder; sizes are read from it"
@@ -29,7 +28,7 @@ BLEND = "average the weights with another model's, such as the one that was fine
 def add_info_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("path", nargs="?", type=Path, metavar="RUN", help=RUN)
-    add_config_arguments(parser, DEFAULT, required=False)
+    add_config_arguments(parser, DEFAULT)
     add("--method", choices=names("system"), metavar="NAME", help="which system (default: jpeg-dlm)")
     add("--options", action="store_true", help="every option of the method instead, with its value and meaning")
     add("--plan", action="store_true", help="what a training needs instead: memory of a device, time, days")
@@ -40,9 +39,10 @@ def add_info_arguments(parser: Parser) -> None:
     add("--json", action="store_true", help="print JSON")
 
 
-def run_info(args: argparse.Namespace) -> int:
+def run_info(args: argparse.Namespace) -> None:
     if args.path:
-        return _describe(args)
+        _describe(args)
+        return
     stray = next((name for name in PLAN_ONLY if getattr(args, name) and not args.plan), None)
     if stray:
         raise UsageError(f"--{stray} belongs to a plan: add --plan.")
@@ -51,22 +51,17 @@ def run_info(args: argparse.Namespace) -> int:
         raise UsageError(f"--options is a list of its own: leave out --{'json' if args.json else 'plan'}.")
     if args.options:
         print(list_options(config))
-        return 0
-    if args.plan:
+    elif args.plan:
         _plan(args, config)
-        return 0
-    from jpeg_dlm.cli.show import show
-    from jpeg_dlm.cost.describe import describe, description_table
-
-    description = describe(config)
-    if args.json:
-        print(json.dumps(description, indent=1))
     else:
-        show([description_table(description)])
-    return 0
+        from jpeg_dlm.cli.show import show
+        from jpeg_dlm.cost.describe import describe, description_table
+
+        description = describe(config)
+        print(json.dumps(description, indent=1)) if args.json else show([description_table(description)])
 
 
-def _describe(args: argparse.Namespace) -> int:
+def _describe(args: argparse.Namespace) -> None:
     """Describe the model or run in a folder; its options are fixed."""
     stray = [name for name in (*PLAN_ONLY, "plan", "options", "preset", "config", "method") if getattr(args, name)]
     if stray := [*stray, *overrides(args)]:
@@ -82,7 +77,6 @@ def _describe(args: argparse.Namespace) -> int:
 
     summary = run_summary(path)
     print(json.dumps(summary, indent=1, ensure_ascii=False) if args.json else format_summary(summary))
-    return 0
 
 
 def _plan(args: argparse.Namespace, config: Config) -> None:
@@ -100,7 +94,7 @@ def _plan(args: argparse.Namespace, config: Config) -> None:
 
 def add_import_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    add_config_arguments(parser, default=BY_FILE)
+    add_config_arguments(parser, "by the file")
     add("path", type=Path, help=PUBLISHED)
     add("--method", choices=names("system"), metavar="NAME", help="system of the checkpoint (default: detected from the file)")
     add("--weights", choices=("ema", "raw"), help="weights to take if the file has both (default: ema)")
@@ -117,8 +111,7 @@ def run_import(args: argparse.Namespace) -> None:
     from jpeg_dlm.importing.published import import_published, read_published
 
     published = read_published(args.path, args.weights)
-    base = "" if args.preset == BY_FILE else args.preset
-    parts, assumed, of_preset = import_published(published, options, method, base, args.tokenizer)
+    parts, assumed, of_preset = import_published(published, options, method, args.preset or "", args.tokenizer)
     write_model(parts, args.out)
 
     which = " (averaged weights)" if published.weights == "ema" else ""
@@ -131,7 +124,7 @@ def run_import(args: argparse.Namespace) -> None:
 
 
 def _values(names: Sequence[str], config: Config) -> str:
-    return ", ".join(f"--{name.replace('_', '-')} {attrgetter(name)(config)}" for name in names)
+    return ", ".join(f"{flag(name)} {attrgetter(name)(config)}" for name in names)
 
 
 def add_export_arguments(parser: Parser) -> None:

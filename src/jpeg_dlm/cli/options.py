@@ -1,7 +1,7 @@
 """Config options on the command line: `--preset`, `--config FILE`, and `--group.option VALUE` for every option of a method.
 
-Which options exist depends on the method, so a command is parsed twice: first for its preset, method and config file, then with
-the options of that method.
+A command takes the options of all methods, since a file or a model may name the method; `override` refuses those of others.
+For `--help-all` a command is parsed twice: first for its preset and method, then with the options of that method.
 """
 
 from __future__ import annotations
@@ -22,17 +22,10 @@ from jpeg_dlm.util.errors import UsageError
 NOT_OPTIONS = ("preset", "method")  # they determine the other options
 
 
-def add_config_arguments(
-    parser: Parser, default: str = "tiny", groups: Sequence[str] = GROUP_NAMES, required: bool = True
-) -> None:
-    """Add `--preset`, None by default unless `required`, `--config` and the options of a method; document those of `groups`."""
-    parser.add_argument(
-        "--preset",
-        choices=tuple(PRESETS),
-        default=default if required else None,
-        metavar="NAME",
-        help="base values of all options" if required else f"base values of all options (default: {default})",
-    )
+def add_config_arguments(parser: Parser, default: str = "tiny", groups: Sequence[str] = GROUP_NAMES) -> None:
+    """Add `--preset`, `--config` and the options of all methods; document those of `groups`."""
+    values = f"base values of all options (default: {default})"
+    parser.add_argument("--preset", choices=tuple(PRESETS), metavar="NAME", help=values)
     parser.add_argument("--config", type=Path, metavar="FILE", help="JSON file with options that override the preset's")
     add_options(parser, GROUP_NAMES, default, groups)
 
@@ -42,42 +35,37 @@ def add_options(parser: Parser, groups: Sequence[str], default: str = "", docume
 
     `default` is the preset whose values are shown if the command names none; '' if the values are those of a model.
     """
-    documented = documented or groups
+    documented, prefixes = documented or groups, tuple(f"--{group}." for group in groups)
     count = sum(name.split(".")[0] in documented for name in option_names() if name not in NOT_OPTIONS)
     parser.add_argument("--help-all", action="help", help="show this help and all configuration options")
     parser.epilog = (
         f"{count} more options ({', '.join(f'--{group}.*' for group in documented)}) are shown by  {parser.prog} --help-all"
     )
-    parser.groups = groups
 
-    def add(parser: Parser, words: Sequence[str]) -> None:
-        first = Parser(prog=parser.prog, add_help=False)
-        for option in ("--preset", "--method", "--config"):
-            first.add_argument(option, nargs="?")
-        chosen, _ = first.parse_known_args(words)
-        config = _chosen_config(chosen, default)
+    def add(words: Sequence[str]) -> None:
         if "--help-all" in words:
-            _add_documented(parser, config, documented, bool(default))
-        else:
-            _add_all(parser, config, words)
+            _add_documented(parser, _chosen_config(words, default), documented, bool(default))
+            return
+        options = list(option_names())
+        dotted = [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith(prefixes)]
+        if not set(options).issuperset(dotted):  # those of other methods need torch
+            options += [name for method in names("system", "stage", "student") for name in option_names(default_config(method))]
+        for name in dict.fromkeys(name for name in options if name.split(".")[0] in groups):
+            spellings = dict.fromkeys((flag(name), f"--{name}"))
+            parser.add_argument(*spellings, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
     parser.add_options = add
 
 
-def _chosen_config(chosen: argparse.Namespace, default: str) -> Config:
-    """Return the config whose options a command may change; mistakes in these words are reported by the second parsing."""
+def _chosen_config(words: Sequence[str], default: str) -> Config:
+    """Return the config of the preset and the method that a command names, as far as it names them rightly."""
+    first = Parser(add_help=False)
+    first.add_argument("--preset", nargs="?")
+    first.add_argument("--method", nargs="?")
+    chosen, _ = first.parse_known_args(words)
     name = chosen.preset if chosen.preset in PRESETS else default
-    method = chosen.method or (_method_of(Path(chosen.config)) if chosen.config else None)
     base = preset(name) if name in PRESETS else default_config()
-    return for_method(base, method) if method in names("system", "stage") else base
-
-
-def _method_of(path: Path) -> str | None:
-    try:
-        method = read_json_file(path).get("method")
-    except UsageError:
-        return None
-    return method if isinstance(method, str) else None
+    return for_method(base, chosen.method) if chosen.method in names("system", "stage") else base
 
 
 def _add_documented(parser: Parser, config: Config, groups: Sequence[str], with_defaults: bool) -> None:
@@ -97,19 +85,6 @@ def _add_documented(parser: Parser, config: Config, groups: Sequence[str], with_
                     metavar="VALUE",
                     help=field.metadata["help"].replace("%", "%%"),
                 )
-
-
-def _add_all(parser: Parser, config: Config, words: Sequence[str]) -> None:
-    """Add all options of a config without help, and those of all systems if a word is none of them: a model may have them."""
-    options = [name for name in option_names(config) if name.split(".")[0] in parser.groups]
-    flags = {spelling for name in options for spelling in (flag(name), f"--{name}")}
-    dotted = [word.partition("=")[0] for word in words if word.startswith(tuple(f"--{group}." for group in parser.groups))]
-    if not flags.issuperset(dotted):
-        every = (option_names(default_config(name)) for name in names("system", "student"))
-        options = list(dict.fromkeys(name for known in every for name in known if name.split(".")[0] in parser.groups))
-    for name in options:
-        spellings = dict.fromkeys((flag(name), f"--{name}"))
-        parser.add_argument(*spellings, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def overrides(args: argparse.Namespace, group: str = "") -> dict[str, str]:

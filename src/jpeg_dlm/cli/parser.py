@@ -1,4 +1,4 @@
-"""An argparse parser whose errors suggest the nearest known word, and which takes the config options of the chosen method.
+"""An argparse parser whose errors suggest the nearest known word, and which adds config options when it parses.
 
 The types of option values reject wrong ones before torch is imported.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jpeg_dlm.config import BOUNDS, LARGEST_INT
+from jpeg_dlm.methods.registry import names
 from jpeg_dlm.util.errors import UsageError
 
 
@@ -45,20 +46,18 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """A parser that raises `UsageError`.
 
-    `add_options`, if set, is called with the words of the command before they are parsed, and adds the options that depend on
-    them; `groups` names the groups of these options.
+    `add_options`, if set, is called with the words of the command before they are parsed, and adds the config options.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**({"formatter_class": Formatter, "allow_abbrev": False} | options))
-        self.groups: Sequence[str] = ()
-        self.add_options: Callable[[Parser, Sequence[str]], None] | None = None
+        self.add_options: Callable[[Sequence[str]], None] | None = None
         self._words: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._words = list(args or ())
         if self.add_options:
-            self.add_options(self, self._words)
+            self.add_options(self._words)
         return super().parse_known_args(args, namespace)
 
     def unknown(self, words: Iterable[str]) -> UsageError | None:
@@ -132,6 +131,15 @@ def words(text: str) -> list[str]:
     if not all(parts):
         raise argparse.ArgumentTypeError(f"must be words with commas between them, not '{text}'")
     return parts
+
+
+def systems(text: str) -> list[str]:
+    """Read `all` or comma-separated names of systems."""
+    known = list(names("system"))
+    chosen = known if text == "all" else words(text)
+    if not set(chosen) <= set(known):
+        raise argparse.ArgumentTypeError(f"must be all, or some of {','.join(known)}, not '{text}'")
+    return chosen
 
 
 def scorer(text: str) -> str:

@@ -59,8 +59,8 @@ def run_checks(checks: Sequence[str], console: Console) -> list[tuple[str, str, 
     return rows
 
 
-def run_process(words: Sequence[str]) -> str:
-    """Run Python with these arguments to the end; return '' or, if it failed, all that it wrote to standard error."""
+def run_process(words: Sequence[str]) -> None:
+    """Run Python with these arguments to the end; if it fails, raise `RuntimeError` with what it wrote to standard error."""
     command, silent, pipe = [sys.executable, *words], subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(command, start_new_session=True, stdout=silent, stderr=pipe, text=True) as process:
         try:
@@ -68,11 +68,12 @@ def run_process(words: Sequence[str]) -> str:
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)  # with its own children
             raise
-    return (output or f"ended with code {process.returncode}") if process.returncode else ""
+    if process.returncode:
+        raise RuntimeError(output or f"ended with code {process.returncode}")
 
 
 def losses(folder: Path, processes: int = 1, **options: object) -> list[float]:
-    """Train on made-up text and return the loss of every step; raise `RuntimeError` with the output of a failed training."""
+    """Train on made-up text and return the loss of every step."""
     from jpeg_dlm.training.metrics import read_metrics
 
     rng, out = random.Random(0), Path(tempfile.mkdtemp(dir=folder)) / "run"
@@ -83,8 +84,7 @@ def losses(folder: Path, processes: int = 1, **options: object) -> list[float]:
     command = ["-m", "jpeg_dlm", "train", "--preset", "smoke", "--data", str(text), "--out", str(out), "--quiet"]
     for name, value in (OPTIONS | {name.replace("__", "."): value for name, value in options.items()}).items():
         command += [f"--{name}", str(value)]
-    if error := run_process([*launch, *command]):
-        raise RuntimeError(error)
+    run_process([*launch, *command])
     return [row["loss"] for row in read_metrics(out / "metrics.jsonl") if "loss" in row]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jpeg_dlm.cli.evaluate import add_scorer_arguments, scorer_of
 from jpeg_dlm.cli.options import add_options, overrides
-from jpeg_dlm.cli.parser import Parser, whole
+from jpeg_dlm.cli.parser import Parser, systems, whole
 from jpeg_dlm.config import GROUP_NAMES
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
 from jpeg_dlm.presets import PRESETS
@@ -17,7 +17,6 @@ from jpeg_dlm.util.errors import UsageError
 
 if TYPE_CHECKING:
     from jpeg_dlm.studies.analysis import StudyOutcome
-    from jpeg_dlm.studies.plan import Budget
     from jpeg_dlm.util.distributed import Ranks
 
 TOKENS = "instead of --budget: score each training after several budgets, such as 1M,2M,4M tokens"
@@ -27,7 +26,7 @@ def add_study_arguments(parser: Parser) -> None:
     studies = parser.add_subparsers(dest="study", metavar="STUDY", required=True)
     for name, study in STUDIES.items():
         sub = studies.add_parser(name, help=study.summary, description=study.summary[0].upper() + study.summary[1:] + ".")
-        sub.set_defaults(parser=sub)
+        sub.set_defaults(parser=sub, tokens=None, repeats=5)
         add = sub.add_argument
         add("--debug", action="store_true", help="show the traceback of an error")
         add("--batch", type=whole(1), default=64, help="texts at once")
@@ -41,10 +40,11 @@ def add_study_arguments(parser: Parser) -> None:
 
 
 def add_compare_arguments(parser: Parser) -> None:
-    parser.add_argument("--methods", default="all", metavar="NAMES", help="all, or names separated by commas")
+    parser.add_argument("--methods", type=systems, default="all", metavar="NAMES", help="all, or names separated by commas")
     parser.add_argument("--tokens", metavar="N,N,...", help=TOKENS)
     parser.add_argument("--batch", type=whole(1), default=16, help="batch size when speed is measured")
     parser.add_argument("--repeats", type=whole(1), default=5, help="rounds when speed is measured")
+    parser.set_defaults(only="")
     _add_training_arguments(parser)
 
 
@@ -72,42 +72,28 @@ def _add_common(parser: Parser, seeds: int) -> None:
 
 
 def run_study(args: argparse.Namespace) -> int:
-    from jpeg_dlm.studies.plan import parse_budget
     from jpeg_dlm.util.distributed import setup
 
     study, ranks = STUDIES[args.study], setup(args.device)
-    if study.trains:
-        budgets = (parse_budget(args.budget),) if args.budget else ()
-        outcome = _run_training(args, args.study, study, budgets, ranks, only=args.only)
-    else:
-        outcome = _analyze(args, ranks)
+    outcome = _run_training(args, args.study, study, ranks) if study.trains else _analyze(args, ranks)
     return _finish(args, outcome, f"study-{args.study}", ranks)
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    from jpeg_dlm.studies.plan import parse_budget, parse_tokens, system_names
+    from jpeg_dlm.studies.plan import titles
     from jpeg_dlm.studies.plots import draw_curves
     from jpeg_dlm.util.distributed import setup
 
     if args.tokens and args.budget:
         raise UsageError("Give --tokens or --budget, not both.")
-    budgets = parse_tokens(args.tokens) if args.tokens else (parse_budget(args.budget),) if args.budget else ()
-    study, ranks = comparison(system_names(args.methods)), setup(args.device)
-    outcome = _run_training(args, "compare", study, budgets, ranks, repeats=args.repeats)
+    ranks = setup(args.device)
+    outcome = _run_training(args, "compare", comparison(titles(args.methods)), ranks)
     if outcome and ranks.is_main:
         draw_curves(outcome.result, args.out / "compare-curves.png")
     return _finish(args, outcome, "compare", ranks)
 
 
-def _run_training(
-    args: argparse.Namespace,
-    name: str,
-    study: Study,
-    budgets: tuple[Budget, ...],
-    ranks: Ranks,
-    only: str = "",
-    repeats: int = 5,
-) -> StudyOutcome | None:
+def _run_training(args: argparse.Namespace, name: str, study: Study, ranks: Ranks) -> StudyOutcome | None:
     """Plan, train and score a study; None if it was only trained."""
     from jpeg_dlm.evaluation.evaluate import EvaluationRequest
     from jpeg_dlm.studies import plan, runner
@@ -118,9 +104,10 @@ def _run_training(
     from jpeg_dlm.util.console import Console
     from jpeg_dlm.util.distributed import main_first
 
+    budgets = plan.parse_tokens(args.tokens) if args.tokens else (plan.parse_budget(args.budget),) if args.budget else ()
     base, shared = plan.read_base(args.preset, args.data, overrides(args), ranks.world)
     plan.check_options(name, study, overrides(args))
-    request = plan.StudyRequest(name, study, base, shared, budgets, args.train_seeds, only)
+    request = plan.StudyRequest(name, study, base, shared, budgets, args.train_seeds, args.only)
     evaluation = EvaluationRequest(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
     cache = TrainingCache(args.out, ranks, Console(args.quiet or not ranks.is_main))
     planned = plan.plan(request, cache)
@@ -128,17 +115,15 @@ def _run_training(
     runner.train(planned, cache, wait=not args.train_only)
     if args.train_only:
         return None
-    device = str(ranks.device)
-    result = runner.evaluate(
-        planned, cache, lambda: main_first(lambda: scorer_of(args, device, cache.console)), evaluation, args.batch, repeats
-    )
+    scorer = lambda: main_first(lambda: scorer_of(args, str(ranks.device), cache.console))  # noqa: E731
+    result = runner.evaluate(planned, cache, scorer, evaluation, args.batch, args.repeats)
     return StudyOutcome(result, study_tables(result), lambda path: draw_study(result, study.x, path))
 
 
 def _analyze(args: argparse.Namespace, ranks: Ranks) -> StudyOutcome:
     from jpeg_dlm.evaluation.cache import DiskCache
     from jpeg_dlm.evaluation.texts import model_sources
-    from jpeg_dlm.studies.analysis import AnalysisRequest, analyze
+    from jpeg_dlm.studies.analysis import ANALYSES, AnalysisRequest
     from jpeg_dlm.util.console import Console
     from jpeg_dlm.util.distributed import main_first
 
@@ -152,7 +137,7 @@ def _analyze(args: argparse.Namespace, ranks: Ranks) -> StudyOutcome:
         mauve=args.mauve,
     )
     sources = model_sources(args.checkpoints or [None], device, args.batch, args.data, console)
-    return analyze(args.study, sources, request)
+    return ANALYSES[args.study](sources, request)
 
 
 def _finish(args: argparse.Namespace, outcome: StudyOutcome | None, name: str, ranks: Ranks) -> int:

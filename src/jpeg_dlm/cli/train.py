@@ -7,7 +7,6 @@ import shlex
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jpeg_dlm.cli.options import add_config_arguments, read_config
 from jpeg_dlm.cli.parser import Parser, whole
@@ -16,9 +15,6 @@ from jpeg_dlm.methods.registry import method_class, names, writes
 from jpeg_dlm.options import from_dict, read_json_file
 from jpeg_dlm.util.errors import UsageError, command, counted
 
-if TYPE_CHECKING:
-    from jpeg_dlm.training.run import Outcome
-
 INIT = (
     "fine-tune: start from the weights of a model folder, run or checkpoint, with its options, tokenizer and encoder "
     "('bundled': the bundled model)"
@@ -26,7 +22,7 @@ INIT = (
 
 
 def add_prepare_arguments(parser: Parser) -> None:
-    add_config_arguments(parser, groups=("data",), required=False)
+    add_config_arguments(parser, groups=("data",))
     parser.add_argument(
         "source", help="text file, folder, .jsonl, a named corpus (captions, lm1b, openwebtext) or hf:NAME[/CONFIG]"
     )
@@ -53,7 +49,7 @@ def run_prepare(args: argparse.Namespace) -> None:
 
 
 def add_train_arguments(parser: Parser) -> None:
-    add_config_arguments(parser, required=False)  # distinguishes 'not given' from 'tiny' when a run is resumed
+    add_config_arguments(parser)
     students, add = names("student"), parser.add_argument
     method = f"system to train; encoder: the small text encoder alone; {', '.join(students)}: from a trained --teacher; "
     add("--method", choices=names("system", "stage", "student"), metavar="NAME", help=f"{method}default: jpeg-dlm")
@@ -94,14 +90,6 @@ def started_from(model: Path, student: str = "") -> Config:
     return replace(config, train=replace(config.train, init=str(parts.origin)))
 
 
-def where(outcome: Outcome, config: Config) -> str:
-    """Describe at which step a run stopped and what was saved."""
-    if outcome.step == 0:
-        return "before the first step, so there is no checkpoint; what was prepared is kept"
-    stage = f" of the stage '{outcome.stage}'" if outcome.stage not in ("", config.method) else ""
-    return f"at step {outcome.step:,}{stage} and saved"
-
-
 def run_train(args: argparse.Namespace) -> int:
     if args.teacher and (args.method not in names("student") or args.preset):
         students = " and ".join(names("student"))
@@ -121,7 +109,11 @@ def run_train(args: argparse.Namespace) -> int:
     outcome = train_run(config, args.out, ranks, console, args.resume, args.stop_at)
     teardown()  # not after an error, when other processes may be gone
     if outcome.stopped_by:
-        console.say(f"Stopped by {outcome.stopped_by} {where(outcome, config)}: continue with --resume.")
+        stage = f" of the stage '{outcome.stage}'" if outcome.stage not in ("", config.method) else ""
+        where = f"at step {outcome.step:,}{stage} and saved"
+        if outcome.step == 0:
+            where = "before the first step, so there is no checkpoint; what was prepared is kept"
+        console.say(f"Stopped by {outcome.stopped_by} {where}: continue with --resume.")
         return {"SIGTERM": 143, "SIGINT": 130}.get(outcome.stopped_by, 0)
     if config.method == "encoder":
         console.say(f"Done. Use it with  --encoder.name {shlex.quote(str(args.out / 'encoder'))}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -130,14 +130,9 @@ def check_options(name: str, study: Study, options: Mapping[str, Any]) -> None:
             raise UsageError(f"The study '{name}' sets {option} itself: leave --{option} out.")
 
 
-def system_names(text: str) -> dict[str, str]:
-    """Parse 'all' or names of systems separated by commas; return names and titles in the paper's order."""
-    systems = names("system")
-    chosen = systems if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
-    for name in chosen:
-        if name not in systems:
-            raise UsageError(f"Unknown method '{name}': choose all, or some of {','.join(systems)}.")
-    return {name: method_class(name).title for name in systems if name in chosen}
+def titles(systems: Collection[str]) -> dict[str, str]:
+    """Return the titles of systems by name, in the paper's order."""
+    return {name: method_class(name).title for name in names("system") if name in systems}
 
 
 def expand(study: Study, base: Config, only: str = "") -> Expanded:

@@ -15,50 +15,46 @@ from torch import Tensor
 
 from jpeg_dlm.text.tokenizer import TextTokenizer
 from jpeg_dlm.util.errors import DataError
-from jpeg_dlm.util.files import check_listed, parse_json, sha256_file
+from jpeg_dlm.util.files import check_listed, load_json, sha256_file
 from jpeg_dlm.util.rng import derive_seed
 
 FORMAT = 1  # version of index.json and the shards
 INDEX_BYTES = 16 << 20  # largest index that is read; enough for a hundred thousand shards of 64 MB
 DTYPES = ("uint16", "uint32")
 SHARD_NAME = re.compile(r"(train|heldout)-\d{5,9}\.bin")  # plain names only: nothing outside the folder is read
+# The fields that are read, with their types; the numbers are sizes and ids.
+FIELDS = {"data": dict, "source": str, "tokenizer": str, "dtype": str, "padded": bool, "given_rows": bool}
+NUMBERS = {"token_len": 1, "vocab_size": 1, "pad_id": 0, "eos_id": 0, "long_documents": 0}  # the least of each
 
 
 def read_index(folder: Path) -> dict[str, Any]:
     """Read and check the index of a prepared folder."""
-    path = folder / "index.json"
+    path, remedy = folder / "index.json", "delete the folder and prepare it again"
+    if not path.is_file():
+        raise DataError(f"'{folder}' is not a prepared folder (no index.json): make one with  jpeg-dlm prepare.")
+    index = load_json(path, INDEX_BYTES, DataError, remedy)
+    if index.get("format") != FORMAT:
+        raise DataError(f"'{folder}' was prepared by another version (format {index.get('format')!r:.40}): prepare it again.")
     try:
-        with open(path, "rb") as file:
-            index = parse_json(file.read(INDEX_BYTES))  # a larger file is cut off and fails to parse
-        if index["format"] == FORMAT:
-            _check_index(index)
-    except FileNotFoundError as error:
-        raise DataError(f"'{folder}' is not a prepared folder (no index.json): make one with  jpeg-dlm prepare.") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"'{path}' cannot be read ({error}): delete the folder and prepare it again.") from error
-    if index["format"] != FORMAT:
-        raise DataError(f"'{folder}' was prepared by another version (format {index['format']!r:.40}): prepare it again.")
+        _check_index(index)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"'{path}' cannot be read ({error}): {remedy}.") from error
     return index
 
 
 def _check_index(index: dict[str, Any]) -> None:
     """Check the types and sizes of all fields that are read from an index; raise whatever error a bad field causes."""
-    if not isinstance(index["data"], dict) or not all(
-        isinstance(index[name], str) for name in ("source", "tokenizer", "dtype")
-    ):
+    if index["dtype"] not in DTYPES or any(type(index[name]) is not kind for name, kind in FIELDS.items()):
         raise ValueError("a description is of the wrong type")
-    flags = index["padded"], index["given_rows"]
-    if index["dtype"] not in DTYPES or not all(type(flag) is bool for flag in flags):
-        raise ValueError("the rows are of no known type")
-    numbers = [index["token_len"], index["vocab_size"], *(index[name] + 1 for name in ("pad_id", "eos_id", "long_documents"))]
+    numbers = [(index[name], least) for name, least in NUMBERS.items()]
     for split in (index["splits"]["train"], index["splits"]["heldout"]):
-        numbers += [shard["rows"] for shard in split["shards"]]
+        numbers += [(shard["rows"], 1) for shard in split["shards"]]
         if split["rows"] != sum(shard["rows"] for shard in split["shards"]):
             raise ValueError("the rows of the shards do not add up to the rows of their split")
         for shard in split["shards"]:
             if not SHARD_NAME.fullmatch(shard["file"]) or not isinstance(shard["sha256"], str):
                 raise ValueError(f"{shard['file']!r:.80} is not a shard")
-    if not all(type(number) is int and 1 <= number <= 1 << 40 for number in numbers):
+    if not all(type(number) is int and least <= number <= 1 << 40 for number, least in numbers):
         raise ValueError("a size is impossible")
 
 
@@ -79,8 +75,6 @@ class Blocks:
         path, dtype = self.folder / shard["file"], np.dtype(self.index["dtype"]).newbyteorder("<")
         shape = (shard["rows"], self.token_len)
         try:
-            if path.is_symlink():
-                raise DataError(f"The shard '{path}' is a symbolic link, which prepare never makes: put the file itself there.")
             size = path.stat().st_size
             if size != shape[0] * shape[1] * dtype.itemsize:
                 raise DataError(f"The shard '{path}' is damaged ({size} bytes): delete '{self.folder}' and prepare it again.")

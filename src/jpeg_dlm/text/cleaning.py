@@ -38,13 +38,10 @@ _RULES = [
 
 def detokenize_lm1b(text: str) -> str:
     """Undo the Penn-Treebank-like spacing of the One Billion Word Benchmark, line by line, by the rules of MDLM and Duo."""
-    return "\n".join(map(_detokenize_line, text.split("\n")))
-
-
-def _detokenize_line(line: str) -> str:
+    lines = text.split("\n")
     for pattern, replacement in _RULES:
-        line = pattern.sub(replacement, line)
-    return line
+        lines = [pattern.sub(replacement, line) for line in lines]
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- the Stanford Natural Language Inference corpus (SNLI)

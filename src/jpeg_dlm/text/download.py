@@ -13,7 +13,6 @@ import re
 import shutil
 import ssl
 import sys
-import tarfile
 import tempfile
 import urllib.parse
 import urllib.request
@@ -126,11 +125,7 @@ def fetch(name: str, console: Console | None = None) -> Path:
 
 def _extract(asset: Asset, archive: Path, target: Path, folder: Path) -> None:
     """Extract the archive and rename the asset to `target`, so that the cache never holds a partial one."""
-    safe: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-    if archive.suffix == ".whl":
-        shutil.unpack_archive(archive, folder, "zip")
-    else:
-        shutil.unpack_archive(archive, folder, "gztar", **safe)
+    shutil.unpack_archive(archive, folder, "zip" if archive.suffix == ".whl" else "gztar")  # its hash is the pinned one
     extracted = folder / asset.member
     for path in (extracted, *extracted.rglob("*")):
         fsync(path)

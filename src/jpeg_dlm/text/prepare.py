@@ -25,9 +25,8 @@ import numpy as np
 
 from jpeg_dlm.config import DataConfig
 from jpeg_dlm.text.blocks import FORMAT, read_index
-from jpeg_dlm.text.documents import Document, budgeted
 from jpeg_dlm.text.packing import Carry, layout_of, pack_document, sentences
-from jpeg_dlm.text.sources import Corpus, Stream, open_corpus
+from jpeg_dlm.text.sources import Corpus, Document, Stream, budgeted, open_corpus
 from jpeg_dlm.text.split import START, DocumentPiece, Place, Split, choose_split
 from jpeg_dlm.text.tokenizer import TRAINED, TextTokenizer, load_tokenizer
 from jpeg_dlm.util.console import Console
@@ -224,7 +223,7 @@ class _Preparation:
         return TRAINED[self.data.tokenizer](lines, self.data.vocab_size, self.check)
 
     def _encode(self, batch: list[Document]) -> list[list[list[int]]]:
-        """Return each document as pieces of ids; tokenize all pieces of the batch in one call."""
+        """Return each document as pieces of ids: its sentences, lines, or the whole; all of the batch in one call."""
         texts, rows = [d for d in batch if isinstance(d, str)], [d for d in batch if not isinstance(d, str)]
         if texts if self.given else rows:
             raise DataError(f"'{self.data.source}' holds both text and token ids: prepare them separately.")
@@ -236,16 +235,12 @@ class _Preparation:
                 )
             return [[list(row)] for row in rows]
         by_sentence = self.data.packing == "sentences"
-        units = [self._units(document) for document in texts]
+        by_line = by_sentence or self.data.frame and self.tokenizer.boundary_id is not None
+        units = [text.split("\n") if by_line else [text] for text in texts]
+        if by_sentence:
+            units = [[sentence for line in lines for sentence in sentences(line)] for lines in units]
         flat = iter(self.tokenizer.encode_batch(list(itertools.chain.from_iterable(units)), following=by_sentence))
         return [list(itertools.islice(flat, len(u))) for u in units]
-
-    def _units(self, document: str) -> list[str]:
-        """Split a document into the units that are tokenized separately: sentences, lines, or the whole document."""
-        if self.data.packing == "sentences":
-            return [s for line in document.split("\n") for s in sentences(line)]
-        by_line = self.data.frame and self.tokenizer.boundary_id is not None
-        return document.split("\n") if by_line else [document]
 
     def _add(self, name: str, document: list[list[int]]) -> None:
         part, unk, pad = self.parts[name], self.tokenizer.unk_id, self.tokenizer.pad_id

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from jpeg_dlm.text.documents import Document
 from jpeg_dlm.text.packing import sentences
+from jpeg_dlm.text.sources import Document
 from jpeg_dlm.util.rng import derive_seed
 
 STRETCHES = 8  # held-out stretches inside long documents (assumed: several parts of a book, each long enough to read)

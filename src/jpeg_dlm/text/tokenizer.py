@@ -115,11 +115,7 @@ class TextTokenizer:
 
     def save(self, path: Path) -> None:
         """Write tokenizer.json."""
-        write_atomic(path, self.to_json())
-
-    def to_json(self) -> str:
-        """Return the content of tokenizer.json."""
-        return self._backend.to_str(pretty=False)
+        write_atomic(path, self._backend.to_str(pretty=False))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -212,7 +212,7 @@ def train_stage(
         console.say(f"Resuming {config.method} from step {trainer.step:,} of {train.steps:,}.")
     console.say(f"Training {config.method}: {train.steps:,} steps of {stream.rows_per_step:,} rows from step {trainer.step:,}.")
     if ranks.is_main:
-        write_atomic(folder / "tokenizer.json", context.blocks.tokenizer().to_json())
+        context.blocks.tokenizer().save(folder / "tokenizer.json")
     stopped_by = train_loop(trainer, context, trainer.step if checkpoint else None, stop_at)
     if ranks.is_main:
         plot_metrics(folder)
