@@ -17,7 +17,6 @@ T5_SMALL = EncoderConfig(
     revision="df1b051c49625cf57a3d0d8d3863ed4d13564fe4",  # released
     feature_dim=512,
     scale="fixed",
-    std=0.2,
 )
 
 

@@ -244,7 +244,7 @@ def test_presets(name):
         assert t.batch * t.accumulation * t.devices == 512
         rows = {"lm1b": 8.3e6, "owt1024": 95_000 / 5 * 512, "owt128": 8 * 95_000 / 5 * 512}[name]  # of an epoch
         assert t.warmup == pytest.approx(0.5 * rows / 512, rel=0.01)
-        assert config.sampler.w == 3 and config.encoder.std == 0.2
+        assert config.sampler.w == 3 and config.encoder.scale == "fixed"
         assert (config.sampler.steps, config.sampler.grid) == (base.sampler.steps, "random")
         assert (config.objective.noise_scale, config.objective.decode_noise_scale) == (2, 5)
     else:

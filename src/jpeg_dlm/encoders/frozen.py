@@ -19,6 +19,7 @@ from jpeg_dlm.util.errors import AssetError, DataError, UsageError, reason_of
 from jpeg_dlm.util.files import check_listed, write_sealed
 
 STATISTICS_FILE = "feature_statistics.safetensors"
+FIXED_STD = 0.2  # deviation of the features of T5-small, for scale 'fixed' (ELF)
 STD_FLOOR = 1e-5  # avoids division by zero for constant channels
 # Encoder-decoder families whose encoder can be loaded without the decoder.
 ENCODER_CLASSES = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
@@ -53,7 +54,7 @@ class FrozenEncoder(nn.Module):
         self.feature_dim = feature_dim
         self.layer, self.scale = config.layer, config.scale
         self.register_buffer("feature_mean", torch.zeros(feature_dim))
-        self.register_buffer("feature_std", torch.full((feature_dim,), config.std if config.scale == "fixed" else 1.0))
+        self.register_buffer("feature_std", torch.full((feature_dim,), FIXED_STD if config.scale == "fixed" else 1.0))
         self.has_statistics = config.scale != "per_channel"
         self._weights_sha256 = ""
         self.requires_grad_(False)
