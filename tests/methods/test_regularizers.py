@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from jpeg_dlm.methods.regularizers import epps_pulley, sigreg, unit_directions, variance_covariance
+from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmObjective
+from jpeg_dlm.methods.regularizers import epps_pulley, latent_regularizers, sigreg, unit_directions, variance_covariance
+from jpeg_dlm.util.rng import RowNoise
 
 
 def waves():
@@ -130,3 +132,14 @@ def test_a_collapsed_channel_still_has_a_finite_gradient():
     u = torch.ones(8, 3, requires_grad=True)
     sum(variance_covariance(u)).backward()
     assert u.grad.isfinite().all()
+
+
+def test_autocast_changes_neither_regularizers_nor_their_gradients():
+    """Its products in bf16 would change SIGReg's gradient on Gaussian latents by 4.7%, that of the covariance by 0.4%."""
+    z, o, terms = torch.randn(64, 4, 32, generator=seeded(0)).requires_grad_(), JpegDlmObjective(), []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            losses = latent_regularizers(z, o, 100, RowNoise(0, range(64)))
+        terms.append([(loss, torch.autograd.grad(loss, z, retain_graph=True)[0]) for loss in losses.values()])
+    for plain, rounded in zip(*terms, strict=True):
+        assert all(map(torch.equal, plain, rounded))
