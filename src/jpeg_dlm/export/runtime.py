@@ -13,10 +13,9 @@ from torch import Tensor
 
 from jpeg_dlm.config import Config
 from jpeg_dlm.export.onnx_networks import NETWORKS, input_sizes, network
-from jpeg_dlm.flow.sampler import Capability, Watch, sample
+from jpeg_dlm.flow.sampler import Capability, sample
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.util.errors import CheckpointError, MissingPackageError, UsageError, reason_of
-from jpeg_dlm.util.rng import RowNoise
 
 Precision = Literal["fp32", "int8"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
@@ -62,10 +61,7 @@ class OnnxNetworks:
         self.latent_shape = (config.model.latent_len, config.model.latent_dim)
         self._denoise, self._decode = (open_network(name, graphs[name], config) for name in NETWORKS)
 
-    def sample(
-        self, sampler: Any, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None, **more: Any
-    ) -> Tensor:
-        return sample(self, sampler, noise, watch, fixed_BL, **more)
+    sample = sample
 
     def denoise(self, z: Tensor, t: float, s: Tensor | None, w: float) -> Tensor:
         t_B, w_B = torch.full((len(z),), t), torch.full((len(z),), w)
