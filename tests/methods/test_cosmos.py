@@ -21,19 +21,15 @@ from jpeg_dlm.util.rng import RowNoise
 
 B, VOCAB, L, N, D = 4, 40, 8, 3, 12
 SIZES = {"data__vocab_size": VOCAB, "data__token_len": L, "model__latent_len": N, "model__latent_dim": D, "model__depth": 2}
-SIZES |= {"train__steps": 100, "sampler__steps": 4}
-
-
-def tiny(**options):
-    return micro_config("cosmos", **SIZES | {"encoder__scale": "none"} | options)
+SIZES |= {"train__steps": 100, "sampler__steps": 4, "encoder__scale": "none"}
 
 
 def build_codec(**options) -> CosmosCodec:
-    return micro_model("cosmos-codec", 0.1, **SIZES | {"encoder__scale": "none"} | options).train()
+    return micro_model("cosmos-codec", 0.1, **SIZES | options).train()
 
 
 def build(started=True, **options) -> Cosmos:
-    method = micro_model("cosmos", 0.1, **SIZES | {"encoder__scale": "none"} | options)
+    method = micro_model("cosmos", 0.1, **SIZES | options)
     if started:
         method.start_from(build_codec(**options), [batch(24)])
     return method.train()
@@ -163,16 +159,20 @@ def test_a_stage_that_is_not_the_codec_of_this_model_is_refused():
 
 
 def test_stage_one_has_its_own_budget_rate_and_clipping():
-    config = tiny(objective__codec_steps=30)
+    config = micro_config("cosmos", **SIZES, objective__codec_steps=30)
     [stage] = Cosmos.stages(config)
     assert (stage.method, stage.train.steps, stage.train.clip) == ("cosmos-codec", 30, 10.0)
-    assert Cosmos.stages(tiny())[0].train.steps == 100 and CosmosCodec.stages(stage) == []
+    assert Cosmos.stages(micro_config("cosmos", **SIZES))[0].train.steps == 100 and CosmosCodec.stages(stage) == []
     own_encoder = replace(config, encoder=replace(config.encoder, kind="small"))
     assert [before.method for before in Cosmos.stages(own_encoder)] == ["encoder", "cosmos-codec"]
     assert replace(stage, method="cosmos", train=config.train) == config  # nothing else differs
 
 
 # ---------------------------------------------------------------- stage two
+
+
+def parameters(method, prefix):
+    return {name for name, _ in method.named_parameters() if name.startswith(prefix)}
 
 
 @pytest.mark.parametrize("sc_prob", [0.0, 1.0])
@@ -192,6 +192,9 @@ def test_the_diffusion_loss_is_the_slow_plain_one(sc_prob, monkeypatch):
         s = method.network(z_t[None], t[i : i + 1], None).detach() if sc_prob else torch.zeros(1, N, D)
         total = total + ((method.network(z_t[None], t[i : i + 1], s)[0] - z[i]) ** 2).mean()
     assert found["x0"].item() == pytest.approx((total / B).item(), rel=1e-4)
+    found["x0"].backward()  # the codec gets no gradient, and every weight of the network does, however the coin falls
+    assert {n for n, p in method.named_parameters() if p.grad is not None} == parameters(method, "network.")
+    assert method.parameter_groups()[0].parameters.keys() == parameters(method, "network.")
 
 
 def test_the_self_conditioning_coin_is_one_for_the_whole_batch():

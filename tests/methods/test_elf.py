@@ -16,7 +16,6 @@ from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.nn.dit import DiT
 from jpeg_dlm.presets import PRESETS, preset
-from jpeg_dlm.training.optim import build_optimizers
 from jpeg_dlm.util.rng import RowNoise
 
 B, L, WIDTH, VOCAB = 6, 8, 16, 40
@@ -149,23 +148,6 @@ def test_guidance_scales():
     assert w.median().item() == pytest.approx(2, abs=1e-3)
     assert w.mean().item() == pytest.approx(2.246, abs=1e-3)
     assert (w < 1).float().mean().item() == pytest.approx(0.2075, abs=1e-4)
-
-
-@pytest.mark.slow
-def test_it_learns_tokens_with_muon():
-    method = build(perturbed=0.0, train__optimizer="muon", train__lr=3e-2, objective__decode_noise_scale=1.0)
-    optimizers = build_optimizers(method.parameter_groups(), method.hidden_matrices(), method.config.train)
-    assert len(optimizers) == 2
-    data = Batch(tokens(16))
-    start = method.losses(data, noise(16))
-    for step in range(80):
-        method.zero_grad()
-        method.total_loss(method(data, noise(16, step))).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    end = method.losses(data, noise(16))
-    assert end["ce"].item() < 0.5 * start["ce"].item() and end["flow"].item() < start["flow"].item()
-    assert method.reconstruction(data) > 0.8
 
 
 # ---------------------------------------------------------------- sampling
