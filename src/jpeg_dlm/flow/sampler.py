@@ -31,14 +31,11 @@ Denoise = Callable[[Tensor, float, Tensor | None, float], Tensor]  # x = f(z, t;
 class TextSampler(Protocol):
     """What writes texts: a method, or a pair of exported networks."""
 
-    @property
-    def title(self) -> str: ...
+    title: str
+    supports: frozenset[Capability]
 
     @property
     def device(self) -> torch.device: ...
-
-    @property
-    def supports(self) -> frozenset[Capability]: ...
 
     def sample(
         self, sampler: Any, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None, *, guidance: Any = None
@@ -48,14 +45,9 @@ class TextSampler(Protocol):
 class Networks(Protocol):
     """What Algorithm 2 asks of a model; noise has the deviation `noise_scale`, and 1 - t is at least `v_floor`."""
 
-    @property
-    def noise_scale(self) -> float: ...
-
-    @property
-    def v_floor(self) -> float: ...
-
-    @property
-    def latent_shape(self) -> tuple[int, int]: ...
+    noise_scale: float
+    v_floor: float
+    latent_shape: tuple[int, int]
 
     def denoise(self, z: Tensor, t: float, s: Tensor | None, w: float) -> Tensor: ...  # x = f(z, t; s, w)
 
