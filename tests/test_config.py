@@ -114,7 +114,7 @@ model.proj_dim=512 model.depth=12 model.hidden=768 model.heads=12 model.freq_dim
 model.position_scale=0 model.time_tokens=4 model.sc_tokens=4 model.mode_tokens=4 model.shared=true
 train.accumulation=2 train.devices=8 train.seed=42 train.precision=auto train.beta2=0.999 train.clip=1
 train.weight_decay=0.01 train.lr=1e-3 train.ema=0.999
-objective.jep_weight=1 objective.flow_weight=1 objective.feat_weight=1 objective.ce_weight=1 objective.sigreg_weight=0.1
+objective.jep_weight=1 objective.feat_weight=1 objective.sigreg_weight=0.1
 objective.var_weight=0.2 objective.cov_weight=0.002 objective.target_ema_end=0.999
 objective.time_mean=-1.5 objective.time_std=0.8 objective.ce_time_min=1
 sampler.solver=euler sampler.grid_mean=-1.5 sampler.grid_std=0.8

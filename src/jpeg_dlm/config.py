@@ -81,10 +81,7 @@ class EncoderConfig:
     revision: str = opt("", "hub revision for 'hf'")
     layer: int = opt(-1, "hidden layer whose states are the features; -1 is the last (paper)", ge=-1000, le=1000)
     feature_dim: int = opt(512, "F, width of the features", ge=1, le=1 << 16)
-    scale: Literal["none", "fixed", "per_channel"] = opt(
-        "per_channel", "standardize features by `std`, or by stored statistics"
-    )
-    std: float = opt(0.2, "feature deviation for scale 'fixed' (ELF's constant for T5-small)", gt=0, le=1e6)
+    scale: Literal["none", "fixed", "per_channel"] = opt("per_channel", "divide features by 0.2 (ELF), or by stored statistics")
     depth: int = opt(4, "layers of the 'small' encoder", ge=1, le=1024)
     heads: int = opt(4, "attention heads of the 'small' encoder", ge=1, le=1024)
 
@@ -150,7 +147,6 @@ class TrainConfig:
     log_every: int = opt(10, "steps between lines of metrics.jsonl", ge=1, le=LARGEST_STEPS)
     eval_every: int = opt(500, "steps between held-out losses and sample texts; 0 is never", ge=0, le=LARGEST_STEPS)
     save_every: int = opt(500, "steps between checkpoints", ge=1, le=LARGEST_STEPS)
-    keep: int = opt(2, "number of checkpoints to keep", ge=1, le=1_000_000)
     encoder_steps: int = opt(0, "steps of the 'small' encoder before the run; 0: it exists", ge=0, le=LARGEST_STEPS)
     init: str = opt("", "model folder, run or checkpoint of the same method whose weights a new run starts from")
 

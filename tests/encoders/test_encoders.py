@@ -55,6 +55,8 @@ def test_hf_encoder_equals_transformers(family, cls, layer, folders):
         torch.testing.assert_close(encoder(x, mask), output.hidden_states[layer], rtol=0, atol=1e-6)
         if layer == -1:
             torch.testing.assert_close(encoder(x, mask), output.last_hidden_state, rtol=0, atol=1e-6)
+    fixed = hf(folders[family], layer=layer, scale="fixed")  # ELF's constant for T5-small
+    torch.testing.assert_close(fixed(x, mask), output.hidden_states[layer] / 0.2, rtol=1e-6, atol=1e-6)
 
 
 def test_hf_per_channel_needs_statistics_and_keeps_them(folders, tmp_path):

@@ -119,10 +119,7 @@ def test_an_source_is_a_state_of_the_path(noise):
     source = EditSource(z, torch.zeros(B, 1), noise)
     assert torch.allclose(source.state(z, eps), (1 - noise) * z + noise * eps)
     assert source.rest(grid).tolist() == {0.0: [1.0], 0.25: [0.75, 1.0], 1.0: [0.0, 0.5, 0.75, 1.0]}[noise]
-    if noise == 1:
-        assert torch.equal(source.state(z, eps), eps)
-    if noise == 0:
-        assert torch.equal(source.state(z, eps), z)
+    assert noise not in (0, 1) or torch.equal(source.state(z, eps), eps if noise else z)
 
 
 # ---------------------------------------------------------------- guides

@@ -8,14 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpeg_dlm.flow.path import (
-    guided_target,
-    interpolate,
-    logit_normal,
-    make_grid,
-    quantile_grid,
-    random_grid,
-)
+from jpeg_dlm.flow.path import guided_target, interpolate, logit_normal, make_grid
 
 MEAN, STD = -1.5, 0.8
 
@@ -51,16 +44,16 @@ def test_the_self_conditioning_target(w, expected):
 
 
 def test_quantile_grids_of_32_and_256_steps():
-    grid = quantile_grid(32, MEAN, STD)
+    grid = make_grid("quantile", 32, MEAN, STD, torch.Generator())
     expected = [0.04787123440517927, 0.18242552380635635, 0.4975463931795089]
     assert [grid[1].item(), grid[16].item(), grid[31].item()] == pytest.approx(expected, abs=1e-7)
-    assert quantile_grid(256, MEAN, STD)[255].item() == pytest.approx(0.6520480760669418, abs=1e-7)
+    assert make_grid("quantile", 256, MEAN, STD, torch.Generator())[255].item() == pytest.approx(0.6520480760669418, abs=1e-7)
 
 
 @settings(max_examples=25, deadline=None)
 @given(steps=st.integers(1, 300), mean=st.floats(-3, 3), std=st.floats(0.1, 2))
 def test_quantile_grid_is_the_inverse_of_the_distribution(steps, mean, std):
-    grid = quantile_grid(steps, mean, std).tolist()
+    grid = make_grid("quantile", steps, mean, std, torch.Generator()).tolist()
     assert len(grid) == steps + 1 and grid[0] == 0 and grid[-1] == 1
     normal = NormalDist(mean, std)
     for i in range(1, steps):
@@ -68,17 +61,9 @@ def test_quantile_grid_is_the_inverse_of_the_distribution(steps, mean, std):
 
 
 def test_random_grid_of_the_released_generator():
-    inner = random_grid(8, MEAN, STD, torch.Generator().manual_seed(0))[1:-1].tolist()
+    inner = make_grid("random", 8, MEAN, STD, torch.Generator().manual_seed(0))[1:-1].tolist()
     expected = [0.0375781, 0.0679334, 0.0856756, 0.1499819, 0.2355340, 0.2601373, 0.4335938]
     assert inner == pytest.approx(expected, abs=1e-6)
-
-
-def test_released_lm1b_order_draws_the_noise_and_then_the_grid():
-    generator = torch.Generator().manual_seed(0)
-    z = torch.randn(2, 32, 512, generator=generator)
-    assert z[0, 0, :3].tolist() == pytest.approx([-1.1258398, -1.1523602, -0.2505786], abs=1e-6)
-    grid = random_grid(32, MEAN, STD, generator)
-    assert grid[1:4].tolist() == pytest.approx([0.0278723, 0.0327509, 0.0534408], abs=1e-6)
 
 
 @settings(max_examples=25, deadline=None)

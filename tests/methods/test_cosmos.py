@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from micro import micro_config, micro_model, perturb
 
-from jpeg_dlm.flow.vp import TanSchedule
 from jpeg_dlm.methods import cosmos
 from jpeg_dlm.methods.base import Batch
-from jpeg_dlm.methods.cosmos import Cosmos, CosmosCodec, CosmosModel, CosmosSampler
+from jpeg_dlm.methods.cosmos import Cosmos, CosmosCodec, CosmosModel, CosmosSampler, alpha_sigma, alpha_sigma_at
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.nn.layers import SwiGluBlock, rotary_table, scalar_embedding
 from jpeg_dlm.nn.unet_transformer import MAX_PERIOD, UNetTransformer
@@ -22,19 +21,15 @@ from jpeg_dlm.util.rng import RowNoise
 
 B, VOCAB, L, N, D = 4, 40, 8, 3, 12
 SIZES = {"data__vocab_size": VOCAB, "data__token_len": L, "model__latent_len": N, "model__latent_dim": D, "model__depth": 2}
-SIZES |= {"train__steps": 100, "sampler__steps": 4}
-
-
-def tiny(**options):
-    return micro_config("cosmos", **SIZES | {"encoder__scale": "none"} | options)
+SIZES |= {"train__steps": 100, "sampler__steps": 4, "encoder__scale": "none"}
 
 
 def build_codec(**options) -> CosmosCodec:
-    return micro_model("cosmos-codec", 0.1, **SIZES | {"encoder__scale": "none"} | options).train()
+    return micro_model("cosmos-codec", 0.1, **SIZES | options).train()
 
 
 def build(started=True, **options) -> Cosmos:
-    method = micro_model("cosmos", 0.1, **SIZES | {"encoder__scale": "none"} | options)
+    method = micro_model("cosmos", 0.1, **SIZES | options)
     if started:
         method.start_from(build_codec(**options), [batch(24)])
     return method.train()
@@ -57,25 +52,22 @@ def noise(rows=B, step=0, **kwargs):
 )
 def test_the_schedule_has_the_numbers_of_the_paper(t, alpha, snr, linear):
     """The last column is the paper's: the time on the linear path with the same signal-to-noise ratio."""
-    a, s = (float(x) for x in TanSchedule(5).alpha_sigma(torch.tensor(t, dtype=torch.float64)))
+    a, s = alpha_sigma_at(t)
     assert a == pytest.approx(alpha, abs=1e-6) and a**2 / s**2 == pytest.approx(snr, abs=1e-6)
     assert a / (a + s) == pytest.approx(linear, abs=5e-5)
 
 
 @pytest.mark.parametrize("d", [1.0, 5.0, 7.0])
-def test_schedule_identities(d):
-    t = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
-    schedule = TanSchedule(d)
-    alpha, sigma = schedule.alpha_sigma(t)
-    assert torch.allclose(alpha**2 + sigma**2, torch.ones_like(t))
-    assert torch.allclose((alpha / sigma) ** 2, (d * torch.tan(math.pi * t / 2)) ** -2)
-    h, inner = 1e-6, t[t < 0.945]
-    log_alpha2 = [schedule.alpha_sigma(inner + x)[0].square().log() for x in (-h, h)]
-    assert torch.allclose(schedule.beta(inner), -(log_alpha2[1] - log_alpha2[0]) / (2 * h), rtol=1e-6)
-    held = schedule.beta(torch.tensor([0.95, 0.97, 1.0], dtype=torch.float64))
-    assert held.isfinite().all() and held[0] == held[1] == held[2]
-    ends = [float(x) for x in schedule.alpha_sigma(torch.tensor([0.0, 1.0])) for x in x]
-    assert ends == pytest.approx([1, 0, 0, 1], abs=1e-6)
+def test_schedule_identities(d, monkeypatch):
+    monkeypatch.setattr(cosmos, "TAN_D", d)
+    h = 1e-6
+    for t in torch.linspace(0.01, 0.94, 94).tolist():
+        alpha, sigma = alpha_sigma_at(t)
+        assert alpha**2 + sigma**2 == pytest.approx(1) and sigma / alpha == pytest.approx(d * math.tan(math.pi * t / 2))
+        before, after = (2 * math.log(alpha_sigma_at(t + x)[0]) for x in (-h, h))
+        assert cosmos.beta(t) == pytest.approx((before - after) / (2 * h), rel=1e-6)
+    assert cosmos.beta(0.95) == cosmos.beta(0.97) == cosmos.beta(1.0) < math.inf
+    assert [*alpha_sigma_at(0.0), *alpha_sigma_at(1.0)] == pytest.approx([1, 0, 0, 1], abs=1e-6)
 
 
 # ---------------------------------------------------------------- stage one
@@ -167,16 +159,20 @@ def test_a_stage_that_is_not_the_codec_of_this_model_is_refused():
 
 
 def test_stage_one_has_its_own_budget_rate_and_clipping():
-    config = tiny(objective__codec_steps=30)
+    config = micro_config("cosmos", **SIZES, objective__codec_steps=30)
     [stage] = Cosmos.stages(config)
     assert (stage.method, stage.train.steps, stage.train.clip) == ("cosmos-codec", 30, 10.0)
-    assert Cosmos.stages(tiny())[0].train.steps == 100 and CosmosCodec.stages(stage) == []
+    assert Cosmos.stages(micro_config("cosmos", **SIZES))[0].train.steps == 100 and CosmosCodec.stages(stage) == []
     own_encoder = replace(config, encoder=replace(config.encoder, kind="small"))
     assert [before.method for before in Cosmos.stages(own_encoder)] == ["encoder", "cosmos-codec"]
     assert replace(stage, method="cosmos", train=config.train) == config  # nothing else differs
 
 
 # ---------------------------------------------------------------- stage two
+
+
+def parameters(method, prefix):
+    return {name for name, _ in method.named_parameters() if name.startswith(prefix)}
 
 
 @pytest.mark.parametrize("sc_prob", [0.0, 1.0])
@@ -196,6 +192,9 @@ def test_the_diffusion_loss_is_the_slow_plain_one(sc_prob, monkeypatch):
         s = method.network(z_t[None], t[i : i + 1], None).detach() if sc_prob else torch.zeros(1, N, D)
         total = total + ((method.network(z_t[None], t[i : i + 1], s)[0] - z[i]) ** 2).mean()
     assert found["x0"].item() == pytest.approx((total / B).item(), rel=1e-4)
+    found["x0"].backward()  # the codec gets no gradient, and every weight of the network does, however the coin falls
+    assert {n for n, p in method.named_parameters() if p.grad is not None} == parameters(method, "network.")
+    assert method.parameter_groups()[0].parameters.keys() == parameters(method, "network.")
 
 
 def test_the_self_conditioning_coin_is_one_for_the_whole_batch():
@@ -259,16 +258,17 @@ def test_a_block_is_plain_attention_and_swiglu():
 # ---------------------------------------------------------------- sampling
 
 
-def sampler_of(method, predict, rows=8, steps=200):
-    method.network.forward = predict
-    return method.sample_latents(CosmosSampler(steps), noise(rows))
+def sampled(method, predict=None, rows=8, steps=200):
+    """The latents that a method samples, which stand for their own tokens."""
+    method.network.forward, method.greedy = predict or method.network.forward, lambda z: z
+    return method.sample(CosmosSampler(steps), noise(rows))
 
 
 def test_a_perfect_prediction_of_a_point_is_reached(monkeypatch):
     monkeypatch.setattr(cosmos, "T_END", 0.002)
     method = build()
     point = torch.randn(N, D, generator=torch.Generator().manual_seed(3))
-    z = sampler_of(method, lambda z, t, s=None: point.expand_as(z), steps=1000)
+    z = sampled(method, lambda z, t, s=None: point.expand_as(z), steps=1000)
     assert torch.allclose(z, point.expand_as(z), atol=0.05)
 
 
@@ -277,35 +277,34 @@ def test_a_gaussian_is_sampled_with_its_mean_and_variance(monkeypatch):
     method, mu, var = build(), 0.5, 0.36
 
     def posterior_mean(z, t, s=None):
-        alpha, sigma = method.schedule.alpha_sigma(t[:, None, None])
+        alpha, sigma = alpha_sigma(t[:, None, None])
         return mu + var * alpha / (alpha**2 * var + sigma**2) * (z - alpha * mu)
 
     with monkeypatch.context() as patch:
         patch.setattr(cosmos, "T_END", 0.005)
-        z = sampler_of(method, posterior_mean, rows=300, steps=400)
+        z = sampled(method, posterior_mean, rows=300, steps=400)
     assert float(z.mean()) == pytest.approx(mu, abs=0.03) and float(z.var()) == pytest.approx(var, rel=0.06)
     # At COSMOS's own last time the samples are those of the noisy marginal, not of the data.
-    alpha, sigma = (float(x) for x in method.schedule.alpha_sigma(torch.tensor(0.05)))
-    z = sampler_of(method, posterior_mean, rows=300, steps=200)
+    alpha, sigma = alpha_sigma_at(0.05)
+    z = sampled(method, posterior_mean, rows=300, steps=200)
     assert float(z.mean()) == pytest.approx(alpha * mu, abs=0.03)
     assert float(z.var()) < alpha**2 * var + sigma**2
 
 
 def test_the_sampler_steps_and_self_conditions_as_written():
     """Three steps by hand, from the row's own stream of noise."""
-    method, options = build().eval(), CosmosSampler(steps=3)
-    found = method.sample_latents(options, noise(1))
+    method = build().eval()
+    latents = sampled(method, rows=1, steps=3)
     draw, s = noise(1).streams("sample"), None
-    z, schedule = draw.normal(N, D), method.schedule
+    z = draw.normal(N, D)
     for k, t in enumerate([1.0, 1 - 0.95 / 3, 1 - 2 * 0.95 / 3]):
         s = method.network(z, torch.tensor([t]), s)
-        alpha, sigma = schedule.alpha_sigma(torch.tensor(t, dtype=torch.float64))
-        beta = schedule.beta(torch.tensor(t, dtype=torch.float64))
+        (alpha, sigma), beta = alpha_sigma_at(t), cosmos.beta(t)
         score = (alpha * s - z) / sigma**2
-        z = (z - 0.95 / 3 * (-beta / 2 * z - beta * score)).float()
+        z = z - 0.95 / 3 * (-beta / 2 * z - beta * score)
         if k < 2:
             z = z + math.sqrt(beta * 0.95 / 3) * draw.normal(N, D)
-    assert torch.allclose(found, z, atol=1e-4)
+    assert torch.allclose(latents, z, atol=1e-4)
 
 
 # ---------------------------------------------------------------- options

@@ -5,46 +5,26 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from micro import micro_model
 
 from jpeg_dlm.config import validate
-from jpeg_dlm.encoders import build_encoder
 from jpeg_dlm.flow.path import guidance_scale
 from jpeg_dlm.methods import elf
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.elf import Elf
 from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel
-from jpeg_dlm.methods.registry import build_method, for_method
+from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.nn.dit import DiT
-from jpeg_dlm.options import override
 from jpeg_dlm.presets import PRESETS, preset
-from jpeg_dlm.training.optim import build_optimizers
 from jpeg_dlm.util.rng import RowNoise
 
 B, L, WIDTH, VOCAB = 6, 8, 16, 40
-TINY = {
-    "data.tokenizer": "bpe", "data.known": False, "data.packing": "continuous",
-    "data.vocab_size": VOCAB, "data.token_len": L, "encoder.kind": "random", "encoder.feature_dim": WIDTH, "encoder.depth": 1,
-    "encoder.heads": 2, "encoder.scale": "none", "model.bottleneck_dim": 8, "model.proj_dim": 10, "model.hidden": 24,
-    "model.heads": 2, "model.depth": 2, "model.freq_dim": 8, "model.time_tokens": 2, "model.sc_tokens": 3,
-    "objective.noise_scale": 2.0, "objective.decode_noise_scale": 5.0, "sampler.steps": 4,
-    "sampler.grid": "random", "sampler.w": 3.0,
-}  # fmt: skip
-
-
-def tiny(**options):
-    return override(for_method(preset("smoke"), "elf"), TINY | {k.replace("__", "."): v for k, v in options.items()})
+SIZES = {"data__vocab_size": VOCAB, "data__token_len": L, "model__time_tokens": 2, "model__sc_tokens": 3, "sampler__steps": 4}
+SIZES |= {"objective__noise_scale": 2.0, "objective__decode_noise_scale": 5.0, "sampler__grid": "random"}  # as published
 
 
 def build(perturbed=0.1, **options) -> Elf:
-    """A tiny model; perturbed, because a fresh head is zero and predicts nothing."""
-    config = tiny(**options)
-    method = build_method(config, build_encoder(config.encoder, VOCAB))
-    assert isinstance(method, Elf)
-    g = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in method.dit.parameters():
-            p.add_(perturbed * torch.randn(p.shape, generator=g))
-    return method.train()
+    return micro_model("elf", perturbed, **SIZES | options).train()
 
 
 @pytest.fixture(autouse=True)
@@ -170,23 +150,6 @@ def test_guidance_scales():
     assert (w < 1).float().mean().item() == pytest.approx(0.2075, abs=1e-4)
 
 
-@pytest.mark.slow
-def test_it_learns_tokens_with_muon():
-    method = build(perturbed=0.0, train__optimizer="muon", train__lr=3e-2, objective__decode_noise_scale=1.0)
-    optimizers = build_optimizers(method.parameter_groups(), method.hidden_matrices(), method.config.train)
-    assert len(optimizers) == 2
-    data = Batch(tokens(16))
-    start = method.losses(data, noise(16))
-    for step in range(80):
-        method.zero_grad()
-        method.total_loss(method(data, noise(16, step))).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    end = method.losses(data, noise(16))
-    assert end["ce"].item() < 0.5 * start["ce"].item() and end["flow"].item() < start["flow"].item()
-    assert method.reconstruction(data) > 0.8
-
-
 # ---------------------------------------------------------------- sampling
 
 
@@ -244,7 +207,7 @@ def test_presets(name):
         assert t.batch * t.accumulation * t.devices == 512
         rows = {"lm1b": 8.3e6, "owt1024": 95_000 / 5 * 512, "owt128": 8 * 95_000 / 5 * 512}[name]  # of an epoch
         assert t.warmup == pytest.approx(0.5 * rows / 512, rel=0.01)
-        assert config.sampler.w == 3 and config.encoder.std == 0.2
+        assert config.sampler.w == 3 and config.encoder.scale == "fixed"
         assert (config.sampler.steps, config.sampler.grid) == (base.sampler.steps, "random")
         assert (config.objective.noise_scale, config.objective.decode_noise_scale) == (2, 5)
     else:

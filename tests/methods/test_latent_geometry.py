@@ -65,13 +65,6 @@ def test_what_is_not_finite_stays_so_and_raises_nothing():
     assert all(math.isnan(found[name]) for name in ("rank", "sigreg", "text"))
 
 
-def test_autocast_does_not_round():
-    z = normal(64, 2, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        rounded = geometry.measure(z)
-    assert rounded == geometry.measure(z)
-
-
 def noisy_copy():
     """A decoder of which everything is known: token 1 where the only channel is positive."""
     tokens = (torch.rand(4000, 5, generator=generator(0, "tokens")) < 0.5).long()

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from jpeg_dlm.methods.regularizers import epps_pulley, sigreg, unit_directions, variance_covariance
+from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmObjective
+from jpeg_dlm.methods.regularizers import epps_pulley, latent_regularizers, sigreg, unit_directions, variance_covariance
+from jpeg_dlm.util.rng import RowNoise
 
 
 def waves():
@@ -100,13 +102,6 @@ def test_sigreg_of_normal_and_misscaled_samples(change, expected):
     )
 
 
-def test_sigreg_is_computed_in_full_precision():
-    directions = unit_directions(torch.randn(4, 16, generator=seeded(0)))
-    half = waves().bfloat16()
-    assert sigreg(half, directions).dtype == torch.float32
-    assert sigreg(half, directions).item() == pytest.approx(sigreg(half.float(), directions).item(), rel=1e-6)
-
-
 # ---------------------------------------------------------------- variance and covariance
 
 
@@ -130,3 +125,14 @@ def test_a_collapsed_channel_still_has_a_finite_gradient():
     u = torch.ones(8, 3, requires_grad=True)
     sum(variance_covariance(u)).backward()
     assert u.grad.isfinite().all()
+
+
+def test_autocast_changes_neither_regularizers_nor_their_gradients():
+    """Its products in bf16 would change SIGReg's gradient on Gaussian latents by 4.7%, that of the covariance by 0.4%."""
+    z, o, terms = torch.randn(64, 4, 32, generator=seeded(0)).requires_grad_(), JpegDlmObjective(), []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            losses = latent_regularizers(z, o, 100, RowNoise(0, range(64)))
+        terms.append([(loss, torch.autograd.grad(loss, z, retain_graph=True)[0]) for loss in losses.values()])
+    for plain, rounded in zip(*terms, strict=True):
+        assert all(map(torch.equal, plain, rounded))

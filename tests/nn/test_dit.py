@@ -205,10 +205,3 @@ def test_a_row_sees_its_own_context_alone_and_rows_in_decode_mode_see_none():
         torch.cat([z, z]), torch.cat([torch.ones(4), t]), torch.cat([torch.zeros_like(s), s]), torch.cat([w, w]), 4, before
     )
     torch.testing.assert_close(both, torch.cat([decoded, out]))
-
-
-def test_no_gradient_goes_into_the_context():
-    network, given, before = with_context(), inputs(4), context()
-    z = before.z_BCD.clone().requires_grad_()
-    network(*given, context=Context(z, before.present_BC)).sum().backward()
-    assert z.grad is None and network.context_kind.grad is not None

@@ -15,8 +15,8 @@ from jpeg_dlm.evaluation.cache import DiskCache
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
 from jpeg_dlm.evaluation.scorer import build_scorer
 from jpeg_dlm.evaluation.texts import ModelSource, model_sources
-from jpeg_dlm.flow.vp import TanSchedule
 from jpeg_dlm.methods.base import Batch
+from jpeg_dlm.methods.cosmos import alpha_sigma_at, vp_time
 from jpeg_dlm.studies import analysis
 from jpeg_dlm.studies.analysis import draw_pairs, level, off_diagonal, position_gram, shared_noise
 from jpeg_dlm.util.console import Console
@@ -59,8 +59,8 @@ def test_states_are_those_that_the_model_was_trained_on(method):
     assert torch.equal(view.noisy(z, eps, 0.0), z)
     name, state = method.config.method, view.noisy(z, eps, ratio)
     if name == "cosmos":
-        alpha, sigma = TanSchedule().alpha_sigma(torch.tensor(TanSchedule().time(ratio), dtype=torch.float64))
-        expected = float(alpha) * z + float(sigma) * eps
+        alpha, sigma = alpha_sigma_at(vp_time(ratio))
+        expected = alpha * z + sigma * eps
     else:  # t x + (1 - t) c eps with (1 - t) c / t = ratio
         c = method.config.objective.noise_scale if name == "elf" else 1.0
         t = c / (c + ratio)

@@ -19,7 +19,7 @@ from jpeg_dlm.util.files import load_tensors
 METHODS = names("system", "stage")
 CASES = {
     "an encoder trained first, and context": {"encoder__kind": "small", "model__context_blocks": 2, "data__packing": "padded"},
-    "no token loss": {"encoder__kind": "random", "objective__ce_weight": 0},  # the projection gets no gradient
+    "no feature loss": {"encoder__kind": "random", "method": "ldlm", "objective__feat_weight": 0},  # D gets no gradient
 }
 
 

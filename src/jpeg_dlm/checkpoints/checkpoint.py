@@ -33,6 +33,7 @@ from jpeg_dlm.util.files import (
 
 STATE = "state.json"
 STATE_BYTES = 16 << 20
+KEPT = 2  # newest checkpoints that a run keeps
 MARGIN_BYTES = 1 << 20  # manifest, headers and file-system blocks, generously
 STEP_NAME = re.compile(r"step-(\d{8,15})")
 
@@ -60,7 +61,7 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], keep: int
+    run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], keep: int = KEPT
 ) -> Path:
     """Save `step`, then delete all but the newest `keep` checkpoints; those before stay if it cannot be saved."""
     folder = run / "checkpoints"

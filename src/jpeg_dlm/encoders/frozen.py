@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from jpeg_dlm.util.errors import AssetError, DataError, UsageError, reason_of
 from jpeg_dlm.util.files import check_listed, write_sealed
 
 STATISTICS_FILE = "feature_statistics.safetensors"
+FIXED_STD = 0.2  # deviation of the features of T5-small, for scale 'fixed' (ELF)
 STD_FLOOR = 1e-5  # avoids division by zero for constant channels
 # Encoder-decoder families whose encoder can be loaded without the decoder.
 ENCODER_CLASSES = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
@@ -53,9 +55,8 @@ class FrozenEncoder(nn.Module):
         self.feature_dim = feature_dim
         self.layer, self.scale = config.layer, config.scale
         self.register_buffer("feature_mean", torch.zeros(feature_dim))
-        self.register_buffer("feature_std", torch.full((feature_dim,), config.std if config.scale == "fixed" else 1.0))
+        self.register_buffer("feature_std", torch.full((feature_dim,), FIXED_STD if config.scale == "fixed" else 1.0))
         self.has_statistics = config.scale != "per_channel"
-        self._weights_sha256 = ""
         self.requires_grad_(False)
         self.eval()
 
@@ -82,12 +83,10 @@ class FrozenEncoder(nn.Module):
         h_BLF = self.raw_features(tokens_BL, mask_BL).float()
         return h_BLF if self.scale == "none" else (h_BLF - self.feature_mean) / self.feature_std
 
-    @property
+    @cached_property
     def weights_fingerprint(self) -> str:
         """sha256 of the weights and the layer; identifies raw features."""
-        if not self._weights_sha256:  # computed once, as the weights are frozen
-            self._weights_sha256 = tensors_sha256(self.model.state_dict(), f"layer {self.layer}")
-        return self._weights_sha256
+        return tensors_sha256(self.model.state_dict(), f"layer {self.layer}")
 
     @property
     def fingerprint(self) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from jpeg_dlm.checkpoints.model_folder import TOKENIZER_FILE, ModelParts, portable_config
 from jpeg_dlm.config import Config, validate
 from jpeg_dlm.export.onnx_networks import NETWORKS, build_graph, input_sizes, onnx_package
-from jpeg_dlm.flow.sampler import Capability, Watch, sample
+from jpeg_dlm.flow.sampler import Capability, sample
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel
 from jpeg_dlm.options import from_dict, to_dict
@@ -75,10 +75,7 @@ class OnnxNetworks:
         self.latent_shape = (config.model.latent_len, config.model.latent_dim)
         self._denoise, self._decode = (open_network(name, graphs[name], config) for name in NETWORKS)
 
-    def sample(
-        self, sampler: Any, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None, **more: Any
-    ) -> Tensor:
-        return sample(self, sampler, noise, watch, fixed_BL, **more)
+    sample = sample
 
     def denoise(self, z: Tensor, t: float, s: Tensor | None, w: float) -> Tensor:
         t_B, w_B = torch.full((len(z),), t), torch.full((len(z),), w)

@@ -109,7 +109,9 @@ def guided_decoder(logits: Logits, fixed_BL: Tensor | None, guidance: Guidance |
     guidance = guidance or Guidance()
     guides = [] if fixed_BL is None else [given_tokens(fixed_BL, guidance.end_id)]
     guides += [guidance.guide] if guidance.guide else []
-    return GuidedDecoder(logits, all_of(guides), guidance.strength) if guides else None
+    if len(guides) == 2:  # the sum of both
+        guides = [lambda x, pair=tuple(guides): pair[0](x) + pair[1](x)]
+    return GuidedDecoder(logits, guides[0], guidance.strength) if guides else None
 
 
 def keep_fixed(x_BL: Tensor, fixed_BL: Tensor | None) -> Tensor:
@@ -183,8 +185,3 @@ def _log_places(log_p_BLV: Tensor, before_BL: Tensor | None, ids: Sequence[int])
     length = log_p_BLV.shape[1] - len(ids) + 1
     at = sum((log_p_BLV[:, i : i + length, token] for i, token in enumerate(ids)), start=log_p_BLV.new_zeros(()))
     return at if before_BL is None else at + before_BL[:, :length]
-
-
-def all_of(guides: Sequence[Guide]) -> Guide:
-    """Return the guide whose loss is the sum of these."""
-    return guides[0] if len(guides) == 1 else lambda logits_BLV: sum((g(logits_BLV) for g in guides[1:]), guides[0](logits_BLV))

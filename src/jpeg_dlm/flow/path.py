@@ -39,29 +39,18 @@ def guided_target(z_tgt: Tensor, second: Tensor, first: Tensor, w_B: Tensor) -> 
     return z_tgt + (1 - 1 / per_row(w_B, z_tgt)) * (second - first)
 
 
-# ---------------------------------------------------------------- times t_0 = 0 < ... < t_K = 1 of a sampler
-
-
-def quantile_grid(steps: int, mean: float, std: float) -> Tensor:
-    """Return a grid whose inner times are the i/K quantiles of the logit-normal, in float64 and then cast (released, OWT)."""
-    levels = torch.arange(1, steps, dtype=torch.float64) / steps
-    return _with_ends(torch.sigmoid(mean + std * torch.special.ndtri(levels)))
-
-
-def random_grid(steps: int, mean: float, std: float, generator: torch.Generator) -> Tensor:
-    """Return a grid whose inner times are K - 1 sorted draws of the logit-normal (released, LM1B)."""
-    normal = torch.randn(steps - 1, generator=generator, device=generator.device)
-    return _with_ends(torch.sigmoid(std * normal + mean).sort().values.cpu())
-
-
-def _with_ends(inner: Tensor) -> Tensor:
-    return torch.cat([inner.new_zeros(1), inner, inner.new_ones(1)]).float()
-
-
 def make_grid(kind: str, steps: int, mean: float, std: float, generator: torch.Generator) -> Tensor:
-    """Return the grid of a sampler config; only 'random' uses the generator."""
+    """Return the times t_0 = 0 < ... < t_K = 1 of a sampler, computed in float64 except for random ones.
+
+    Inner times of 'quantile' are the i/K quantiles of the logit-normal (released, OWT), those of 'random' K - 1 sorted
+    draws of it (released, LM1B).
+    """
     if kind == "uniform":
         return torch.linspace(0.0, 1.0, steps + 1, dtype=torch.float64).float()
     if kind == "quantile":
-        return quantile_grid(steps, mean, std)
-    return random_grid(steps, mean, std, generator)
+        levels = torch.arange(1, steps, dtype=torch.float64) / steps
+        inner = logit_normal(torch.special.ndtri(levels), mean, std)
+    else:
+        normal = torch.randn(steps - 1, generator=generator, device=generator.device)
+        inner = logit_normal(normal, mean, std).sort().values.cpu()
+    return torch.cat([inner.new_zeros(1), inner, inner.new_ones(1)]).float()

@@ -25,62 +25,41 @@ Capability = Literal["prompts", "templates", "guides", "edits", "long text"]
 # Called at each step of a sampler with the step, their number, the time, and a function that decodes the current prediction.
 Watch = Callable[[int, int, float, Callable[[], Tensor]], None]
 
-
 Denoise = Callable[[Tensor, float, Tensor | None, float], Tensor]  # x = f(z, t; s, w)
 
 
 class TextSampler(Protocol):
     """What writes texts: a method, or a pair of exported networks."""
 
-    @property
-    def title(self) -> str: ...
+    title: str
+    supports: frozenset[Capability]
 
     @property
     def device(self) -> torch.device: ...
 
-    @property
-    def supports(self) -> frozenset[Capability]: ...
-
     def sample(
-        self,
-        sampler: Any,
-        noise: RowNoise,
-        watch: Watch | None = None,
-        fixed_BL: Tensor | None = None,
-        *,
-        guidance: Guidance | None = None,
+        self, sampler: Any, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None, *, guidance: Any = None
     ) -> Tensor: ...
 
 
 class Networks(Protocol):
     """What Algorithm 2 asks of a model; noise has the deviation `noise_scale`, and 1 - t is at least `v_floor`."""
 
-    @property
-    def noise_scale(self) -> float: ...
+    noise_scale: float
+    v_floor: float
+    latent_shape: tuple[int, int]
 
-    @property
-    def v_floor(self) -> float: ...
+    def denoise(self, z: Tensor, t: float, s: Tensor | None, w: float) -> Tensor: ...  # x = f(z, t; s, w)
 
-    @property
-    def latent_shape(self) -> tuple[int, int]: ...
+    def tokens(self, z: Tensor, w: float) -> Tensor: ...  # of clean latents: one decode evaluation at t = 1
 
-    def denoise(self, z: Tensor, t: float, s: Tensor | None, w: float) -> Tensor:
-        """Return x = f(z, t; s, w)."""
-        ...
-
-    def tokens(self, z: Tensor, w: float) -> Tensor:
-        """Return the most probable tokens (B, L) of clean latents: one decode evaluation at t = 1."""
-        ...
-
-    def logits(self, z: Tensor, w: float) -> Tensor:
-        """Return their logits (B, L, V), differentiable in the latents, for guides."""
-        ...
+    def logits(self, z: Tensor, w: float) -> Tensor: ...  # their logits, differentiable in the latents, for guides
 
 
 @torch.no_grad()
 def sample(
     networks: Networks,
-    options: Any,
+    sampler: Any,
     noise: RowNoise,
     watch: Watch | None = None,
     fixed_BL: Tensor | None = None,
@@ -89,21 +68,22 @@ def sample(
 ) -> Tensor:
     """Write token ids (B, L), a row for each of the noise; `watch` sees what the latents themselves decode to.
 
-    `denoise` stands in for that of the networks, where it depends on more, such as a context.
+    `denoise` stands in for that of the networks, where it depends on more, such as a context. The grid is one for all rows
+    of a seed; ELF's authors draw one per batch, so that a text depends on its batch.
     """
     denoise = denoise or networks.denoise
-    shape, w = networks.latent_shape, options.w
+    shape, w = networks.latent_shape, sampler.w
     z = networks.noise_scale * noise.normal("sample", *shape)  # z ~ N(0, I), one generator per row
-    grid = make_grid(options.grid, options.steps, options.grid_mean, options.grid_std, noise.shared("grid"))
+    grid = make_grid(sampler.grid, sampler.steps, sampler.grid_mean, sampler.grid_std, noise.shared("grid"))
     logits = partial(networks.logits, w=w)
     if guidance and guidance.source:
         z, grid = guidance.source.state(guidance.source.clean(logits), z), guidance.source.rest(grid)
     guided = guided_decoder(logits, fixed_BL, guidance)
-    fresh = noise.streams("sde") if options.solver == "sde" else None
+    fresh = noise.streams("sde") if sampler.solver == "sde" else None
     s, times, steps = None, grid.tolist(), len(grid) - 1
     for k, (t, u) in enumerate(pairwise(times)):
         if fresh and u < times[-1]:
-            z, t = step_back(z, t, u, options.gamma, networks.noise_scale * fresh.normal(*shape))
+            z, t = step_back(z, t, u, sampler.gamma, networks.noise_scale * fresh.normal(*shape))
         s = denoise(z, t, s, w)  # conditioned on the prediction before (appendix)
         s = guided.nudge(s, t) if guided else s
         if watch:

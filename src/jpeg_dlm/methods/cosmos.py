@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.config import LARGEST_STEPS, Checks, Config, StepSampler, codec_checks, opt
-from jpeg_dlm.flow.guidance import EditSource, Guidance, GuidedDecoder, guided_decoder, keep_fixed
+from jpeg_dlm.flow.guidance import Guidance, guided_decoder, keep_fixed
 from jpeg_dlm.flow.path import per_row, per_sample
 from jpeg_dlm.flow.sampler import Watch
-from jpeg_dlm.flow.vp import TanSchedule
 from jpeg_dlm.methods.base import GUIDE, Batch, LatentModel, Method, Trainable
 from jpeg_dlm.methods.discrete import CE_CHUNK
 from jpeg_dlm.methods.jpeg_dlm_config import CodecSizes
@@ -42,6 +41,8 @@ NOISE_SHARE, DELTA = 0.5, 0.7  # share of rows with features delta * h + sqrt(1 
 LATENT_MASK_PROB = 0.4  # probability of zeroing a coordinate of the latents, not rescaled (paper)
 T_MIN, T_END = 1e-5, 0.05  # smallest time in training, and the time at which the reverse SDE ends (COSMOS)
 SC_PROB = 0.5  # probability of self-conditioning, one coin per batch (COSMOS)
+TAN_D = 5.0  # SNR(t) = [d tan(pi t / 2)]**-2; a larger d adds noise earlier (paper)
+BETA_T_MAX = 0.95  # beta is constant from here on, as it has a pole at t = 1 (COSMOS)
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,7 @@ class CosmosModel(CodecSizes):
 class CosmosObjective:
     """Budget of stage one, and memory of its token loss."""
 
-    codec_steps: int = opt(
-        0, "optimizer steps of stage one; 0: train.steps, as in stage two (COSMOS: 200k)", ge=0, le=LARGEST_STEPS
-    )
+    codec_steps: int = opt(0, "steps of stage one; 0: train.steps, as in stage two (COSMOS: 200k)", ge=0, le=LARGEST_STEPS)
     ce_chunk: int = opt(0, CE_CHUNK, ge=0, le=1 << 30)
 
 
@@ -77,21 +76,6 @@ class CosmosSampler(StepSampler):
 
 
 GROUPS: dict[str, type] = {"model": CosmosModel, "objective": CosmosObjective, "sampler": CosmosSampler}
-
-
-def cosmos_preset(base: Config) -> Config:
-    """Adapt COSMOS to a preset: JPEG-DLM's data, encoder and sizes, with COSMOS's own recipe at the paper's sizes."""
-    model = CosmosModel(**{f.name: getattr(base.model, f.name) for f in fields(CosmosModel)})
-    objective, train = CosmosObjective(ce_chunk=base.objective.ce_chunk), base.train
-    if base.preset in PAPER_PRESETS:
-        objective = replace(objective, codec_steps=200_000)
-        batch, accumulation = (64, 1) if base.data.token_len <= 128 else (16, 4)  # 512 rows per step on 8 devices (COSMOS)
-        adam = {"lr": 2e-4, "codec_lr": 2e-4, "beta2": 0.98, "adam_eps": 1e-6, "weight_decay": 1e-5, "clip": 1.0}
-        budget = {"steps": 500_000, "batch": batch, "accumulation": accumulation}
-        train = replace(train, **adam, **budget, warmup=1000, schedule="constant", ema=0.9999)
-    encoder = replace(base.encoder, scale="per_channel")  # (COSMOS); also correct for layers with another scale than ELF's
-    groups = {"model": model, "objective": objective, "sampler": CosmosSampler()}
-    return replace(base, method="cosmos", encoder=encoder, train=train, **groups)
 
 
 def codec_stage(config: Config) -> Config:
@@ -142,7 +126,7 @@ class CosmosCodec(Trainable):
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
-        return codec_stage(cosmos_preset(base))
+        return codec_stage(Cosmos.adapt(base, "cosmos"))
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         h_BLF = self.features(batch)
@@ -171,6 +155,40 @@ class CosmosCodec(Trainable):
         return batch.accuracy(self.codec.greedy(self.codec.compressor(self.features(batch), batch.mask_BL)))
 
 
+# ---------------------------------------------------------------- the tan-d schedule and its reverse SDE
+
+
+def alpha_sigma(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (alpha, sigma) with alpha**2 + sigma**2 = 1, from sine and cosine, as the tangent is undefined at t = 1."""
+    data, noise = torch.cos(math.pi / 2 * t), TAN_D * torch.sin(math.pi / 2 * t)
+    length = torch.hypot(data, noise)
+    return data / length, noise / length
+
+
+def alpha_sigma_at(t: float) -> tuple[float, float]:
+    """Return (alpha, sigma) at one time, computed in float64."""
+    alpha, sigma = alpha_sigma(torch.tensor(t, dtype=torch.float64))
+    return float(alpha), float(sigma)
+
+
+def vp_time(ratio: float) -> float:
+    """Return the time t at which sigma / alpha = d tan(pi t / 2) equals `ratio`."""
+    return 2 / math.pi * math.atan(ratio / TAN_D)
+
+
+def beta(t: float) -> float:
+    """Return -d log(alpha**2) / dt, the rate of the forward SDE dz = -beta z / 2 dt + sqrt(beta) dw."""
+    angle = torch.tensor(math.pi / 2 * min(t, BETA_T_MAX), dtype=torch.float64)
+    return float(math.pi * TAN_D**2 * torch.tan(angle) / (torch.cos(angle) ** 2 + TAN_D**2 * torch.sin(angle) ** 2))
+
+
+def reverse_step(z: Tensor, x0: Tensor, t: float, dt: float) -> tuple[Tensor, float]:
+    """Return (mean, noise standard deviation) of one Euler step of the reverse SDE from t to t + dt, dt < 0."""
+    alpha, sigma = alpha_sigma_at(t)
+    rate, score = beta(t), (alpha * x0 - z) / sigma**2
+    return z + dt * (-rate / 2 * z - rate * score), math.sqrt(-rate * dt)
+
+
 # ---------------------------------------------------------------- stage two
 
 
@@ -188,13 +206,23 @@ class Cosmos(Standardization, Method):
         self.config, self.encoder = config, encoder
         self.codec = Codec(config).requires_grad_(False)
         self.network = UNetTransformer(config.model)
-        self.schedule = TanSchedule()
         self.start_statistics(config.model.latent_len, config.model.latent_dim)
         self.loss_weights = {"x0": 1.0}
 
     @classmethod
     def adapt(cls, base: Config, name: str) -> Config:
-        return cosmos_preset(base)
+        """Return JPEG-DLM's data, encoder and sizes in a preset, with COSMOS's own recipe at the paper's sizes."""
+        model = CosmosModel(**{f.name: getattr(base.model, f.name) for f in fields(CosmosModel)})
+        objective, train = CosmosObjective(ce_chunk=base.objective.ce_chunk), base.train
+        if base.preset in PAPER_PRESETS:
+            objective = replace(objective, codec_steps=200_000)
+            batch, accumulation = (64, 1) if base.data.token_len <= 128 else (16, 4)  # 512 rows per step on 8 devices (COSMOS)
+            adam = {"lr": 2e-4, "codec_lr": 2e-4, "beta2": 0.98, "adam_eps": 1e-6, "weight_decay": 1e-5, "clip": 1.0}
+            budget = {"steps": 500_000, "batch": batch, "accumulation": accumulation}
+            train = replace(train, **adam, **budget, warmup=1000, schedule="constant", ema=0.9999)
+        encoder = replace(base.encoder, scale="per_channel")  # (COSMOS); also right for layers with another scale than ELF's
+        groups = {"model": model, "objective": objective, "sampler": CosmosSampler()}
+        return replace(base, method="cosmos", encoder=encoder, train=train, **groups)
 
     @classmethod
     def stages(cls, config: Config) -> list[Config]:
@@ -227,7 +255,7 @@ class Cosmos(Standardization, Method):
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         z_0 = self.encode(batch)
         t = T_MIN + (1 - T_MIN) * noise.uniform("time")
-        alpha, sigma = self.schedule.alpha_sigma(per_row(t, z_0))
+        alpha, sigma = alpha_sigma(per_row(t, z_0))
         z_t = alpha * z_0 + sigma * noise.normal("latent", *z_0.shape[1:])
         s = None
         if noise.shared_coin("self_condition", SC_PROB):
@@ -246,48 +274,30 @@ class Cosmos(Standardization, Method):
         fixed_BL: Tensor | None = None,
         guidance: Guidance | None = None,
     ) -> Tensor:
-        """Write rows; `watch` sees what the latents themselves decode to."""
-        guided = guided_decoder(self.logits, fixed_BL, guidance)
-        z = self.sample_latents(sampler, noise, watch, guided, guidance.source if guidance else None)
-        tokens = self.greedy(guided.refine(z) if guided else z)
+        """Run Euler steps of the reverse SDE from noise or a text, self-conditioned; the last step adds no noise.
+
+        `watch` sees what the latents themselves decode to.
+        """
+        guided, draw = guided_decoder(self.logits, fixed_BL, guidance), noise.streams("sample")
+        mean, std, x0, begin = torch.zeros(()), 1.0, None, 1.0
+        if guidance and (source := guidance.source):
+            begin = vp_time(source.noise / source.time) if source.time else 1.0
+            alpha, std = alpha_sigma_at(begin) if begin > T_END else (1.0, 0.0)
+            mean = alpha * source.clean(self.logits)
+        times = torch.linspace(begin, T_END, sampler.steps + 1, dtype=torch.float64).tolist() if begin > T_END else []
+        for step, (t, after) in enumerate(pairwise(times)):
+            z = mean + std * draw.normal(*self.latent_mean.shape)
+            x0 = self.network(z, per_sample(t, z), x0)
+            alpha, sigma = alpha_sigma_at(t)
+            linear_time = alpha / (alpha + sigma)  # at which the linear path has the same ratio of noise and signal
+            x0 = guided.nudge(x0, linear_time) if guided else x0
+            mean, std = reverse_step(z, x0, t, after - t)
+            if watch:
+                watch(step, sampler.steps, linear_time, lambda x0=x0: self.greedy(x0))
+        tokens = self.greedy(guided.refine(mean) if guided else mean)
         if watch:
             watch(sampler.steps, sampler.steps, 1.0, lambda: tokens)
         return keep_fixed(tokens, fixed_BL)
-
-    @torch.no_grad()
-    def sample_latents(
-        self,
-        sampler: CosmosSampler,
-        noise: RowNoise,
-        watch: Watch | None = None,
-        guided: GuidedDecoder | None = None,
-        source: EditSource | None = None,
-    ) -> Tensor:
-        """Run Euler steps of the reverse SDE from noise or a text, self-conditioned; the last step adds no noise."""
-        draw, shape, begin = noise.streams("sample"), self.latent_mean.shape, 1.0
-        mean, std, x0 = torch.zeros(()), 1.0, None
-        if source:
-            mean = source.clean(self.logits)
-            begin = self.schedule.time(source.noise / source.time) if source.time else 1.0
-            if begin <= T_END:
-                return mean
-            alpha, std = map(float, self.schedule.alpha_sigma(torch.tensor(begin, dtype=torch.float64)))
-            mean = alpha * mean
-        times = torch.linspace(begin, T_END, sampler.steps + 1, dtype=torch.float64).tolist()
-        for step, (t, after) in enumerate(pairwise(times)):
-            z = mean + std * draw.normal(*shape)
-            x0 = self.network(z, torch.full((len(z),), t, device=z.device), x0)
-            if guided:
-                x0 = guided.nudge(x0, self.linear_time(t))
-            mean, std = self.schedule.reverse_step(z, x0, t, after - t)
-            if watch:
-                watch(step, sampler.steps, self.linear_time(t), lambda x0=x0: self.greedy(x0))
-        return mean
-
-    def linear_time(self, t: float) -> float:
-        """Return the time of the linear path at which noise and signal have the ratio that they have here at t."""
-        alpha, sigma = self.schedule.alpha_sigma(torch.tensor(t, dtype=torch.float64))
-        return float(alpha / (alpha + sigma))
 
     # ------------------------------------------------------------ the codec
 
@@ -317,7 +327,7 @@ class Cosmos(Standardization, Method):
         """Return the functions of its latent space; states are variance-preserving."""
         return LatentModel(
             self.encode,
-            predict=lambda z_t, ratio: self.network(z_t, per_sample(self.schedule.time(ratio), z_t)),
+            predict=lambda z_t, ratio: self.network(z_t, per_sample(vp_time(ratio), z_t)),
             decode=self.greedy,
             noisy=lambda z, eps, ratio: (z + ratio * eps) / math.hypot(1, ratio),
         )

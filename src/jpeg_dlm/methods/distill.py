@@ -34,15 +34,13 @@ class DistillObjective(JpegDlmObjective):
     sub_steps: int = opt(4, "teacher steps per student step (ELF: 4 to 64)", ge=1, le=1024)
 
     def checks(self, config: Config) -> Checks:
+        nested = config.sampler.grid in NESTED and config.sampler.solver == "euler"
         return [
             *super().checks(config),
             (bool(config.train.init), "a student needs a trained model: name it with --teacher"),
             (not config.model.context_blocks, "a student writes without context: choose a teacher with model.context_blocks 0"),
             (not config.model.shared, "a student needs --model.shared false, as its decode branch is the teacher's"),
-            (
-                config.sampler.grid in NESTED and config.sampler.solver == "euler",
-                f"a student needs --sampler.solver euler and --sampler.grid {' or '.join(NESTED)}",
-            ),
+            (nested, f"a student needs --sampler.solver euler and --sampler.grid {' or '.join(NESTED)}"),
         ]
 
 
@@ -99,23 +97,19 @@ class Distill(JpegDlm):
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         z_1 = self.target_latents(self.features(batch), batch.mask_BL)
         times, first = self.sub_times(noise)
-        t_s, t_t = times[first], times[first + self.sub_steps]
+        t_s, t_t = times[first], times[first + self.config.objective.sub_steps]
         z_s = interpolate(z_1, noise.normal("latent", *z_1.shape[1:]), t_s)
         w = torch.full_like(t_s, self.config.sampler.w)
         s = self.earlier_prediction(z_s, t_s, w, noise)
         z_t = self.by_teacher(z_s, s, w, times, first)
         return {"jump": F.mse_loss(self.dit(z_s, t_s, s, w), jump_target(z_s, z_t, t_s, t_t))}
 
-    @property
-    def sub_steps(self) -> int:
-        return self.config.objective.sub_steps
-
     def sub_times(self, noise: RowNoise) -> tuple[Tensor, Tensor]:
         """Return the teacher's grid and the index in it of each row's t_s, a uniformly drawn time of the student's grid."""
-        s: SamplerConfig = self.config.sampler
-        times = make_grid(s.grid, s.steps * self.sub_steps, s.grid_mean, s.grid_std, noise.shared("grid"))
+        s, sub_steps = self.config.sampler, self.config.objective.sub_steps
+        times = make_grid(s.grid, s.steps * sub_steps, s.grid_mean, s.grid_std, noise.shared("grid"))
         interval = (noise.uniform("interval") * s.steps).long()
-        return times.to(interval.device), interval * self.sub_steps
+        return times.to(interval.device), interval * sub_steps
 
     @torch.no_grad()
     def earlier_prediction(self, z_s: Tensor, t_s: Tensor, w: Tensor, noise: RowNoise) -> Tensor:
@@ -126,7 +120,7 @@ class Distill(JpegDlm):
     @torch.no_grad()
     def by_teacher(self, z: Tensor, s: Tensor, w: Tensor, times: Tensor, first: Tensor) -> Tensor:
         """Return z_t after the teacher's Euler steps over each row's interval, each conditioned on the previous prediction."""
-        for m in range(self.sub_steps):
+        for m in range(self.config.objective.sub_steps):
             t, u = times[first + m], times[first + m + 1]
             s = self.teacher(z, t, s, w)
             z = z + per_row((u - t) / (1 - t), z) * (s - z)

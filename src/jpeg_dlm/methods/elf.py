@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jpeg_dlm.config import Config, TrainConfig, opt
-from jpeg_dlm.flow.guidance import Guidance
 from jpeg_dlm.flow.path import SC_PROB, guidance_scale, guided_target, logit_normal, per_row, per_sample
-from jpeg_dlm.flow.sampler import Watch, sample
+from jpeg_dlm.flow.sampler import sample
 from jpeg_dlm.methods.base import FROZEN, GUIDE, Batch, LatentModel, Method, linear_time
+from jpeg_dlm.methods.discrete import CE_CHUNK
 from jpeg_dlm.methods.jpeg_dlm_config import DitSizes, SamplerConfig
 from jpeg_dlm.methods.layout import CheckpointSignature, repeated, shapes_of
 from jpeg_dlm.nn.dit import Head, LatentTransformer
@@ -46,9 +46,7 @@ class ElfObjective:
     time_mean: float = opt(-1.5, "mean of logit(t) (ELF)", ge=-100, le=100)
     time_std: float = opt(0.8, "deviation of logit(t) (ELF)", gt=0, le=100)
     decode_noise_scale: float = opt(5.0, "deviation of the decode mode's noise (ELF: 5, conditional tasks 1)", ge=0, le=1e3)
-    ce_chunk: int = opt(
-        0, "token positions whose logits exist at once, recomputed in backward; 0 keeps all (assumed)", ge=0, le=1 << 30
-    )
+    ce_chunk: int = opt(0, CE_CHUNK, ge=0, le=1 << 30)
 
 
 class ElfNetwork(LatentTransformer):
@@ -131,10 +129,7 @@ class Elf(Method):
         # If no row decodes, the unembedding gets an empty input but stays in the graph, so its gradient exists.
         nll = torch.zeros_like(error)
         nll[rows] = token_nll(self.dit.logits, hidden[rows], batch.tokens_BL[rows], o.ce_chunk)
-        return {
-            "flow": batch.token_mean(error * ~decode[:, None]),
-            "ce": batch.token_mean(nll),
-        }
+        return {"flow": batch.token_mean(error * ~decode[:, None]), "ce": batch.token_mean(nll)}
 
     def corrupted(self, x: Tensor, t: Tensor, decode: Tensor, noise: RowNoise) -> Tensor:
         """Return the network's input: one time per row in denoise mode, one share lambda per token in decode mode."""
@@ -155,18 +150,9 @@ class Elf(Method):
             s[rows], target[rows] = first, guided_target(x[rows], second, first, w[rows])
         return s, target
 
-    # ------------------------------------------------------------ sampling: the loop is `flow.sampler.sample`
+    # ------------------------------------------------------------ sampling
 
-    def sample(
-        self,
-        sampler: SamplerConfig,
-        noise: RowNoise,
-        watch: Watch | None = None,
-        fixed_BL: Tensor | None = None,
-        guidance: Guidance | None = None,
-    ) -> Tensor:
-        # One grid for all rows of a seed; the authors draw one per batch, so a text depends on its batch.
-        return sample(self, sampler, noise, watch, fixed_BL, guidance)
+    sample = sample  # pyright: ignore[reportAssignmentType] - of any networks, such as these
 
     def denoise(self, z: Tensor, t: float, s: Tensor | None, w: float) -> Tensor:
         """Predict clean features from the state at time t."""
@@ -270,17 +256,6 @@ def paper_training(base: Config) -> TrainConfig:
     ELF has published no settings for LM1B and OWT-128: those of OpenWebText are assumed for them.
     """
     batch, accumulation = (16, 4) if base.preset == "owt1024" else (64, 1)  # on 8 devices
-    return replace(
-        base.train,
-        epochs=5,
-        batch=batch,
-        accumulation=accumulation,
-        devices=8,
-        optimizer="muon",
-        lr=2e-3,
-        weight_decay=0.0,
-        warmup=WARMUP[base.preset],
-        schedule="constant",
-        ema=0.9999,
-        ema_warmup=False,
-    )
+    budget = {"epochs": 5, "batch": batch, "accumulation": accumulation, "devices": 8, "warmup": WARMUP[base.preset]}
+    muon = {"optimizer": "muon", "lr": 2e-3, "weight_decay": 0.0, "schedule": "constant"}
+    return replace(base.train, **budget, **muon, ema=0.9999, ema_warmup=False)

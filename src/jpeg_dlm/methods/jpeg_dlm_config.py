@@ -25,7 +25,7 @@ class CodecSizes:
 class DitSizes:
     """Sizes of the DiT and its projections, which ELF has too."""
 
-    bottleneck_dim: int = opt(128, "bottleneck of the input projection (paper, ELF)", ge=1, le=1 << 16)
+    bottleneck_dim: int = opt(128, "feature and latent bottleneck (paper, ELF)", ge=1, le=1 << 16)
     proj_dim: int = opt(512, "inner width of the token projection (released, ELF)", ge=1, le=1 << 16)
     hidden: int = opt(768, "H, width of the DiT (paper; ELF-M 1056, ELF-L 1280)", ge=1, le=1 << 16)
     depth: int = opt(12, "layers of the DiT (paper; ELF-M 24, ELF-L 32)", ge=1, le=1000)
@@ -43,66 +43,37 @@ class DitSizes:
 class JpegDlmModel(DitSizes, CodecSizes):
     """Sizes of compressor, decompressor, token projection and DiT."""
 
-    bottleneck_dim: int = opt(128, "feature and latent bottleneck (paper)", ge=1, le=1 << 16)
     shared: bool = opt(True, "one network for both branches; false is the paper's 'sep. nets' ablation")
     decode_residual: bool = opt(False, "z_hat = z_c + head in the decode branch: helps small budgets, not in the paper")
-    denoise_skip: bool = opt(
-        False, "x = c_skip(t) z_t + c_out(t) head in the denoise branch, after EDM: helps small budgets, not in the paper"
-    )
-    context_blocks: int = opt(
-        0, "preceding blocks of a document whose clean latents the DiT also sees (not in the paper: 0)", ge=0, le=1000
-    )
+    denoise_skip: bool = opt(False, "x = c_skip(t) z_t + c_out(t) head, after EDM: helps small budgets, not in the paper")
+    context_blocks: int = opt(0, "blocks before in a document whose latents the DiT sees (not in the paper)", ge=0, le=1000)
 
     def checks(self, config: Config) -> Checks:
         d = config.data
-        return [
-            *codec_checks(self, d.token_len),
-            *super().checks(config),
-            (
-                not self.context_blocks or (d.packing == "padded" and not d.whole and not d.frame),
-                "model.context_blocks needs documents of several rows: use --data.packing padded without data.whole and "
-                "data.frame",
-            ),
-        ]
+        several = not self.context_blocks or (d.packing == "padded" and not d.whole and not d.frame)
+        remedy = "use --data.packing padded without data.whole and data.frame"
+        context = (several, f"model.context_blocks needs documents of several rows: {remedy}")
+        return [*codec_checks(self, d.token_len), *super().checks(config), context]
 
 
 @dataclass(frozen=True)
 class JpegDlmObjective:
-    """Losses, corruption, self-conditioning and regularizers of joint training."""
+    """Losses, corruption, self-conditioning and regularizers of joint training; flow and token losses have weight 1 (paper)."""
 
     sigma: float = opt(0.8, "corruption of features in the decode branch (paper: 0.8, OWT-128 1.0)", ge=0, le=1000)
-    swap: float = opt(
-        0.0,
-        "share of tokens that random ones replace in the decode branch, so that the codec learns rare words (not in the paper)",
-        ge=0,
-        lt=1,
-    )
+    swap: float = opt(0.0, "share of random tokens in the decode branch, for rare words (not in the paper)", ge=0, lt=1)
     jep_weight: float = opt(1.0, "weight of the joint-embedding prediction loss (paper)", ge=0, le=1e6)
-    flow_weight: float = opt(1.0, "weight of the flow matching loss (paper)", ge=0, le=1e6)
     feat_weight: float = opt(1.0, "weight of the feature reconstruction loss (paper)", ge=0, le=1e6)
-    ce_weight: float = opt(1.0, "weight of the token cross-entropy (paper)", ge=0, le=1e6)
     sigreg_weight: float = opt(0.1, "weight of SIGReg (paper)", ge=0, le=1e6)
     var_weight: float = opt(0.2, "weight of the variance hinge (paper)", ge=0, le=1e6)
     cov_weight: float = opt(0.002, "weight of the covariance term (paper)", ge=0, le=1e6)
-    sigreg_late: float = opt(
-        0.0,
-        "weight to which SIGReg grows linearly between 5% and 15% of training, once tokens decode; 0 is no change",
-        ge=0,
-        le=1e6,
-    )
+    sigreg_late: float = opt(0.0, "weight of SIGReg after growth from 5% to 15% of training; 0: no growth", ge=0, le=1e6)
     sigreg_slices: int = opt(256, "M, random directions of SIGReg (assumed; LeJEPA uses 256 to 1024)", ge=1, le=1 << 20)
-    sigreg_vectors: int = opt(
-        0,
-        "B, by which SIGReg multiplies a distance; 0 is the latents of a micro-batch on all devices (LeJEPA's code)",
-        ge=0,
-        le=1 << 40,
-    )
+    sigreg_vectors: int = opt(0, "B, factor of SIGReg; 0: the latents of a micro-batch on all devices", ge=0, le=1 << 40)
     time_mean: float = opt(-1.5, "mean of logit(t) (paper)", ge=-100, le=100)
     time_std: float = opt(0.8, "deviation of logit(t) (paper)", gt=0, le=100)
     time_uniform: float = opt(0.0, "share of times drawn uniformly instead, to cover late times (not in the paper)", ge=0, le=1)
-    flow_draws: int = opt(
-        1, "noise draws per row in the flow loss of a step; they share the codec's work (assumed; paper: 1)", ge=1, le=10_000
-    )
+    flow_draws: int = opt(1, "noise draws per row in a step's flow loss, of one encoding (paper: 1)", ge=1, le=10_000)
     ce_time_min: float = opt(1.0, "token loss also on denoise predictions with t above this; 1 is off (paper)", ge=0, le=1)
     target_ema_start: float = opt(0.995, "momentum of the target compressor at the first step (paper)", ge=0, le=1)
     target_ema_end: float = opt(0.999, "momentum of the target compressor at the last step (paper)", ge=0, le=1)
@@ -110,12 +81,8 @@ class JpegDlmObjective:
     ce_chunk: int = opt(0, "token positions whose logits exist at once; 0 is as many as fit 32 MB (assumed)", ge=0, le=1 << 30)
 
     def checks(self, config: Config) -> Checks:
-        return [
-            (
-                self.sigreg_weight > 0 or self.sigreg_late == 0,
-                "objective.sigreg_late needs a positive objective.sigreg_weight to start from",
-            ),
-        ]
+        can_grow = self.sigreg_weight > 0 or self.sigreg_late == 0
+        return [(can_grow, "objective.sigreg_late needs a positive objective.sigreg_weight to start from")]
 
 
 @dataclass(frozen=True)
@@ -123,9 +90,7 @@ class SamplerConfig:
     """Options of Algorithm 2, which turns noise into tokens."""
 
     steps: int = opt(32, "K, solver steps (paper: 32, OWT-128 64)", ge=1, le=100_000)
-    solver: Literal["euler", "sde"] = opt(
-        "euler", "Euler steps (paper), or 'sde' for Euler steps that each add fresh noise first (ELF)"
-    )
+    solver: Literal["euler", "sde"] = opt("euler", "Euler steps (paper), or 'sde': each adds fresh noise first (ELF)")
     grid: Literal["quantile", "random", "uniform"] = opt("quantile", "placement of the K+1 times (released)")
     w: float = opt(3.0, "self-conditioning guidance scale (paper: 3 on LM1B and OWT-128, 2 on OWT-1024)", gt=0, le=1000)
     gamma: float = opt(1.5, "distance that 'sde' goes back in time, in steps (ELF: 1.5 at 32 steps, 2 at 8)", ge=0, le=1000)

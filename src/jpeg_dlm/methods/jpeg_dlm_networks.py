@@ -84,8 +84,8 @@ class JpegDlmNetworks(Standardization, Method):
         self.latent_shape = (m.latent_len, m.latent_dim)
         self.start_statistics(m.latent_dim)
         self.register_buffer("latent_updates", torch.zeros((), dtype=torch.int64))
-        terms = ("jep", "flow", "feat", "ce", "ce_noisy", "sigreg", "var", "cov")
-        self.loss_weights = {name: getattr(o, f"{name.removesuffix('_noisy')}_weight") for name in terms}
+        self.loss_weights = {"jep": o.jep_weight, "flow": 1.0, "feat": o.feat_weight, "ce": 1.0, "ce_noisy": 1.0}
+        self.loss_weights |= {"sigreg": o.sigreg_weight, "var": o.var_weight, "cov": o.cov_weight}
 
     def parameter_groups(self) -> list[ParameterGroup]:
         trained = {name: p for name, p in self.named_parameters() if p.requires_grad}

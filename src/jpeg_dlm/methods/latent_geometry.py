@@ -15,8 +15,7 @@ from torch import Tensor
 
 from jpeg_dlm.flow.path import interpolate, per_sample
 from jpeg_dlm.methods.base import Batch, LatentModel
-from jpeg_dlm.methods.regularizers import sigreg, unit_directions
-from jpeg_dlm.nn.layers import fp32_island
+from jpeg_dlm.methods.regularizers import covariance, sigreg, unit_directions
 from jpeg_dlm.util.distributed import all_mean, world_size
 from jpeg_dlm.util.rng import RowNoise, generator
 
@@ -24,14 +23,6 @@ SLICES = 256  # directions of the SIGReg distance (the default of objective.sigr
 DECODE_TIMES = (0.3, 0.5, 0.7)  # shares of clean latent at which decoding is measured (assumed: from hopeless to easy)
 DECODE_PART = 4  # one row in four is decoded: decoding all rows three times costs as much as all losses (measured)
 POINT_DISTANCE = 0.402  # SIGReg distance of vectors that are all 0: the integral of phi (1 - phi)**2 over [-3, 3]
-
-
-def covariance(u: Tensor) -> Tensor:
-    """Return the covariance (D, D) of all vectors, normalized by their number."""
-    u = u.float()
-    with fp32_island(u):
-        centered = u - all_mean(u.mean(0))
-        return all_mean(centered.T @ centered / len(u))
 
 
 def spectrum(cov_DD: Tensor) -> Tensor:
@@ -48,37 +39,23 @@ def effective_rank(eigenvalues_D: Tensor) -> float:
     return float(torch.special.entr(p).sum().exp()) if eigenvalues_D.sum() != 0 else 0.0
 
 
-def text_variance(z_BND: Tensor) -> float:
-    """Return the variance around the mean of each position: 0 if latents depend on their position only."""
-    z = z_BND.float()
-    return float(all_mean((z - all_mean(z.mean(0))).square().mean()))
-
-
-def sigreg_distance(u: Tensor, slices: int = SLICES) -> float:
-    """Return the SIGReg statistic per vector over fixed directions: 0 for N(0, I), POINT_DISTANCE for a single point.
-
-    The statistic itself grows with the number of vectors and could not be compared between runs.
-    """
-    u = u.float()
-    with fp32_island(u):
-        directions = unit_directions(torch.randn(u.shape[1], slices, generator=generator(0, "geometry"))).to(u.device)
-        return float(sigreg(u, directions)) / (len(u) * world_size())
-
-
 def measure(z_BND: Tensor) -> dict[str, float]:
     """Measure the latents of all processes: rank, smallest deviation of a channel, variance due to text, SIGReg distance.
 
-    `rank` is the effective rank relative to the largest possible one.
+    `rank` is the effective rank relative to the largest possible one. `text` is the variance around the mean of each
+    position: 0 if latents depend on their position only. `sigreg` is the statistic per vector over fixed directions, as the
+    statistic itself grows with their number: 0 for N(0, I), POINT_DISTANCE for a single point.
     """
+    z_BND = z_BND.float()
     u = z_BND.flatten(0, 1)
-    cov_DD = covariance(u)
+    cov_DD, vectors = covariance(u), len(u) * world_size()
     eigenvalues = spectrum(cov_DD)
-    most = max(1, min(len(eigenvalues), len(u) * world_size() - 1))  # R vectors span R - 1 directions around their mean
+    directions = unit_directions(torch.randn(u.shape[1], SLICES, generator=generator(0, "geometry"))).to(u.device)
     return {
-        "rank": effective_rank(eigenvalues) / most,
+        "rank": effective_rank(eigenvalues) / max(1, min(len(eigenvalues), vectors - 1)),  # R vectors span R - 1 directions
         "std_min": float(cov_DD.diagonal().clamp_min(0).sqrt().min()),
-        "text": text_variance(z_BND),
-        "sigreg": sigreg_distance(u),
+        "text": float(all_mean((z_BND - all_mean(z_BND.mean(0))).square().mean())),
+        "sigreg": float(sigreg(u, directions)) / vectors,
     }
 
 

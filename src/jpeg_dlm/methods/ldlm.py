@@ -31,12 +31,7 @@ class LdlmObjective(JpegDlmObjective):
 
     flow_gradient: float = opt(1.0, "weight of the flow loss's gradient in the compressor (LDLM)", ge=0, le=1e6)
     gradient_warmup: float = opt(0.5, "share of training over which that weight rises along a sigmoid (assumed)", ge=0, le=1)
-    decoder_noise: float = opt(
-        0.5,
-        "deviation of noise on latents before the decompressor in training (LDLM: 3; sigma corrupts here too)",
-        ge=0,
-        le=1000,
-    )
+    decoder_noise: float = opt(0.5, "deviation of noise before D in training (LDLM: 3; sigma corrupts here too)", ge=0, le=1000)
 
 
 def warmup_factor(progress: float, share: float) -> float:

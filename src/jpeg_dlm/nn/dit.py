@@ -227,12 +227,12 @@ class DiT(LatentTransformer):
         decode_B = torch.arange(len(t_B), device=t_B.device) < decode_rows
         x_BNH = self.states(z_BND, t_B, s_BND, w_B, decode_B, context)
         with fp32_island(x_BNH):
-            parts: list[Tensor] = []
-            if decode_rows:
-                parts.append(self.decoded(x_BNH[:decode_rows], z_BND[:decode_rows].float()))
-            if decode_rows < len(x_BNH):
-                parts.append(self.denoised(x_BNH[decode_rows:], z_BND[decode_rows:].float(), t_B[decode_rows:]))
-            return torch.cat(parts) if len(parts) > 1 else parts[0]
+            if not decode_rows:
+                return self.denoised(x_BNH, z_BND.float(), t_B)
+            decoded = self.decoded(x_BNH[:decode_rows], z_BND[:decode_rows].float())
+            if decode_rows == len(x_BNH):
+                return decoded
+            return torch.cat([decoded, self.denoised(x_BNH[decode_rows:], z_BND[decode_rows:].float(), t_B[decode_rows:])])
 
     def decoded(self, x_BNH: Tensor, z_BND: Tensor) -> Tensor:
         """Return the head (paper), or z_c plus the head if `decode_residual`: an untrained zero head is then the identity."""

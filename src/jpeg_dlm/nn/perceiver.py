@@ -68,16 +68,11 @@ class PerceiverAttention(nn.Module):
         k, v = kv.unflatten(-1, (2, self.heads, -1)).unbind(2)  # B S heads head_dim
         q = self.q_norm(q.unflatten(-1, (self.heads, -1))).to(v.dtype).expand(len(ctx), -1, -1, -1)
         k = self.k_norm(k).to(v.dtype)
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=self._mask(ctx_mask, x.shape[1]))
+        if ctx_mask is not None:  # excludes padded context and includes all latents
+            own = ctx_mask.new_ones(len(ctx), x.shape[1])
+            ctx_mask = torch.cat([ctx_mask, own] if self.context_first else [own, ctx_mask], dim=1)[:, None, None, :]
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=ctx_mask)
         return self.out(y.transpose(1, 2).flatten(2))
-
-    def _mask(self, ctx_mask: Tensor | None, n_own: int) -> Tensor | None:
-        """Return the attention mask, which excludes padded context and includes all latents."""
-        if ctx_mask is None:
-            return None
-        own = ctx_mask.new_ones(ctx_mask.shape[0], n_own)
-        parts = [ctx_mask, own] if self.context_first else [own, ctx_mask]
-        return torch.cat(parts, dim=1)[:, None, None, :]
 
 
 class Bottleneck(nn.Module):

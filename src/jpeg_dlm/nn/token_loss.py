@@ -73,9 +73,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 p = logits.sub_(peak).exp_()  # in place from here on: the logits turn into their gradient
                 total = p.sum(1, keepdim=True)
                 loss += (share_R1 * (total.log() + peak - picked)).sum()
-                if gradients is not None:
-                    p.mul_(share_R1 / total).scatter_add_(1, target_R1, -share_R1)
-                    _add_gradients(gradients, rows, p.to(dtype), x[rows], weight)
+                if gradients is None:
+                    continue
+                g = p.mul_(share_R1 / total).scatter_add_(1, target_R1, -share_R1).to(dtype)
+                dx, dweight, dbias = gradients
+                dx[rows] = g @ weight
+                dbias += g.sum(0)
+                if g.dtype == dweight.dtype:
+                    torch.addmm(dweight, g.T, x[rows], out=dweight)
+                else:
+                    dweight += g.T @ x[rows]
         return loss
 
     @staticmethod
@@ -84,14 +91,3 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError("backward through this loss was already called")
         return *(d.mul_(g) for d in gradients), None, None, None  # in place: these are the largest tensors of a step
-
-
-def _add_gradients(gradients: tuple[Tensor, Tensor, Tensor], rows: slice, g: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Add the gradients of one chunk, whose logits have the gradient g."""
-    dx, dweight, dbias = gradients
-    dx[rows] = g @ weight
-    dbias += g.sum(0)
-    if g.dtype == dweight.dtype:
-        torch.addmm(dweight, g.T, x, out=dweight)
-    else:
-        dweight += g.T @ x

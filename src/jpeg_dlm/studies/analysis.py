@@ -29,8 +29,8 @@ from jpeg_dlm.evaluation.scorer import Scorer
 from jpeg_dlm.evaluation.table import Cell, Column, Table, to_json, write_result
 from jpeg_dlm.evaluation.tables import texts_table
 from jpeg_dlm.evaluation.texts import ModelSource
-from jpeg_dlm.flow.vp import TanSchedule
 from jpeg_dlm.methods.base import Batch, LatentModel, linear_time
+from jpeg_dlm.methods.cosmos import alpha_sigma_at
 from jpeg_dlm.options import to_dict
 from jpeg_dlm.studies.plots import scale_log
 from jpeg_dlm.text.blocks import Blocks, EpochOrder
@@ -271,8 +271,8 @@ def interpolate(sources: Sequence[ModelSource], request: AnalysisRequest) -> Stu
 
 def level(t: float) -> dict[str, Any]:
     """Return the noise level at a time of COSMOS: sigma / alpha, and the time of the linear path with the same ratio."""
-    alpha, sigma = TanSchedule().alpha_sigma(torch.tensor(t, dtype=torch.float64))
-    ratio = float(sigma / alpha)
+    alpha, sigma = alpha_sigma_at(t)
+    ratio = sigma / alpha
     name = f"t = {t:g}, SNR {ratio**-2:.2f}" if ratio else "no noise"
     return {"name": name, "t": t, "ratio": ratio, "linear_t": linear_time(ratio)}
 

@@ -200,7 +200,7 @@ class Trainer:
             def write() -> None:
                 if log:
                     log.sync()  # resuming from this checkpoint relies on the lines up to its step
-                save_checkpoint(self.run, state["step"], copies, state, self.config.train.keep)
+                save_checkpoint(self.run, state["step"], copies, state)
 
             self.written = self.background.start(write)
 
