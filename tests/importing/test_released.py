@@ -46,7 +46,7 @@ def released():
 @pytest.fixture(scope="session")
 def file(released, tmp_path_factory):
     path = tmp_path_factory.mktemp("released") / "jpeg_dlm_small.safetensors"
-    save_tensors(path, released, {"format": "pt"})
+    save_tensors(path, released)
     return path
 
 
@@ -71,7 +71,7 @@ def test_import_reads_every_size_from_the_tensors(folder):
 def of_lengths(path, tokens, latents):
     """A file of the released layout with these lengths; its networks are small."""
     lengths = SIZES | {"data.token_len": tokens, "model.latent_len": latents}
-    save_tensors(path, build_method(override(preset("lm1b"), lengths)).export_state(), {"format": "pt"})
+    save_tensors(path, build_method(override(preset("lm1b"), lengths)).export_state())
 
 
 @pytest.mark.parametrize(("name", "tokens", "latents"), [("lm1b", 128, 32), ("owt1024", 1024, 512)])
@@ -160,7 +160,7 @@ def test_export_writes_the_same_file_back(file, folder, tmp_path):
 
 
 def written(path, tensors):
-    save_tensors(path, tensors, {"format": "pt"})
+    save_tensors(path, tensors)
 
 
 def without(name):

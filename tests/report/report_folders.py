@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from jpeg_dlm.evaluation.table import Table, emphasis, write_result
 from jpeg_dlm.options import override, to_dict
 from jpeg_dlm.presets import preset
 from jpeg_dlm.training.metrics import MetricsLog
-from jpeg_dlm.util.pictures import new_figure, png_bytes
+from jpeg_dlm.util.pictures import new_figure
 
-PICTURE = png_bytes(new_figure(2, "curves")[0])
+FILE = io.BytesIO()
+new_figure(2, "curves")[0].savefig(FILE, format="png")
+PICTURE = FILE.getvalue()
 HOSTILE = '<script>alert("x")</script></style><img src=x onerror=alert(1)>\u202e"\'&amp; `|*'
 
 
