@@ -72,6 +72,30 @@ def slow_attention(p, name, heads, prefix, x):
     return affine(p, f"{name}.proj", mixed)
 
 
+def turn_halves(x, position):
+    """Channel i and channel i + half are the two parts of a complex number that turns with the position."""
+    half = len(x) // 2
+    numbers = torch.complex(x[:half], x[half:])
+    turned = numbers * torch.exp(1j * position * 10_000.0 ** (-torch.arange(half, dtype=x.dtype) / half))
+    return torch.cat([turned.real, turned.imag])
+
+
+def slow_half_attention(x_LH, qkv, out, heads, is_causal=False, cap=0.0):
+    """Attention of the published discrete systems and of COSMOS: without biases and norms of queries and keys."""
+    hidden = x_LH.shape[1]
+    width, mixed = hidden // heads, torch.zeros_like(x_LH)
+    for head in range(heads):
+        rows = [slice(part * hidden + head * width, part * hidden + (head + 1) * width) for part in range(3)]
+        q, k = ([turn_halves(qkv[r] @ x, i) for i, x in enumerate(x_LH)] for r in rows[:2])
+        v = [qkv[rows[2]] @ x for x in x_LH]
+        for i in range(len(x_LH)):
+            seen = i + 1 if is_causal else len(x_LH)
+            scores = torch.stack([q[i] @ k[j] / math.sqrt(width) for j in range(seen)])
+            weights = torch.exp(cap * torch.tanh(scores / cap) if cap else scores)
+            mixed[i, head * width : (head + 1) * width] = sum(w * u for w, u in zip(weights / weights.sum(), v, strict=False))
+    return mixed @ out.T
+
+
 def slow_dit(p, heads, z, t, s, w, decode):
     """One row: latents (N, D), numbers t and w."""
     x = affine(p, "in_proj.proj2", affine(p, "in_proj.proj1", affine(p, "self_cond_proj", torch.cat([z, s], dim=-1))))

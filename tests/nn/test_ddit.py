@@ -1,11 +1,11 @@
-"""The shared transformer against the published sizes and names, and against a slow second version of it."""
+"""The shared transformer against the published size, and against a slow second version of it."""
 
 import math
 
 import pytest
 import torch
 from micro import perturb
-from reference import affine, silu, under
+from reference import affine, silu, slow_half_attention, under
 
 from jpeg_dlm.nn.ddit import CausalTransformer, DDiT, DditConfig, capped_attention
 
@@ -24,27 +24,11 @@ def causal():
     return perturb(CausalTransformer(V, SIZES)).eval()
 
 
-# ---------------------------------------------------------------- published sizes and names
-
-
 def test_the_number_of_parameters_of_the_medium_size():
     """Those of the small size are in tests/methods/test_discrete.py."""
     with torch.device("meta"):
         network = DDiT(50_258, DditConfig(hidden=1024, depth=24, heads=16))
     assert sum(p.numel() for p in network.parameters()) == 424_477_010
-
-
-def test_names_are_those_of_published_checkpoints():
-    def affine_names(*layers):
-        return {f"{layer}.{part}" for layer in layers for part in ("weight", "bias")}
-
-    plain = {"vocab_embed.embedding", "output_layer.norm_final.weight", *affine_names("output_layer.linear")}
-    modulated = affine_names("sigma_map.mlp.0", "sigma_map.mlp.2", "output_layer.adaLN_modulation")
-    for block in (f"blocks.{i}" for i in range(DEPTH)):
-        plain |= {f"{block}.{name}.weight" for name in ("norm1", "attn_qkv", "attn_out", "norm2")}
-        plain |= affine_names(f"{block}.mlp.0", f"{block}.mlp.2")
-        modulated |= affine_names(f"{block}.adaLN_modulation")
-    assert set(causal().state_dict()) == plain and set(ddit().state_dict()) == plain | modulated
 
 
 # ---------------------------------------------------------------- a slow second version
@@ -53,29 +37,6 @@ def test_names_are_those_of_published_checkpoints():
 def slow_norm(x, gain):
     x = x - x.mean(-1, keepdim=True)
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * gain
-
-
-def slow_rotate(x, position):
-    """Channel i and channel i + half are the two parts of a complex number that turns with the position."""
-    half = len(x) // 2
-    numbers = torch.complex(x[:half], x[half:])
-    turned = numbers * torch.exp(1j * position * 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half))
-    return torch.cat([turned.real, turned.imag])
-
-
-def slow_attention(x_LH, qkv, out, is_causal, cap):
-    width = H // HEADS
-    mixed = torch.zeros(len(x_LH), H, dtype=torch.float64)
-    for head in range(HEADS):
-        rows = [slice(part * H + head * width, part * H + (head + 1) * width) for part in range(3)]
-        q, k = ([slow_rotate(qkv[r] @ x, i) for i, x in enumerate(x_LH)] for r in rows[:2])
-        v = [qkv[rows[2]] @ x for x in x_LH]
-        for i in range(len(x_LH)):
-            seen = i + 1 if is_causal else len(x_LH)
-            scores = torch.stack([q[i] @ k[j] / math.sqrt(width) for j in range(seen)])
-            weights = torch.exp(cap * torch.tanh(scores / cap) if cap else scores)
-            mixed[i, head * width : (head + 1) * width] = sum(w * u for w, u in zip(weights / weights.sum(), v, strict=False))
-    return mixed @ out.T
 
 
 def slow_gelu(x):
@@ -99,7 +60,7 @@ def slow_network(network, ids, level=None, cap=0.0):
         w = under(p, f"blocks.{b}.")
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation(f"blocks.{b}", (0, 0, 1, 0, 0, 1))
         normed = slow_norm(x, w["norm1.weight"]) * (1 + scale1) + shift1
-        x = x + gate1 * slow_attention(normed, w["attn_qkv.weight"], w["attn_out.weight"], level is None, cap)
+        x = x + gate1 * slow_half_attention(normed, w["attn_qkv.weight"], w["attn_out.weight"], HEADS, level is None, cap)
         normed = slow_norm(x, w["norm2.weight"]) * (1 + scale2) + shift2
         x = x + gate2 * affine(w, "mlp.2", slow_gelu(affine(w, "mlp.0", normed)))
     shift, scale = modulation("output_layer", (0, 0))
@@ -144,16 +105,6 @@ def test_distributions_are_read_as_the_mean_of_rows():
     assert torch.allclose(network(one_hot.double(), SIGMA), network(TOKENS, SIGMA), atol=1e-5)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(network.vocab_embed(one_hot.float()), network.vocab_embed(TOKENS))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("parts", [[1] * 7, [7], [4, 1, 1, 1], [1, 3, 1, 2], [2, 5], [6, 1]])
-def test_reading_in_parts_with_a_cache_is_reading_at_once(parts):
-    network = causal()
-    cache = network.new_cache(B, L + 2)
-    states = torch.cat([network.states(part, cache) for part in TOKENS.split(parts, dim=1)], dim=1)
-    assert torch.allclose(states, network.states(TOKENS), atol=1e-5)
-    assert [c.length for c in cache] == [L] * DEPTH
 
 
 @torch.no_grad()

@@ -1,6 +1,5 @@
 """The DiT against numbers of the released code and a slow second version written from its description; its context."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -20,14 +19,9 @@ SIZES = JpegDlmModel(
 )  # fmt: skip
 
 
-def build(perturbed=True):
+def build(scale=0.2, context=0):
     torch.manual_seed(0)
-    dit = DiT(SIZES)
-    if perturbed:  # away from zero heads, unit norms and zero biases, so that every parameter matters
-        with torch.no_grad():
-            for p in dit.parameters():
-                p.add_(0.2 * torch.randn_like(p))
-    return dit.eval()
+    return perturb(DiT(SIZES, context), scale).eval()
 
 
 def inputs(rows=B):
@@ -71,22 +65,9 @@ def test_a_slow_version_with_the_same_weights_agrees(decode):
 
 
 def test_a_fresh_network_predicts_zero_in_both_modes():
-    dit = build(perturbed=False)
+    dit = build(scale=0.0)
     for rows in (0, B, 1):
         assert torch.equal(dit(*inputs(), decode_rows=rows), torch.zeros(B, N, D))
-
-
-def test_initial_weights():
-    torch.manual_seed(0)
-    dit = DiT(JpegDlmModel(latent_len=4, latent_dim=64, bottleneck_dim=64, hidden=96, depth=1, heads=2, freq_dim=64))
-    bound = math.sqrt(6 / (96 + 96))  # xavier-uniform
-    weight = dit.blocks[0].attn.proj.weight
-    assert weight.abs().max() <= bound and weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05)
-    for module in dit.modules():
-        if isinstance(module, torch.nn.Linear) and module.bias is not None:
-            assert not module.bias.any()
-    for p in (dit.t_embedder.mlp_0.weight, dit.sc_embedder.mlp_2.weight, dit.mode_tokens, dit.t_emb_tokens):
-        assert p.std().item() == pytest.approx(0.02, rel=0.2)
 
 
 @torch.no_grad()
@@ -96,15 +77,6 @@ def test_one_mixed_pass_equals_two_separate_ones():
     mixed = dit(z, t, s, w, decode_rows=2)
     decoded, denoised = dit(z[:2], t[:2], s[:2], w[:2], decode_rows=2), dit(z[2:], t[2:], s[2:], w[2:])
     assert torch.allclose(mixed, torch.cat([decoded, denoised]), atol=1e-5)
-
-
-def test_mode_tokens_get_no_gradient_in_denoise_mode():
-    dit = build()
-    z, t, s, w = inputs()
-    dit(z, t, s, w).square().sum().backward()
-    assert not dit.mode_tokens.grad.any() and dit.decode_head.linear.weight.grad is None
-    dit(z, t, s, w, decode_rows=B).square().sum().backward()
-    assert dit.mode_tokens.grad.any()
 
 
 @torch.no_grad()
@@ -151,18 +123,13 @@ def test_the_skip_adds_the_linear_estimate_to_denoised_rows_alone():
 # ---------------------------------------------------------------- context
 
 
-def with_context() -> DiT:
-    torch.manual_seed(0)
-    return perturb(DiT(SIZES, C // N), 0.2).eval()
-
-
 def context(rows=4, seed=2):
     g = torch.Generator().manual_seed(seed)
     return Context(torch.randn(rows, C, D, generator=g), torch.ones(rows, C, dtype=torch.bool))
 
 
 def test_context_latents_have_the_positions_before_the_first():
-    network = with_context()
+    network = build(context=C // N)
     cos, sin = network.rope_cos, network.rope_sin
     assert torch.equal(cos[:6], torch.ones(6, 8)) and cos.shape[0] == 6 + C + N
     turns = torch.complex(cos[6:, ::2], sin[6:, ::2])
@@ -172,7 +139,7 @@ def test_context_latents_have_the_positions_before_the_first():
 
 
 def test_each_latent_of_the_context_matters_and_its_place_too():
-    network, given, before = with_context(), inputs(4), context()
+    network, given, before = build(context=C // N), inputs(4), context()
     out = network(*given, context=before)
     for place in range(C):
         z = before.z_BCD.clone()
@@ -183,7 +150,7 @@ def test_each_latent_of_the_context_matters_and_its_place_too():
 
 
 def test_absent_latents_are_not_seen():
-    network, given, before = with_context(), inputs(4), context()
+    network, given, before = build(context=C // N), inputs(4), context()
     nothing = Context(before.z_BCD, torch.zeros_like(before.present_BC))
     torch.testing.assert_close(network(*given, context=nothing), network(*given))
     half = before.present_BC.clone()
@@ -196,7 +163,7 @@ def test_absent_latents_are_not_seen():
 
 
 def test_a_row_sees_its_own_context_alone_and_rows_in_decode_mode_see_none():
-    network, (z, t, s, w), before = with_context(), inputs(4), context()
+    network, (z, t, s, w), before = build(context=C // N), inputs(4), context()
     out = network(z, t, s, w, context=before)
     rows = torch.tensor([2, 0])
     torch.testing.assert_close(network(z[rows], t[rows], s[rows], w[rows], context=before.of(rows)), out[rows])
