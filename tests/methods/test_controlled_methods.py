@@ -7,7 +7,6 @@ import torch
 from conftest import perturb
 
 from jpeg_dlm.api import Model, load
-from jpeg_dlm.evaluation.tasks import templates
 from jpeg_dlm.flow.guidance import GuidedDecoder, given_tokens
 from jpeg_dlm.methods.base import FILL, GUIDE, system_class
 from jpeg_dlm.methods.registry import names
@@ -38,16 +37,11 @@ def test_every_system_says_what_it_takes():
         assert system_class(name).supports == (GUIDE if name in GUIDED_METHODS else FILL) | long
 
 
-@pytest.mark.slow
-def test_every_given_token_of_a_thousand_templates_is_kept(models):
-    model = models("jpeg-dlm")
+def test_given_tokens_are_kept_and_counted_over_batches(models):
     g = torch.Generator().manual_seed(0)
-    rows = torch.randint(6, 300, (1000, 12), generator=g)
-    fixed = templates(rows, model.layout, seed=0)
-    shares = (fixed >= 0).double().mean(1)
-    assert 0.4 < shares.mean() < 0.6 and shares.std() > 0.05
+    fixed = torch.randint(6, 300, (10, 12), generator=g).where(torch.rand(10, 12, generator=g) < 0.5, -1)
     decoded = FixedTokenCounter(fixed)
-    tokens = model.sample(1000, fixed=fixed, batch=250, watch=decoded, steps=2)
+    tokens = models("jpeg-dlm").sample(10, fixed=fixed, batch=4, watch=decoded, steps=2)
     assert tokens[fixed >= 0].equal(fixed[fixed >= 0])
     assert decoded.tokens == int((fixed >= 0).sum()) and decoded.kept < decoded.tokens  # random weights decode to few of them
 
@@ -116,6 +110,7 @@ def test_latents_of_an_edit_are_fitted_to_the_text(models):
     kept = (model.rewritten(rows, 0.0) == rows).float().mean()
     assert kept > codec
     logits = lambda z: model.method.logits(z, model.config.sampler.w)  # noqa: E731
+    assert logits(z).argmax(-1).equal(model._decode_rows(z))
     by_hand = GuidedDecoder(logits, given_tokens(rows)).refine(z)
     assert model._decode_rows(by_hand).equal(model.rewritten(rows, 0.0))
 

@@ -108,17 +108,6 @@ def forward_matrix(alpha, ids):
     return alpha * torch.eye(ids, dtype=torch.float64) + (1 - alpha) / ids
 
 
-def expected_nelbo(pi, alpha_T, dalpha_T):
-    """Mean integrand over x0 and x_t at each time. The best x_theta is the source: a token's own x_t is left out of it."""
-    ids = len(pi)
-    times, x0, x_t = (x.flatten() for x in torch.meshgrid(*map(torch.arange, (len(alpha_T), ids, ids)), indexing="ij"))
-    alpha = alpha_T[times]
-    logs = log_terms(pi.log().expand(len(times), -1), ids * alpha / (1 - alpha), x0, x_t)
-    weight = pi[x0] * (alpha * (x0 == x_t) + (1 - alpha) / ids)
-    nats = nelbo_integrand(logs, x0 == x_t, alpha, dalpha_T[times], ids)
-    return (weight * nats).view(len(alpha_T), -1).sum(1)
-
-
 def times_and_weights(n=1000):
     """Midpoint rule after t = v**3, which tames the logarithm at t = 0."""
     v = (torch.arange(n, dtype=torch.float64) + 0.5) / n
@@ -132,16 +121,6 @@ def entropy(p):
 def prior_gap(p_x1):
     """KL of a distribution of x_1 from the uniform prior, which no denoiser can avoid."""
     return math.log(p_x1.numel()) - entropy(p_x1)
-
-
-def test_the_bound_does_not_depend_on_the_schedule():
-    """Between the same two alphas the Gaussian schedule gives what a linear one does."""
-    pi, low, high, (t, weight) = source(), -3.0, 1.0, times_and_weights()
-    alpha, slope = survival(low + t * (high - low), len(pi))
-    gaussian = (weight * expected_nelbo(pi, alpha, (high - low) * slope)).sum().item()
-    first, last = survival(double(low, high), len(pi))[0]
-    linear = (weight * expected_nelbo(pi, first + t * (last - first), (last - first).expand(len(t)))).sum().item()
-    assert gaussian == pytest.approx(linear, abs=1e-5) and linear > 0.3
 
 
 # ---------------------------------------------------------------- losses

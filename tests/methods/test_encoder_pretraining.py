@@ -1,4 +1,4 @@
-"""Masked training of the small encoder: what is hidden, what is counted, and that it learns."""
+"""Masked training of the small encoder: what is hidden, and what is counted."""
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +10,12 @@ from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.util.rng import RowNoise
 
 
-def build(vocab=40, width=16):
-    return micro_model("encoder", 0.0, data__vocab_size=vocab, encoder__feature_dim=width, encoder__depth=2).train()
+def build():
+    return micro_model("encoder", 0.0, data__vocab_size=40, encoder__depth=2).train()
 
 
-def tokens(rows, length, vocab=40):
-    return torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(1))
+def tokens(rows, length):
+    return torch.randint(0, 40, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
 @settings(max_examples=25, deadline=None)
@@ -62,18 +62,3 @@ def test_losses_equal_cross_entropy_by_hand():
 def test_everything_masked_gives_a_kept_loss_of_zero_not_nan():
     losses = build().losses(Batch(tokens(2, 1)), RowNoise(0, range(2)))  # of one token, that one is masked
     assert losses["kept"] == 0 and torch.isfinite(losses["masked"])
-
-
-def test_a_rule_between_neighbors_is_learned():
-    # Tokens count upward, so a masked one is known from its neighbors: chance is log 12 = 2.48.
-    method = build(12, 32)
-    optimizer = torch.optim.AdamW(method.parameters(), 3e-3)
-    for step in range(200):
-        start = (torch.arange(32) * 7 + step) % 12
-        x = (start[:, None] + torch.arange(10)) % 12
-        losses = method.losses(Batch(x), RowNoise(0, range(32), step))
-        optimizer.zero_grad()
-        (losses["masked"] + 0.2 * losses["kept"]).backward()
-        optimizer.step()
-    assert losses["masked"] < 0.3 and losses["kept"] < 0.3
-    assert all(p.grad is not None for p in method.parameters())
