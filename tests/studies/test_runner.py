@@ -16,7 +16,7 @@ from micro import micro_config
 from jpeg_dlm.api import load
 from jpeg_dlm.checkpoints.checkpoint import latest_checkpoint
 from jpeg_dlm.evaluation.evaluate import EvaluationRequest
-from jpeg_dlm.evaluation.protocols import protocol
+from jpeg_dlm.evaluation.protocols import PROTOCOLS
 from jpeg_dlm.evaluation.scorer import build_scorer
 from jpeg_dlm.evaluation.table import markdown
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
@@ -84,7 +84,7 @@ def run(request, folder, byte_gpt2, seeds=1, n=2):
     cache = new_cache(folder)
     planned = plan.plan(request, cache)
     runner.train(planned, cache)
-    evaluation = EvaluationRequest(protocol("default"), tuple(range(seeds)), n, mauve="off")
+    evaluation = EvaluationRequest(PROTOCOLS["default"], tuple(range(seeds)), n, mauve="off")
     return runner.evaluate(planned, cache, lambda: build_scorer(f"hf:{byte_gpt2}"), evaluation, batch=2, repeats=1)
 
 
@@ -236,11 +236,11 @@ def test_the_plan_is_announced_and_a_budget_inside_the_warm_up_is_warned_of(corp
     request = request_of(corpus_file, encoder__kind="small", train__encoder_steps=2, train__warmup=5, budgets="3steps")
     planned = plan.plan(request, cache)
     assert [w for w in warned if "--train.warmup" in w and "as it is" in w]
-    runner.announce(planned, cache, EvaluationRequest(protocol("default"), (0, 1), 16))
+    runner.announce(planned, cache, EvaluationRequest(PROTOCOLS["default"], (0, 1), 16))
     announced = lines[-1]  # two models and two floors of two seeds, and real text
     assert announced.startswith("Plan: 2 trainings, about ") and "9 sets of 16 texts" in announced
     runner.train(planned, cache)
-    runner.announce(planned, cache, EvaluationRequest(protocol("default"), (0, 1), 16))
+    runner.announce(planned, cache, EvaluationRequest(PROTOCOLS["default"], (0, 1), 16))
     assert lines[-1].startswith("Plan: 0 trainings")
 
 

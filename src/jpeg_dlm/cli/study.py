@@ -10,7 +10,7 @@ from jpeg_dlm.cli.evaluate import add_scorer_arguments, scorer_of
 from jpeg_dlm.cli.options import add_options, overrides
 from jpeg_dlm.cli.parser import Parser, systems, whole
 from jpeg_dlm.config import GROUP_NAMES
-from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
+from jpeg_dlm.evaluation.protocols import PROTOCOLS
 from jpeg_dlm.presets import PRESETS
 from jpeg_dlm.studies.catalog import STUDIES, Study, comparison
 from jpeg_dlm.util.errors import UsageError
@@ -108,7 +108,7 @@ def _run_training(args: argparse.Namespace, name: str, study: Study, ranks: Rank
     base, shared = plan.read_base(args.preset, args.data, overrides(args), ranks.world)
     plan.check_options(name, study, overrides(args))
     request = plan.StudyRequest(name, study, base, shared, budgets, args.train_seeds, args.only)
-    evaluation = EvaluationRequest(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
+    evaluation = EvaluationRequest(PROTOCOLS[args.protocol], tuple(range(args.seeds)), args.n, mauve=args.mauve)
     cache = TrainingCache(args.out, ranks, Console(args.quiet or not ranks.is_main))
     planned = plan.plan(request, cache)
     runner.announce(planned, cache, evaluation)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from jpeg_dlm import __version__
+from jpeg_dlm.config import Config
 from jpeg_dlm.evaluation.paper import paper_figures
 from jpeg_dlm.evaluation.table import Column, Table
 from jpeg_dlm.flow.sampler import TextSampler
@@ -28,13 +29,11 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16 autocast"}
 
 @dataclass(frozen=True)
 class Subject:
-    """A writer and the sampler to time; `origin` names the source of its weights."""
+    """A writer to time with the sampler of its config; `origin` names the source of its weights."""
 
     name: str
     method: TextSampler
-    sampler: Any
-    token_len: int
-    preset: str
+    config: Config
     origin: str
 
 
@@ -75,22 +74,23 @@ def measure(
 
 def _row(subject: Subject, batch: int, seconds: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
     ratios, median = [other / own for own, other in zip(seconds, others, strict=True)], statistics.median(seconds)
-    figures = paper_figures(subject.preset, subject.method.title)
+    config, sampler, token_len = subject.config, subject.config.sampler, subject.config.data.token_len
+    figures = paper_figures(config.preset, subject.method.title)
     return {
         "name": subject.name,
         "title": subject.method.title,
-        "preset": subject.preset,
+        "preset": config.preset,
         "origin": subject.origin,
-        "sampler": to_dict(subject.sampler),
-        "sampler_label": subject.sampler.label(),
-        "evaluations": subject.sampler.evaluations(subject.token_len),
-        "token_len": subject.token_len,
+        "sampler": to_dict(sampler),
+        "sampler_label": sampler.label(),
+        "evaluations": sampler.evaluations(token_len),
+        "token_len": token_len,
         "seconds": seconds,
         "texts_per_second": batch / median,
-        "tokens_per_second": batch * subject.token_len / median,
+        "tokens_per_second": batch * token_len / median,
         "ratio": statistics.median(ratios),
         "ratio_range": [min(ratios), max(ratios)],
-        "paper_speed": figures.get("speed_kv_cache" if getattr(subject.sampler, "kv_cache", False) else "speed"),
+        "paper_speed": figures.get("speed_kv_cache" if getattr(sampler, "kv_cache", False) else "speed"),
     }
 
 
@@ -103,7 +103,7 @@ def _seconds(subject: Subject, batch: int, round_: int, clock: Callable[[], floa
     wait()
     began = clock()
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16"):
-        subject.method.sample(subject.sampler, noise)
+        subject.method.sample(subject.config.sampler, noise)
     wait()
     return clock() - began
 

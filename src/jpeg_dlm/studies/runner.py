@@ -198,13 +198,13 @@ def _timed(models: Mapping[str, Model], cache: TrainingCache, batch: int, repeat
     """Time all models in turns; those with a KV cache twice, because the paper's speeds are relative to AR without one."""
     subjects, identities = [], []
     for label, model in models.items():
-        sampler, data = model.config.sampler, model.config.data
+        sampler = model.config.sampler
         sha256 = tensors_sha256(model.method.export_state())
         samplers = {label: sampler}
         if hasattr(sampler, "kv_cache"):
             samplers = {label: replace(sampler, kv_cache=False), label + CACHED: replace(sampler, kv_cache=True)}
         for name, options in samplers.items():
-            subjects.append(Subject(name, model.method, options, data.token_len, model.config.preset, "trained"))
+            subjects.append(Subject(name, model.method, replace(model.config, sampler=options), "trained"))
             identities.append([name, to_dict(options), sha256])
     device = str(cache.ranks.device)
     depends = {"kind": "speed", "batch": batch, "repeats": repeats, "device": device, "samplers": identities}
