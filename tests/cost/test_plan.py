@@ -77,7 +77,8 @@ def test_the_largest_micro_batch_that_fits(monkeypatch):
     tight = plan.make_plan(preset("lm1b"), plan.parse_devices("8x4GB"), SPEED, 78_643_200)
     assert tight["placements"]["none"]["fits"] == 0 < tight["placements"]["fsdp"]["fits"]  # the state alone fills a device
     assert tight["steps"] == 20 * 78_643_200 / (6144 * 128)
-    first, second = plan.full_plan(for_method(preset("lm1b"), "cosmos"), plan.parse_devices("8x80GB"), SPEED)
+    cosmos, devices = for_method(preset("lm1b"), "cosmos"), plan.parse_devices("8x80GB")
+    first, second = (plan.make_plan(stage, devices, SPEED) for stage in plan.stages(cosmos))
     assert (first["steps"], second["steps"]) == (200_000, 500_000)
 
 

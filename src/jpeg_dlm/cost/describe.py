@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from jpeg_dlm.config import Config
-from jpeg_dlm.evaluation.paper import paper_figures
+from jpeg_dlm.evaluation.paper import QUALITY, paper_figures
 from jpeg_dlm.evaluation.table import Cell, Table
 
 MEASURED_ROWS = 8  # of a training step: enough for shares of rows such as a half or a quarter
@@ -37,7 +37,6 @@ LABELS = {
     "speed": "speed (AR = 1)",
     "speed_kv_cache": "speed with KV cache",
 }
-QUALITY = ("gen_ppl", "entropy", "mauve", "speed", "speed_kv_cache")  # of the paper alone
 
 
 def describe(config: Config) -> dict[str, Any]:
@@ -88,7 +87,7 @@ def description_table(description: dict[str, Any]) -> Table:
         *((LABELS[key], step[key], None) for key in ("lr", "codec_lr") if key in step),
     ]
     note = f", {paper['note']}" if "note" in paper else ""
-    rows += [(LABELS[key] + note * (key == "gen_ppl"), None, paper[key]) for key in QUALITY if key in paper]
+    rows += [(LABELS[key] + note * (key == "gen_ppl"), None, paper[key]) for key in QUALITY if key in LABELS and key in paper]
     return Table.of(f"{description['preset']} ({description['method']})", ("", "ours", "paper"), rows)
 
 

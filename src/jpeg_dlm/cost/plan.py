@@ -13,6 +13,7 @@ from typing import Any
 from jpeg_dlm.config import Config
 from jpeg_dlm.cost.describe import gigabytes, operations
 from jpeg_dlm.evaluation.table import Table
+from jpeg_dlm.methods.registry import method_class
 from jpeg_dlm.util.errors import UsageError
 
 FP32 = 4  # bytes
@@ -142,12 +143,9 @@ def make_plan(config: Config, devices: Devices, speed: Speed, corpus_tokens: flo
     }
 
 
-def full_plan(config: Config, devices: Devices, speed: Speed, corpus_tokens: float | None = None) -> list[dict[str, Any]]:
-    """Return the plans of what must be trained before, apart from an encoder, and of the method itself."""
-    from jpeg_dlm.methods.registry import method_class
-
-    stages = [stage for stage in method_class(config.method).stages(config) if stage.method != "encoder"]
-    return [make_plan(stage, devices, speed, corpus_tokens) for stage in [*stages, config]]
+def stages(config: Config) -> list[Config]:
+    """Return what is trained before a method, apart from the encoder, which all methods share, and the method itself."""
+    return [*(stage for stage in method_class(config.method).stages(config) if stage.method != "encoder"), config]
 
 
 def plan_tables(plan: dict[str, Any]) -> list[Table]:

@@ -32,9 +32,6 @@ class Span:
 Cell = str | int | float | None | tuple[float, float] | Mapping[str, Any] | Span
 
 
-emphasis = Span
-
-
 @dataclass(frozen=True)
 class Column:
     """A heading, and how the numbers below it are drawn."""
@@ -96,14 +93,6 @@ class Table:
         columns = (Column(str(c["name"]), c.get("digits"), bool(c.get("percent"))) for c in value["columns"])
         rows = (tuple(map(_read_cell, row)) for row in value["rows"])
         return cls(str(value["title"]), tuple(columns), tuple(rows), tuple(map(str, value["notes"])))
-
-    @property
-    def headings(self) -> tuple[str, ...]:
-        return tuple(column.name for column in self.columns)
-
-    def column(self, i: int) -> list[str]:
-        """Return the cells below a heading as they are drawn."""
-        return [self.columns[i].text(row[i]) for row in self.rows]
 
     def is_numeric(self, i: int) -> bool:
         """Return True if a column holds numbers; a word such as 'failed' may be among them."""

@@ -20,6 +20,7 @@ import numpy as np
 from jpeg_dlm import __version__
 from jpeg_dlm.api import Model, load
 from jpeg_dlm.config import Config
+from jpeg_dlm.cost.plan import stages
 from jpeg_dlm.encoders.frozen import tensors_sha256
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.metrics import TrainingTextStats
@@ -28,7 +29,7 @@ from jpeg_dlm.evaluation.scorer import Scorer
 from jpeg_dlm.evaluation.texts import BASELINES, ModelSource, Source, TextBaseline
 from jpeg_dlm.evaluation.throughput import Subject, measure
 from jpeg_dlm.options import to_dict
-from jpeg_dlm.studies.plan import Plan, Point, all_steps, stages
+from jpeg_dlm.studies.plan import Plan, Point, all_steps
 from jpeg_dlm.studies.training_cache import TrainingCache, minutes, training_seconds
 from jpeg_dlm.studies.verdicts import CACHED, MEASURES, OVERLAP, judge
 from jpeg_dlm.text.blocks import Blocks
