@@ -33,7 +33,6 @@ def add_benchmark_arguments(parser: Parser) -> None:
     add("--batch", type=whole(1), default=16, help="texts at once (paper: 64 on LM1B, 16 on OWT-1024)")
     add("--repeats", type=whole(1), default=5, help="measured rounds")
     add("--warmup", type=whole(0), default=1, help="unmeasured rounds before them")
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast (default: fp32, the paper's)")
     add("--threads", type=whole(1), help="CPU threads of PyTorch")
     add("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     add("--out", type=Path, help="folder for benchmark.json and benchmark.md")
@@ -62,7 +61,7 @@ def run_benchmark(args: argparse.Namespace) -> None:
             changes = overrides(args) | ({"sampler.steps": steps} if steps else {})
             subjects.append(replace(subject, config=validate(override(subject.config, changes))))
     with console.progress(f"Measuring {len(subjects)} samplers", "batches") as progress:
-        result = measure(subjects, args.batch, args.repeats, args.warmup, dtype=args.dtype, progress=progress)
+        result = measure(subjects, args.batch, args.repeats, args.warmup, progress=progress)
     tables = [throughput_table(result)]
     show(tables)
     if args.out:

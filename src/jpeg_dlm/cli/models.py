@@ -55,7 +55,7 @@ def run_info(args: argparse.Namespace) -> None:
         _plan(args, config)
     else:
         from jpeg_dlm.cli.show import show
-        from jpeg_dlm.cost.describe import describe, description_table
+        from jpeg_dlm.cost.plan import describe, description_table
 
         description = describe(config)
         print(json.dumps(description, indent=1)) if args.json else show([description_table(description)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,7 +116,7 @@ def _run_training(args: argparse.Namespace, name: str, study: Study, ranks: Rank
     runner.train(planned, cache, wait=not args.train_only)
     if args.train_only:
         return None
-    scorer = lambda: main_first(lambda: scorer_of(args, str(ranks.device), cache.console))  # noqa: E731
+    scorer = partial(main_first, partial(scorer_of, args, str(ranks.device), cache.console))
     result = runner.evaluate(planned, cache, scorer, evaluation, args.batch, args.repeats)
     return StudyOutcome(result, study_tables(result), lambda path: draw_study(result, study.x, path))
 
@@ -128,14 +129,8 @@ def _analyze(args: argparse.Namespace, ranks: Ranks) -> StudyOutcome:
     from jpeg_dlm.util.distributed import main_first
 
     console, device = Console(args.quiet or not ranks.is_main), str(ranks.device)
-    request = AnalysisRequest(
-        n=args.n,
-        seeds=tuple(range(args.seeds)),
-        scorer=lambda: main_first(lambda: scorer_of(args, device, console)),
-        parts=DiskCache(args.out / "parts"),
-        console=console,
-        mauve=args.mauve,
-    )
+    scorer, seeds = partial(main_first, partial(scorer_of, args, device, console)), tuple(range(args.seeds))
+    request = AnalysisRequest(args.n, seeds, scorer, DiskCache(args.out / "parts"), console, args.mauve)
     sources = model_sources(args.checkpoints or [None], device, args.batch, args.data, console)
     return ANALYSES[args.study](sources, request)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +22,6 @@ from jpeg_dlm.evaluation.table import Column, Table
 from jpeg_dlm.flow.sampler import TextSampler
 from jpeg_dlm.options import to_dict
 from jpeg_dlm.util.rng import RowNoise
-
-Dtype = Literal["fp32", "bf16"]
-DTYPES = {"fp32": "float32", "bf16": "bfloat16 autocast"}
 
 
 @dataclass(frozen=True)
@@ -43,17 +40,16 @@ def measure(
     repeats: int = 5,
     warmup: int = 1,
     clock: Callable[[], float] = time.perf_counter,
-    dtype: Dtype = "fp32",
     progress: Callable[[int, int | None], None] | None = None,
 ) -> dict[str, Any]:
-    """Return median texts and tokens per second of each subject, and its speed ratio to the first; bf16 means autocast."""
+    """Return median texts and tokens per second of each subject, and its speed ratio to the first."""
     for subject in subjects:
         if isinstance(subject.method, nn.Module):  # exported networks are what they are
             subject.method.float().eval()
     seconds: list[list[float]] = [[] for _ in subjects]
     turns = [(round_, i) for round_ in range(warmup + repeats) for i in range(len(subjects))]
     for done, (round_, i) in enumerate(turns, 1):
-        spent = _seconds(subjects[i], batch, round_, clock, dtype)
+        spent = _seconds(subjects[i], batch, round_, clock)
         if round_ >= warmup:
             seconds[i].append(spent)
         if progress is not None:
@@ -62,7 +58,7 @@ def measure(
     return {
         "version": __version__,
         "torch": torch.__version__,
-        "dtype": DTYPES[dtype],
+        "dtype": "float32",
         "batch": batch,
         "repeats": repeats,
         "warmup": warmup,
@@ -95,15 +91,14 @@ def _row(subject: Subject, batch: int, seconds: Sequence[float], others: Sequenc
 
 
 @torch.no_grad()
-def _seconds(subject: Subject, batch: int, round_: int, clock: Callable[[], float], dtype: Dtype) -> float:
+def _seconds(subject: Subject, batch: int, round_: int, clock: Callable[[], float]) -> float:
     """Time one batch from noise to token ids; drawing the noise is included, as in generation."""
     device = subject.method.device
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None  # a GPU is asynchronous
     noise = RowNoise(0, range(round_ * batch, (round_ + 1) * batch), 0, device)
     wait()
     began = clock()
-    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16"):
-        subject.method.sample(subject.config.sampler, noise)
+    subject.method.sample(subject.config.sampler, noise)
     wait()
     return clock() - began
 
