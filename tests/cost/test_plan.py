@@ -65,7 +65,7 @@ def test_the_largest_micro_batch_that_fits(monkeypatch):
     def a_gigabyte_a_row(config, rows):
         return flops.TrainingCost(1e9, 2e9, rows * 10**9)
 
-    monkeypatch.setattr(flops, "training_cost", a_gigabyte_a_row)
+    monkeypatch.setattr(plan, "training_cost", a_gigabyte_a_row)
     for text in ("8x80GB", "2x24GB", "3x16GB", "1x12GB"):
         devices = plan.parse_devices(text)
         planned = plan.make_plan(preset("owt1024"), devices, SPEED)

@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 
 from jpeg_dlm.cli.show import show
 from jpeg_dlm.evaluation.results import mean_std
-from jpeg_dlm.evaluation.table import Column, Span, Table, markdown, markdown_table, to_json, write_result
+from jpeg_dlm.evaluation.table import Column, Span, Table, markdown, to_json, write_result
 from jpeg_dlm.util.errors import UsageError
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
@@ -57,7 +57,7 @@ def test_markdown():
     assert text == "Head.\n\nFirst:\n\n| a | b |\n| --- | ---: |\n| *x\\|y* | 12 |\n\nOne.\n\nTwo."
     shown = MarkdownIt("commonmark").enable("table").render(text)  # a parser that is not ours
     assert "<td><em>x|y</em></td>" in shown and "<p>One.</p>\n<p>Two.</p>" in shown
-    assert markdown_table(("a", "b"), []) == "| a | b |\n| --- | --- |"
+    assert Table.of("", ("a", "b"), []).markdown() == "| a | b |\n| --- | --- |"
 
 
 def test_a_result_is_written_with_its_tables(tmp_path):

@@ -241,7 +241,7 @@ def test_the_plan_is_announced_and_a_budget_inside_the_warm_up_is_warned_of(corp
     assert [w for w in warned if "--train.warmup" in w and "as it is" in w]
     runner.announce(planned, cache, EvaluationRequest(PROTOCOLS["default"], (0, 1), 16))
     announced = lines[-1]  # two models and two floors of two seeds, and real text
-    assert announced.startswith("Plan: 2 trainings;") and "9 sets of 16 texts" in announced
+    assert announced.startswith("Plan: 2 trainings, about ") and "9 sets of 16 texts" in announced
     runner.train(planned, cache)
     runner.announce(planned, cache, EvaluationRequest(PROTOCOLS["default"], (0, 1), 16))
     assert lines[-1].startswith("Plan: 0 trainings")

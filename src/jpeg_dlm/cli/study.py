@@ -31,7 +31,7 @@ def add_study_arguments(parser: Parser) -> None:
         add = sub.add_argument
         add("--debug", action="store_true", help="show the traceback of an error")
         add("--batch", type=whole(1), default=64, help="texts at once")
-        if study.trains:
+        if study.variants:
             add("--only", default="", metavar="TEXT", help="only variants with this in their name: 'r = 0.25'")
             _add_training_arguments(sub)
         else:
@@ -76,7 +76,7 @@ def run_study(args: argparse.Namespace) -> int:
     from jpeg_dlm.util.distributed import setup
 
     study, ranks = STUDIES[args.study], setup(args.device)
-    outcome = _run_training(args, args.study, study, ranks) if study.trains else _analyze(args, ranks)
+    outcome = _run_training(args, args.study, study, ranks) if study.variants else _analyze(args, ranks)
     return _finish(args, outcome, f"study-{args.study}", ranks)
 
 

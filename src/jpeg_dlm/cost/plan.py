@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jpeg_dlm.config import Config
+from jpeg_dlm.cost.flops import build_weightless, parameter_parts, planned_precision, sampling_macs, training_cost
 from jpeg_dlm.evaluation.paper import QUALITY, paper_figures
 from jpeg_dlm.evaluation.table import Cell, Table
 from jpeg_dlm.methods.registry import method_class
@@ -90,8 +91,6 @@ class Speed:
 
 def stated_speed(config: Config, tflops: float | None, utilization: float | None) -> Speed:
     """Return a peak times the share of it that is reached."""
-    from jpeg_dlm.cost.flops import planned_precision
-
     precision = planned_precision(config)
     peak = PEAK_TFLOPS[precision] if tflops is None else tflops
     share = UTILIZATION if utilization is None else utilization
@@ -120,8 +119,6 @@ def splits(rows: int, most: int) -> list[int]:
 
 def make_plan(config: Config, devices: Devices, speed: Speed, corpus_tokens: float | None = None) -> dict[str, Any]:
     """Return the plan of one training, as JSON values; `fits` holds the micro-batch that fits, 0 if none does."""
-    from jpeg_dlm.cost.flops import build_weightless, parameter_parts, planned_precision, training_cost
-
     t, count = config.train, devices.count
     rows = math.ceil(t.batch * t.accumulation * t.devices / count)  # of a step, on one device
     per_step = rows * count * config.data.token_len
@@ -219,8 +216,6 @@ def _verdict(plan: dict[str, Any], sharding: str, batch: int) -> str:
 
 def describe(config: Config) -> dict[str, Any]:
     """Return everything that `description_table` shows, as JSON values; operations of a sample of JPEG-DLM alone."""
-    from jpeg_dlm.cost.flops import build_weightless, parameter_parts, sampling_macs, training_cost
-
     method, t, data = build_weightless(config), config.train, config.data
     rows = t.batch * t.accumulation * t.devices
     sizes = {"token_len": data.token_len, "vocab_size": data.vocab_size, "rate": config.rate} | asdict(config.model)

@@ -130,11 +130,6 @@ def visible(text: str) -> str:
     return _UNSEEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", text.replace("\r\n", "\n"))
 
 
-def markdown_table(columns: Iterable[str | Column], rows: Iterable[Iterable[Cell]]) -> str:
-    """Return cells as a Markdown table, without the columns that hold nothing."""
-    return Table.of("", columns, rows).markdown()
-
-
 def markdown(tables: Iterable[Table]) -> str:
     """Return tables with their titles and notes as Markdown."""
     return "\n\n".join(

@@ -20,6 +20,7 @@ import numpy as np
 from jpeg_dlm import __version__
 from jpeg_dlm.api import Model, load
 from jpeg_dlm.config import Config
+from jpeg_dlm.cost.plan import stages
 from jpeg_dlm.encoders.frozen import tensors_sha256
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.metrics import TrainingTextStats
@@ -28,22 +29,33 @@ from jpeg_dlm.evaluation.scorer import Scorer
 from jpeg_dlm.evaluation.texts import BASELINES, ModelSource, Source, TextBaseline
 from jpeg_dlm.evaluation.throughput import Subject, measure
 from jpeg_dlm.options import to_dict
-from jpeg_dlm.studies.plan import Plan, Point
-from jpeg_dlm.studies.training_cache import TrainingCache, training_seconds
+from jpeg_dlm.studies.plan import Plan, Point, all_steps
+from jpeg_dlm.studies.training_cache import TrainingCache, minutes, training_seconds
 from jpeg_dlm.studies.verdicts import CACHED, MEASURES, OVERLAP, judge
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.util.distributed import on_main
 from jpeg_dlm.util.errors import UsageError
 
 SAMPLES = 4  # texts of a model kept in its record
+TEXT_SECONDS = 0.3  # to score a text by the default scorer, with MAUVE, on one core (measured)
 
 
 def announce(planned: Plan, cache: TrainingCache, evaluation: EvaluationRequest) -> None:
-    """Say what will be trained and scored."""
+    """Say what will be trained and scored, and about how long it takes; one step of each system is timed for that."""
     left = [config for config in planned.trainings() if not cache.finished(cache.run_of(config), config)]
+    speeds: dict[str, float] = {}  # seconds of a step, by method
+    for config in left:
+        if config.method not in speeds:
+            with cache.guard({}, config.method, tell=False):  # the training will tell what fails
+                seconds = sum(stage.train.steps * cache.step_seconds(stage) for stage in stages(config))
+                speeds[config.method] = seconds / all_steps(config)
+    training = sum(speeds.get(config.method, 0.0) * all_steps(config) for config in left)
+    texts = evaluation.n or evaluation.protocol.n
     sets = len(evaluation.seeds) * (len(planned.points) + 2) + 1  # floors have as many seeds as models, real text has one
-    texts = f"{sets} sets of {evaluation.n or evaluation.protocol.n} texts"
-    cache.console.say(f"Plan: {len(left)} trainings; then {texts} to score. Fewer texts (-n) and --seeds take less.")
+    cache.console.say(
+        f"Plan: {len(left)} trainings, about {minutes(training)}; then {sets} sets of {texts} texts to score, about "
+        f"{minutes(sets * texts * TEXT_SECONDS)} on one core. Fewer texts (-n) and --seeds take less."
+    )
 
 
 def train(planned: Plan, cache: TrainingCache, wait: bool = True) -> None:
