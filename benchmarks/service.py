@@ -54,7 +54,7 @@ def measure(short: bool = False) -> dict[str, Any]:
 @contextlib.contextmanager
 def server() -> Iterator[int]:
     """Start a server on a free port; it must leave in order."""
-    command = [sys.executable, "-m", "jpeg_dlm.cli.main", "serve", "--port", "0", "--device", "cpu", "--time-limit", "600"]
+    command = [sys.executable, "-m", "jpeg_dlm", "serve", "--port", "0", "--device", "cpu", "--time-limit", "600"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

@@ -53,7 +53,7 @@ def run_benchmark(args: argparse.Namespace) -> None:
     from jpeg_dlm.util.console import Console
 
     console, subjects = Console(args.quiet), []
-    for subject in (*_stored(args, methods), *_random(args, methods)):
+    for subject in _subjects(args, methods):
         has_steps = hasattr(subject.config.sampler, "steps")
         if args.steps and not has_steps:
             console.say(f"{subject.name} has no --steps: it is measured without it.")
@@ -68,25 +68,22 @@ def run_benchmark(args: argparse.Namespace) -> None:
         write_result(args.out / "benchmark", result, tables, new=True)
 
 
-def _stored(args: argparse.Namespace, methods: Sequence[str]) -> Iterator[Subject]:
-    """Yield the models of checkpoints; the bundled one if nothing else is named."""
+def _subjects(args: argparse.Namespace, methods: Sequence[str]) -> Iterator[Subject]:
+    """Yield the models of checkpoints, the bundled one if nothing else is named, and systems with random weights.
+
+    A system that may have a KV cache is measured without and with it.
+    """
     from jpeg_dlm.api import load
-    from jpeg_dlm.evaluation.throughput import Subject
-
-    for path in args.checkpoints or ([] if methods else [None]):
-        model = load(path, args.device)
-        name = path.resolve().name if path else "bundled"
-        yield Subject(name, model.parts.writer, model.config, str(path or "bundled"))
-
-
-def _random(args: argparse.Namespace, methods: Sequence[str]) -> Iterator[Subject]:
-    """Yield systems with random weights; one that may have a KV cache without and with it."""
     from jpeg_dlm.evaluation.throughput import Subject
     from jpeg_dlm.methods.registry import build_method, for_method
     from jpeg_dlm.options import override
     from jpeg_dlm.presets import preset
     from jpeg_dlm.util.distributed import read_ranks
 
+    for path in args.checkpoints or ([] if methods else [None]):
+        model = load(path, args.device)
+        name = path.resolve().name if path else "bundled"
+        yield Subject(name, model.parts.writer, model.config, str(path or "bundled"))
     for name in methods:
         config = for_method(preset(args.preset or "lm1b"), name)
         method: Any = build_method(config).to(read_ranks(args.device, {}).device)
