@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from timing import clock
 from torch import Tensor
 
-from jpeg_dlm.evaluation.table import markdown_table
+from jpeg_dlm.evaluation.table import Table
 from jpeg_dlm.nn.layers import attend
 
 HEADS, HEAD_DIM = 4, 48  # of the preset `captions`
@@ -33,7 +33,7 @@ def measure(short: bool = False) -> dict:
     cells = [[str(r["length"]), f"{r['bf16']:.2f}", f"{r['ours']:.2f}", f"{r['bf16'] / r['ours']:.2f}x"] for r in rows]
     return {
         "title": "Attention forward and backward in bf16",
-        "markdown": markdown_table(["tokens of a row", "kernel for bf16, ms", "ours, ms", "ratio"], cells) + "\n",
+        "markdown": Table.of("", ["tokens of a row", "kernel for bf16, ms", "ours, ms", "ratio"], cells).markdown() + "\n",
         "rows": rows,
         "ratios": {f"attention, rows of {r['length']} tokens": r["bf16"] / r["ours"] for r in rows},
     }

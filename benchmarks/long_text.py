@@ -20,7 +20,7 @@ import torch
 
 from jpeg_dlm.config import Config
 from jpeg_dlm.encoders import build_encoder
-from jpeg_dlm.evaluation.table import markdown_table
+from jpeg_dlm.evaluation.table import Table
 from jpeg_dlm.methods.base import Batch, Method
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.registry import build_method, for_method
@@ -57,10 +57,11 @@ def measure(short: bool = False, config: Config | None = None, lengths: tuple[in
     speeds = {(row["system"], row["tokens"]): row["tokens_per_second"] for row in rows}
     measured = list(dict.fromkeys(row["tokens"] for row in rows))
     *blocks, ar = systems
-    table = markdown_table(
+    table = Table.of(
+        "",
         ["tokens", *(f"{name}, tokens/s" for name in systems)],
         [[f"{n:,}", *(f"{speeds[name, n]:,.0f}" for name in systems)] for n in measured],
-    )
+    ).markdown()
     return {
         "title": "Long texts",
         "rows": rows,

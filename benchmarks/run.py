@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from jpeg_dlm.cli.main import keep_freed_memory
-from jpeg_dlm.util.cpu import cpu_name
+from jpeg_dlm.util.distributed import cpu_name
 from jpeg_dlm.util.files import write_atomic
 from jpeg_dlm.util.pictures import LINE_COLORS, dress, new_figure, save_png
 

@@ -17,7 +17,7 @@ from timing import best_seconds
 from torch import Tensor
 
 from jpeg_dlm.api import load
-from jpeg_dlm.evaluation.table import markdown_table
+from jpeg_dlm.evaluation.table import Table
 from jpeg_dlm.export.onnx_model import PRECISIONS, OnnxNetworks, build_graphs
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.presets import preset
@@ -40,7 +40,7 @@ def measure(short: bool = False) -> dict[str, Any]:
     ]
     return {
         "title": "Sampling with every backend",
-        "markdown": markdown_table(heading, cells) + "\n",
+        "markdown": Table.of("", heading, cells).markdown() + "\n",
         "rows": rows,
         "ratios": {f"{r['size']}, batch {r['batch']}, {r['backend']}": r["ratio"] for r in rows if r["backend"] != PLAIN},
     }

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jpeg_dlm
-from jpeg_dlm.evaluation.table import markdown_table
+from jpeg_dlm.evaluation.table import Table
 
 CLIENTS = (1, 8, 64)
 SEEDS = 16  # texts that are asked for, again and again
@@ -45,7 +45,7 @@ def measure(short: bool = False) -> dict[str, Any]:
     cells = [[f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
     return {
         "title": "jpeg-dlm serve, bundled model, requests of one text",
-        "markdown": markdown_table(list(rows[0]), cells),
+        "markdown": Table.of("", list(rows[0]), cells).markdown(),
         "rows": rows,
         "ratios": {f"{row['clients']} clients": row["ratio"] for row in rows},
     }
@@ -54,7 +54,7 @@ def measure(short: bool = False) -> dict[str, Any]:
 @contextlib.contextmanager
 def server() -> Iterator[int]:
     """Start a server on a free port; it must leave in order."""
-    command = [sys.executable, "-m", "jpeg_dlm.cli.main", "serve", "--port", "0", "--device", "cpu", "--time-limit", "600"]
+    command = [sys.executable, "-m", "jpeg_dlm", "serve", "--port", "0", "--device", "cpu", "--time-limit", "600"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from jpeg_dlm.config import Config
 from jpeg_dlm.evaluation.paper import paper_figures
-from jpeg_dlm.evaluation.table import markdown_table
+from jpeg_dlm.evaluation.table import Table
 from jpeg_dlm.export.onnx_model import OnnxNetworks, build_graphs
 from jpeg_dlm.methods.ar import Ar
 from jpeg_dlm.methods.base import FREE, Method
@@ -105,7 +105,9 @@ def table(rows: Sequence[Mapping[str, Any]], batches: Sequence[int]) -> str:
          f"{r['paper']:g}x" if r["paper"] else ""]
         for r in rows
     ]  # fmt: skip
-    return markdown_table(["system", "evaluations", *(f"batch {b}" for b in batches), "paper, batch 64 on a GPU"], cells)
+    return Table.of(
+        "", ["system", "evaluations", *(f"batch {b}" for b in batches), "paper, batch 64 on a GPU"], cells
+    ).markdown()
 
 
 def winner(rows: Sequence[Mapping[str, Any]], batches: Sequence[int]) -> str:

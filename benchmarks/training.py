@@ -22,7 +22,7 @@ import torch
 from timing import best_seconds
 
 from jpeg_dlm.config import Config
-from jpeg_dlm.evaluation.table import markdown_table
+from jpeg_dlm.evaluation.table import Table
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.presets import preset
@@ -141,7 +141,9 @@ def measure(short: bool = False) -> dict[str, Any]:
     ours = [r for r in rows if r["variant"] != PLAIN]
     return {
         "title": "A training step beside that of the one file",
-        "markdown": markdown_table(["preset", "variant", "s per step", "speed", "MiB beyond the state", "memory"], cells),
+        "markdown": Table.of(
+            "", ["preset", "variant", "s per step", "speed", "MiB beyond the state", "memory"], cells
+        ).markdown(),
         "rows": rows,
         "ratios": {f"{r['preset']}, {r['variant']}: speed": r["speed"] for r in ours}
         | {f"{r['preset']}, {r['variant']}: times less memory": r["less"] for r in ours},

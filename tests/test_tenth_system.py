@@ -80,7 +80,7 @@ def test_it_resumes_to_the_bit(trained: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_two_processes_train_the_same_model(trained: Path, corpus_file: Path, tmp_path: Path):
-    done = launch("-m", "jpeg_dlm.cli.main", *train_words(corpus_file, tmp_path / "two", train__batch=4))
+    done = launch("-m", "jpeg_dlm", *train_words(corpus_file, tmp_path / "two", train__batch=4))
     assert done.returncode == 0, done.stderr[-3000:]
     assert largest_difference(weights(trained, STEPS), weights(tmp_path / "two", STEPS)) < 1e-5
 

@@ -179,7 +179,7 @@ def test_killed_savers_leave_no_torn_checkpoint(tmp_path):
 
 def test_taking_the_lock_clears_up_after_the_killed(tmp_path):
     run = tmp_path / "run"
-    dead = [files.temp_name(run / place) for place in ("config.json", "samples/step-1.txt", "data/train-0.bin")]
+    dead = [run / place / f"{files.TEMP_PREFIX}1" for place in (".", "samples", "data")]
     for temp in dead:
         temp.mkdir(parents=True)
     (dead[0] / "file").write_text("half of it")

@@ -5,7 +5,7 @@ import json
 import pytest
 from closed_forms import own_parameters, own_sampling_macs, query_macs
 
-from jpeg_dlm.cost.describe import describe, description_table
+from jpeg_dlm.cost.plan import describe, description_table
 from jpeg_dlm.methods.registry import build_method, for_method, names
 from jpeg_dlm.presets import preset
 

@@ -65,7 +65,7 @@ def test_the_largest_micro_batch_that_fits(monkeypatch):
     def a_gigabyte_a_row(config, rows):
         return flops.TrainingCost(1e9, 2e9, rows * 10**9)
 
-    monkeypatch.setattr(flops, "training_cost", a_gigabyte_a_row)
+    monkeypatch.setattr(plan, "training_cost", a_gigabyte_a_row)
     for text in ("8x80GB", "2x24GB", "3x16GB", "1x12GB"):
         devices = plan.parse_devices(text)
         planned = plan.make_plan(preset("owt1024"), devices, SPEED)
@@ -77,7 +77,8 @@ def test_the_largest_micro_batch_that_fits(monkeypatch):
     tight = plan.make_plan(preset("lm1b"), plan.parse_devices("8x4GB"), SPEED, 78_643_200)
     assert tight["placements"]["none"]["fits"] == 0 < tight["placements"]["fsdp"]["fits"]  # the state alone fills a device
     assert tight["steps"] == 20 * 78_643_200 / (6144 * 128)
-    first, second = plan.full_plan(for_method(preset("lm1b"), "cosmos"), plan.parse_devices("8x80GB"), SPEED)
+    cosmos, devices = for_method(preset("lm1b"), "cosmos"), plan.parse_devices("8x80GB")
+    first, second = (plan.make_plan(stage, devices, SPEED) for stage in plan.stages(cosmos))
     assert (first["steps"], second["steps"]) == (200_000, 500_000)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.evaluation import tasks as infill
-from jpeg_dlm.evaluation.table import Table
+from jpeg_dlm.evaluation.table import Column, Table
 from jpeg_dlm.evaluation.tasks import is_text, templates
 from jpeg_dlm.text.packing import RowLayout
 from jpeg_dlm.util.files import parse_json
@@ -41,7 +41,7 @@ def test_the_command_fills_in_and_scores(micro_folders, corpus_file, byte_gpt2, 
     assert [(row["sampler"]["steps"], row["seed"]) for row in found["infill"]] == [(1, 0), (2, 0)] * 2
     ours, masked = found["infill"][::2]
     table = Table.from_json(found["tables"][0])  # points of the sweep can be told apart in the table too
-    assert len({row[:3] for row in table.rows[:2]}) == 2 and table.headings[1:3] == ("sampler", "seed")
+    assert len({row[:3] for row in table.rows[:2]}) == 2 and table.columns[1:3] == (Column("sampler"), Column("seed"))
     assert ours["kept"] == masked["kept"] == 1.0 and 0 <= ours["decoded"] <= 1 and masked["decoded"] is None
     assert ours["n"] == 6 and ours["given"] + ours["hidden"] == 6 * 12
     for row in (ours, masked):

@@ -40,7 +40,7 @@ def test_the_package_is_asked_once_per_kmeans_seed_and_protocols_choose_what_is_
     for name, value in {"lm1b": 0.9, "default": 0.92}.items():
         asked = evaluation(fake, name)
         table = texts_table(asked.result([entry := asked.entry(source, {})]))
-        cells = dict(zip(table.headings, table.rows[0], strict=True))
+        cells = dict(zip((column.name for column in table.columns), table.rows[0], strict=True))
         assert cells["MAUVE"]["mean"] == pytest.approx(value), name
         assert cells["± of k-means"] == pytest.approx(0.0158114, abs=1e-6)
         assert entry.runs[0].mauve["values"][0] == pytest.approx(0.9) and entry.runs[0].mauve["texts"] == [101, 100]

@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 
 from jpeg_dlm.cli.show import show
 from jpeg_dlm.evaluation.results import mean_std
-from jpeg_dlm.evaluation.table import Column, Span, Table, emphasis, markdown, markdown_table, to_json, write_result
+from jpeg_dlm.evaluation.table import Column, Span, Table, markdown, to_json, write_result
 from jpeg_dlm.util.errors import UsageError
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
@@ -46,18 +46,18 @@ def test_cells_are_formatted_when_they_are_drawn():
     column = Column("x", 2)
     assert column.text(mean_std([1.0, 3.0])) == "2.00 ± 1.41" and column.text(mean_std([4.0])) == "4.00"
     assert column.text((1.0, 2.345)) == "1.00 to 2.35" and column.text(None) == "" and column.text(math.nan) == ""
-    assert column.text(emphasis(96.76)) == "96.76" and column.text("failed") == "failed"
+    assert column.text(Span(96.76)) == "96.76" and column.text("failed") == "failed"
     assert Column("x", 1, percent=True).text(0.1234) == "12.3%"
     assert Column("x").text(12345) == "12,345" and Column("x").text(0.123456) == "0.1235"
 
 
 def test_markdown():
-    tables = [Table("Head."), Table.of("First:", ("a", "b", "c"), [[emphasis("x|y"), 12, ""]], ["One.", "Two."])]
+    tables = [Table("Head."), Table.of("First:", ("a", "b", "c"), [[Span("x|y"), 12, ""]], ["One.", "Two."])]
     text = markdown(tables)
     assert text == "Head.\n\nFirst:\n\n| a | b |\n| --- | ---: |\n| *x\\|y* | 12 |\n\nOne.\n\nTwo."
     shown = MarkdownIt("commonmark").enable("table").render(text)  # a parser that is not ours
     assert "<td><em>x|y</em></td>" in shown and "<p>One.</p>\n<p>Two.</p>" in shown
-    assert markdown_table(("a", "b"), []) == "| a | b |\n| --- | --- |"
+    assert Table.of("", ("a", "b"), []).markdown() == "| a | b |\n| --- | --- |"
 
 
 def test_a_result_is_written_with_its_tables(tmp_path):
@@ -81,7 +81,7 @@ def test_a_terminal_gets_aligned_numbers_and_nothing_that_commands_it(monkeypatc
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "stdout", screen := Screen())
-    show([Table.of("a\x1b[2J", ("name", Column("value", 2)), [["a\x07", 1.5], [emphasis("b"), 100.25]], ["[bold] note."])])
+    show([Table.of("a\x1b[2J", ("name", Column("value", 2)), [["a\x07", 1.5], [Span("b"), 100.25]], ["[bold] note."])])
     text = screen.getvalue()
     lines = [line.rstrip() for line in text.splitlines()]
     assert "[U+001B]" in text and "[U+0007]" in text and "\x07" not in text and "[bold] note." in lines

@@ -1,5 +1,7 @@
 """Throughput with a simulated clock: counted rounds, turns, medians and ratios."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -29,10 +31,12 @@ class Timed(torch.nn.Module):
 
 
 def test_turns_medians_and_ratios(micro):
-    log, clock, sampler = [], [0.0], micro.config.sampler
+    log, clock = [], [0.0]
     a = Timed("a", [99, 2, 4, 2], log, clock)
     b = Timed("b", [99, 1, 1, 4], log, clock)
-    subjects = [Subject(m.name, m, sampler, 10, "lm1b" if m is a else "tiny", "test") for m in (a, b)]  # type: ignore[arg-type]
+    config = replace(micro.config, data=replace(micro.config.data, token_len=10))
+    presets = ((a, "lm1b"), (b, "tiny"))
+    subjects = [Subject(m.name, m, replace(config, preset=name), "test") for m, name in presets]  # type: ignore[arg-type]
     result = measure(subjects, batch=8, repeats=3, warmup=1, clock=lambda: clock[0])
     assert [name for name, _, _ in log] == ["a", "b"] * 4 and {n for _, n, _ in log} == {8}
     first, second = result["rows"]

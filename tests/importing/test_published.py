@@ -244,7 +244,7 @@ REFUSED = {
     "a flow map": (
         lambda p: flm_file(p, exported("flm") | {"backbone.sigma_map_prime.mlp.0.weight": torch.ones(3, 2)}),
         "",
-        "FMLM",
+        "backbone.sigma_map_prime",
     ),
     "averages that are not there": (lambda p: checkpoint(p, ema={}), "", "leave out --weights", "--weights", "ema"),
     "a network of another method": (

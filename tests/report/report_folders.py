@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from jpeg_dlm.checkpoints.checkpoint import save_checkpoint
-from jpeg_dlm.evaluation.table import Table, emphasis, write_result
+from jpeg_dlm.evaluation.table import Span, Table, write_result
 from jpeg_dlm.options import override, to_dict
 from jpeg_dlm.presets import preset
 from jpeg_dlm.training.metrics import MetricsLog
@@ -57,7 +57,7 @@ def make_results(folder: Path, name: str = "results", key: str = "entries", text
         key: [entry],
     }
     score = {"mean": 12.5, "sd": 0.1}
-    table = Table.of(f"By {text}.", ("system", "Gen-PPL"), [(emphasis("real text"), score)], (f"A note on {text}.",))
+    table = Table.of(f"By {text}.", ("system", "Gen-PPL"), [(Span("real text"), score)], (f"A note on {text}.",))
     write_result(folder / name, result, [table])
     return folder
 

@@ -9,7 +9,7 @@ from report_folders import HOSTILE, PICTURE, make_results, make_run, make_worksh
 
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.report.collect import collect
-from jpeg_dlm.report.render import player_script, policy, render, single_file, write_report
+from jpeg_dlm.report.render import PLAYER, policy, render, single_file, write_report
 from jpeg_dlm.report.run_summary import format_summary, run_summary
 from jpeg_dlm.util.errors import CheckpointError, UsageError
 
@@ -85,7 +85,7 @@ def test_hostile_text_stays_text(tmp_path):
     (element,) = [a for _, a in page.tags if "data-moments" in a]
     assert json.loads(element["data-moments"])[-1]["texts"][0] == HOSTILE.replace("\u202e", "[U+202E]")
     allowed = next(a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
-    assert allowed == policy(player_script()) and f"<script>{player_script()}</script>" in source
+    assert allowed == policy(PLAYER) and f"<script>{PLAYER}</script>" in source
 
 
 def test_the_page_is_complete_by_itself(tmp_path):

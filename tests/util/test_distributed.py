@@ -11,7 +11,7 @@ from small_runs import launch
 from jpeg_dlm.studies.training_cache import StudyStopped
 from jpeg_dlm.training.lock import Locked
 from jpeg_dlm.util import distributed
-from jpeg_dlm.util.cpu import training_precision
+from jpeg_dlm.util.distributed import training_precision
 from jpeg_dlm.util.errors import MissingPackageError, UsageError
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,7 @@ from jpeg_dlm.presets import PRESETS
 from jpeg_dlm.util.errors import UsageError
 
 if TYPE_CHECKING:
-    from jpeg_dlm.config import Config
-    from jpeg_dlm.flow.sampler import TextSampler
-
-    Contestant = tuple[str, TextSampler, Config, str]  # name, method, config and origin of the weights
+    from jpeg_dlm.evaluation.throughput import Subject
 
 CACHED = "-kv"  # after the name of a system: with its KV cache
 METHODS = (
@@ -35,7 +33,6 @@ def add_benchmark_arguments(parser: Parser) -> None:
     add("--batch", type=whole(1), default=16, help="texts at once (paper: 64 on LM1B, 16 on OWT-1024)")
     add("--repeats", type=whole(1), default=5, help="measured rounds")
     add("--warmup", type=whole(0), default=1, help="unmeasured rounds before them")
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast (default: fp32, the paper's)")
     add("--threads", type=whole(1), help="CPU threads of PyTorch")
     add("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     add("--out", type=Path, help="folder for benchmark.json and benchmark.md")
@@ -51,45 +48,45 @@ def run_benchmark(args: argparse.Namespace) -> None:
     from jpeg_dlm.cli.show import show
     from jpeg_dlm.config import validate
     from jpeg_dlm.evaluation.table import write_result
-    from jpeg_dlm.evaluation.throughput import Subject, measure, throughput_table
+    from jpeg_dlm.evaluation.throughput import measure, throughput_table
     from jpeg_dlm.options import override
     from jpeg_dlm.util.console import Console
 
     console, subjects = Console(args.quiet), []
-    for name, method, config, origin in (*_stored(args, methods), *_random(args, methods)):
-        has_steps = hasattr(config.sampler, "steps")
+    for subject in _subjects(args, methods):
+        has_steps = hasattr(subject.config.sampler, "steps")
         if args.steps and not has_steps:
-            console.say(f"{name} has no --steps: it is measured without it.")
+            console.say(f"{subject.name} has no --steps: it is measured without it.")
         for steps in args.steps if args.steps and has_steps else [None]:
-            changed = validate(override(config, overrides(args) | ({"sampler.steps": steps} if steps else {})))
-            subjects.append(Subject(name, method, changed.sampler, config.data.token_len, config.preset, origin))
+            changes = overrides(args) | ({"sampler.steps": steps} if steps else {})
+            subjects.append(replace(subject, config=validate(override(subject.config, changes))))
     with console.progress(f"Measuring {len(subjects)} samplers", "batches") as progress:
-        result = measure(subjects, args.batch, args.repeats, args.warmup, dtype=args.dtype, progress=progress)
+        result = measure(subjects, args.batch, args.repeats, args.warmup, progress=progress)
     tables = [throughput_table(result)]
     show(tables)
     if args.out:
         write_result(args.out / "benchmark", result, tables, new=True)
 
 
-def _stored(args: argparse.Namespace, methods: Sequence[str]) -> Iterator[Contestant]:
-    """Yield the models of checkpoints; the bundled one if nothing else is named."""
+def _subjects(args: argparse.Namespace, methods: Sequence[str]) -> Iterator[Subject]:
+    """Yield the models of checkpoints, the bundled one if nothing else is named, and systems with random weights.
+
+    A system that may have a KV cache is measured without and with it.
+    """
     from jpeg_dlm.api import load
-
-    for path in args.checkpoints or ([] if methods else [None]):
-        model = load(path, args.device)
-        yield path.resolve().name if path else "bundled", model.parts.writer, model.config, str(path or "bundled")
-
-
-def _random(args: argparse.Namespace, methods: Sequence[str]) -> Iterator[Contestant]:
-    """Yield systems with random weights; one that may have a KV cache without and with it."""
+    from jpeg_dlm.evaluation.throughput import Subject
     from jpeg_dlm.methods.registry import build_method, for_method
     from jpeg_dlm.options import override
     from jpeg_dlm.presets import preset
     from jpeg_dlm.util.distributed import read_ranks
 
+    for path in args.checkpoints or ([] if methods else [None]):
+        model = load(path, args.device)
+        name = path.resolve().name if path else "bundled"
+        yield Subject(name, model.parts.writer, model.config, str(path or "bundled"))
     for name in methods:
         config = for_method(preset(args.preset or "lm1b"), name)
         method: Any = build_method(config).to(read_ranks(args.device, {}).device)
         for cached in (False, True) if hasattr(config.sampler, "kv_cache") else (None,):
             changed = config if cached is None else override(config, {"sampler.kv_cache": cached})
-            yield name + (CACHED if cached else ""), method, changed, "random weights"
+            yield Subject(name + (CACHED if cached else ""), method, changed, "random weights")

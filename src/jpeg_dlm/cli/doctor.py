@@ -123,7 +123,7 @@ def machine() -> list[str]:
     """Describe the system, the GPUs with the CUDA of torch, and the CPU with the precision of training on it."""
     import torch
 
-    from jpeg_dlm.util.cpu import cpu_name, training_precision
+    from jpeg_dlm.util.distributed import cpu_name, training_precision
 
     gpu = "none; everything runs on the CPU"
     if torch.cuda.is_available():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jpeg_dlm.cli.options import add_options, overrides
 from jpeg_dlm.cli.parser import Parser, from_zero, scorer, several, whole, words
-from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
+from jpeg_dlm.evaluation.protocols import PROTOCOLS
 
 if TYPE_CHECKING:
     from jpeg_dlm.evaluation.run import EvaluationJob
@@ -66,22 +67,13 @@ def job_of(args: argparse.Namespace) -> EvaluationJob:
     from jpeg_dlm.evaluation.evaluate import EvaluationRequest
     from jpeg_dlm.evaluation.run import EvaluationJob
 
-    rules = protocol(args.protocol)
+    rules = PROTOCOLS[args.protocol]
     seeds = tuple(range(args.seed, args.seed + (args.seeds or rules.seeds)))
     sampler, steps, solvers = overrides(args, "sampler"), tuple(args.steps or ()), tuple(args.solver or ())
-    return EvaluationJob(
-        request=EvaluationRequest(rules, seeds, args.n, steps, solvers, sampler, args.mauve),
-        sources=args.sources,
-        scorer=args.scorer or (None if args.likelihood else "smollm2"),
-        scorer_precision=args.scorer_precision,
-        task=args.task,
-        context_scale=args.context_scale,
-        likelihood=args.likelihood,
-        likelihood_draws=args.likelihood_draws,
-        data=args.data,
-        reference=args.reference,
-        batch=args.batch,
-    )
+    request = EvaluationRequest(rules, seeds, args.n, steps, solvers, sampler, args.mauve)
+    scorer = args.scorer or (None if args.likelihood else "smollm2")
+    same = {field.name: getattr(args, field.name) for field in fields(EvaluationJob) if field.name not in ("request", "scorer")}
+    return EvaluationJob(request=request, scorer=scorer, **same)
 
 
 def run_evaluate(args: argparse.Namespace) -> None:

@@ -124,7 +124,3 @@ def keep_freed_memory() -> None:
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None and mallopt(MMAP_MAX, 0):
             mallopt(TRIM_THRESHOLD, -1)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -55,7 +55,7 @@ def run_info(args: argparse.Namespace) -> None:
         _plan(args, config)
     else:
         from jpeg_dlm.cli.show import show
-        from jpeg_dlm.cost.describe import describe, description_table
+        from jpeg_dlm.cost.plan import describe, description_table
 
         description = describe(config)
         print(json.dumps(description, indent=1)) if args.json else show([description_table(description)])
@@ -81,11 +81,12 @@ def _describe(args: argparse.Namespace) -> None:
 
 def _plan(args: argparse.Namespace, config: Config) -> None:
     from jpeg_dlm.cli.show import show
-    from jpeg_dlm.cost.plan import full_plan, parse_devices, parse_tokens, plan_tables, stated_speed
+    from jpeg_dlm.cost.plan import make_plan, parse_devices, parse_tokens, plan_tables, stages, stated_speed
 
     devices = parse_devices(args.devices or "8x80GB")
     tokens = parse_tokens(args.tokens) if args.tokens else None
-    plans = full_plan(config, devices, stated_speed(config, args.tflops, args.utilization), tokens)
+    speed = stated_speed(config, args.tflops, args.utilization)
+    plans = [make_plan(stage, devices, speed, tokens) for stage in stages(config)]
     if args.json:
         print(json.dumps(plans, indent=1))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from jpeg_dlm.cli.evaluate import add_scorer_arguments, scorer_of
 from jpeg_dlm.cli.options import add_options, overrides
 from jpeg_dlm.cli.parser import Parser, systems, whole
 from jpeg_dlm.config import GROUP_NAMES
-from jpeg_dlm.evaluation.protocols import PROTOCOLS, protocol
+from jpeg_dlm.evaluation.protocols import PROTOCOLS
 from jpeg_dlm.presets import PRESETS
 from jpeg_dlm.studies.catalog import STUDIES, Study, comparison
 from jpeg_dlm.util.errors import UsageError
@@ -30,7 +31,7 @@ def add_study_arguments(parser: Parser) -> None:
         add = sub.add_argument
         add("--debug", action="store_true", help="show the traceback of an error")
         add("--batch", type=whole(1), default=64, help="texts at once")
-        if study.trains:
+        if study.variants:
             add("--only", default="", metavar="TEXT", help="only variants with this in their name: 'r = 0.25'")
             _add_training_arguments(sub)
         else:
@@ -75,7 +76,7 @@ def run_study(args: argparse.Namespace) -> int:
     from jpeg_dlm.util.distributed import setup
 
     study, ranks = STUDIES[args.study], setup(args.device)
-    outcome = _run_training(args, args.study, study, ranks) if study.trains else _analyze(args, ranks)
+    outcome = _run_training(args, args.study, study, ranks) if study.variants else _analyze(args, ranks)
     return _finish(args, outcome, f"study-{args.study}", ranks)
 
 
@@ -108,14 +109,14 @@ def _run_training(args: argparse.Namespace, name: str, study: Study, ranks: Rank
     base, shared = plan.read_base(args.preset, args.data, overrides(args), ranks.world)
     plan.check_options(name, study, overrides(args))
     request = plan.StudyRequest(name, study, base, shared, budgets, args.train_seeds, args.only)
-    evaluation = EvaluationRequest(protocol(args.protocol), tuple(range(args.seeds)), args.n, mauve=args.mauve)
+    evaluation = EvaluationRequest(PROTOCOLS[args.protocol], tuple(range(args.seeds)), args.n, mauve=args.mauve)
     cache = TrainingCache(args.out, ranks, Console(args.quiet or not ranks.is_main))
     planned = plan.plan(request, cache)
     runner.announce(planned, cache, evaluation)
     runner.train(planned, cache, wait=not args.train_only)
     if args.train_only:
         return None
-    scorer = lambda: main_first(lambda: scorer_of(args, str(ranks.device), cache.console))  # noqa: E731
+    scorer = partial(main_first, partial(scorer_of, args, str(ranks.device), cache.console))
     result = runner.evaluate(planned, cache, scorer, evaluation, args.batch, args.repeats)
     return StudyOutcome(result, study_tables(result), lambda path: draw_study(result, study.x, path))
 
@@ -128,14 +129,8 @@ def _analyze(args: argparse.Namespace, ranks: Ranks) -> StudyOutcome:
     from jpeg_dlm.util.distributed import main_first
 
     console, device = Console(args.quiet or not ranks.is_main), str(ranks.device)
-    request = AnalysisRequest(
-        n=args.n,
-        seeds=tuple(range(args.seeds)),
-        scorer=lambda: main_first(lambda: scorer_of(args, device, console)),
-        parts=DiskCache(args.out / "parts"),
-        console=console,
-        mauve=args.mauve,
-    )
+    scorer, seeds = partial(main_first, partial(scorer_of, args, device, console)), tuple(range(args.seeds))
+    request = AnalysisRequest(args.n, seeds, scorer, DiskCache(args.out / "parts"), console, args.mauve)
     sources = model_sources(args.checkpoints or [None], device, args.batch, args.data, console)
     return ANALYSES[args.study](sources, request)
 

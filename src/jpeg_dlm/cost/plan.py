@@ -1,4 +1,4 @@
-"""Plan a training before anyone pays for it: memory of each device, time of a step, days of the run.
+"""What a config costs: sizes, parameters and operations beside the paper's; memory, time of a step and days of a training.
 
 Time is operations over a stated speed: a device's peak and the share of it that is reached.
 """
@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jpeg_dlm.config import Config
-from jpeg_dlm.cost.describe import gigabytes, operations
-from jpeg_dlm.evaluation.table import Table
+from jpeg_dlm.cost.flops import build_weightless, parameter_parts, planned_precision, sampling_macs, training_cost
+from jpeg_dlm.evaluation.paper import QUALITY, paper_figures
+from jpeg_dlm.evaluation.table import Cell, Table
+from jpeg_dlm.methods.registry import method_class
 from jpeg_dlm.util.errors import UsageError
 
 FP32 = 4  # bytes
@@ -24,6 +26,34 @@ UTILIZATION = 0.3  # of that peak by networks of this width (assumed)
 # LM1B: 0.77 billion words at 1.3 tokens (assumed).
 CORPUS_TOKENS = {"lm1b": 1.0e9, "owt1024": 9.96e9, "owt128": 9.96e9}
 DAY = 86_400
+MEASURED_ROWS = 8  # of a training step: enough for shares of rows such as a half or a quarter
+LABELS = {
+    "token_len": "tokens L",
+    "vocab_size": "vocabulary V",
+    "latent_len": "latents N",
+    "rate": "rate N / L",
+    "latent_dim": "latent width D",
+    "feature_dim": "feature width F",
+    "codec_layers": "layers of compressor and decompressor, each",
+    "codec_heads": "their attention heads",
+    "bottleneck_dim": "bottleneck width",
+    "depth": "layers of the network",
+    "hidden": "its width",
+    "heads": "its attention heads",
+    "dit_and_projection": "DiT and token projection",
+    "total": "all parameters",
+    "compressed": "operations per sample, N latents",
+    "full": "operations per sample, one latent per token",
+    "step": "operations per training step",
+    "frozen": "copies that are not trained",
+    "lr": "learning rate",
+    "codec_lr": "learning rate of the codec",
+    "gen_ppl": "Gen-PPL",
+    "entropy": "entropy (nats)",
+    "mauve": "MAUVE",
+    "speed": "speed (AR = 1)",
+    "speed_kv_cache": "speed with KV cache",
+}
 
 
 @dataclass(frozen=True)
@@ -61,8 +91,6 @@ class Speed:
 
 def stated_speed(config: Config, tflops: float | None, utilization: float | None) -> Speed:
     """Return a peak times the share of it that is reached."""
-    from jpeg_dlm.cost.flops import planned_precision
-
     precision = planned_precision(config)
     peak = PEAK_TFLOPS[precision] if tflops is None else tflops
     share = UTILIZATION if utilization is None else utilization
@@ -91,8 +119,6 @@ def splits(rows: int, most: int) -> list[int]:
 
 def make_plan(config: Config, devices: Devices, speed: Speed, corpus_tokens: float | None = None) -> dict[str, Any]:
     """Return the plan of one training, as JSON values; `fits` holds the micro-batch that fits, 0 if none does."""
-    from jpeg_dlm.cost.flops import build_weightless, parameter_parts, planned_precision, training_cost
-
     t, count = config.train, devices.count
     rows = math.ceil(t.batch * t.accumulation * t.devices / count)  # of a step, on one device
     per_step = rows * count * config.data.token_len
@@ -142,12 +168,9 @@ def make_plan(config: Config, devices: Devices, speed: Speed, corpus_tokens: flo
     }
 
 
-def full_plan(config: Config, devices: Devices, speed: Speed, corpus_tokens: float | None = None) -> list[dict[str, Any]]:
-    """Return the plans of what must be trained before, apart from an encoder, and of the method itself."""
-    from jpeg_dlm.methods.registry import method_class
-
-    stages = [stage for stage in method_class(config.method).stages(config) if stage.method != "encoder"]
-    return [make_plan(stage, devices, speed, corpus_tokens) for stage in [*stages, config]]
+def stages(config: Config) -> list[Config]:
+    """Return what is trained before a method, apart from the encoder, which all methods share, and the method itself."""
+    return [*(stage for stage in method_class(config.method).stages(config) if stage.method != "encoder"), config]
 
 
 def plan_tables(plan: dict[str, Any]) -> list[Table]:
@@ -186,3 +209,69 @@ def _verdict(plan: dict[str, Any], sharding: str, batch: int) -> str:
     accumulation = plan["rows_of_a_device"] // batch
     options = f"--train.sharding {sharding} --train.batch {batch} --train.accumulation {accumulation}"
     return f"Fits {room}: {options}"
+
+
+# ---------------------------------------------------------------- descriptions
+
+
+def describe(config: Config) -> dict[str, Any]:
+    """Return everything that `description_table` shows, as JSON values; operations of a sample of JPEG-DLM alone."""
+    method, t, data = build_weightless(config), config.train, config.data
+    rows = t.batch * t.accumulation * t.devices
+    sizes = {"token_len": data.token_len, "vocab_size": data.vocab_size, "rate": config.rate} | asdict(config.model)
+    cost = training_cost(config, MEASURED_ROWS)
+    description = {
+        "preset": config.preset,
+        "method": config.method,
+        "title": method.title,
+        "sizes": sizes,
+        "parameters": parameter_parts(method),
+        "macs": {"step": rows * (cost.forward + cost.backward)},
+        "sampler": {"label": config.sampler.label(), "evaluations": config.sampler.evaluations(data.token_len)},
+        "step": {"global_batch": rows, "tokens_per_step": rows * data.token_len, "lr": t.lr},
+        "paper": dict(paper_figures(config.preset, method.title)),
+    }
+    if config.method != "jpeg-dlm":
+        return description
+    parts = description["parameters"]
+    flow = sum(parts[name] for name in ("dit", "unembed_proj", "lm_head"))
+    full = replace(config, model=replace(config.model, latent_len=data.token_len))
+    return description | {
+        "sizes": sizes | {"feature_dim": config.encoder.feature_dim},
+        "parameters": parts | {"dit_and_projection": flow},
+        "macs": {"compressed": sampling_macs(config), "full": sampling_macs(full)} | description["macs"],
+        "step": description["step"] | {"codec_lr": t.codec_lr},
+    }
+
+
+def description_table(description: dict[str, Any]) -> Table:
+    """Return sizes and cost, with the paper's figures beside them where it gives any."""
+    paper, step, sizes = description["paper"], description["step"], description["sizes"]
+    rows: list[tuple[Cell, Cell, Cell]] = [(LABELS[key], sizes[key], None) for key in LABELS if sizes.get(key) is not None]
+    rows += [(LABELS.get(key, key), count, paper.get(key)) for key, count in description["parameters"].items()]
+    for key, count in description["macs"].items():
+        stated = f"{paper[name]:.2f} T" if (name := f"macs_{key}_T") in paper else None
+        rows.append((LABELS[key], operations(count), stated))
+    rows += [
+        ("network evaluations per sample", description["sampler"]["evaluations"], None),
+        ("sampler", description["sampler"]["label"], None),
+        ("rows per step", step["global_batch"], paper.get("global_batch")),
+        ("tokens per step", step["tokens_per_step"], None),
+        *((LABELS[key], step[key], None) for key in ("lr", "codec_lr") if key in step),
+    ]
+    note = f", {paper['note']}" if "note" in paper else ""
+    rows += [(LABELS[key] + note * (key == "gen_ppl"), None, paper[key]) for key in QUALITY if key in LABELS and key in paper]
+    return Table.of(f"{description['preset']} ({description['method']})", ("", "ours", "paper"), rows)
+
+
+def operations(count: float) -> str:
+    """Return a number of operations; the paper's sizes are in units of 1e12."""
+    for unit, size in (("T", 1e12), ("G", 1e9)):
+        if count >= size / 10:
+            return f"{count / size:.3f} {unit}"
+    return f"{count / 1e6:.3f} M"
+
+
+def gigabytes(size: float) -> str:
+    """Return bytes in units a person compares with a device."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

@@ -1,15 +1,22 @@
-"""Pictures of an evaluation: lengths of generated and real text, and quality against cost."""
+"""Pictures of quality over cost or over what a study varies, and of the lengths of generated and real text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+from matplotlib.axes import Axes
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
 from jpeg_dlm.evaluation.results import MeanStd, SystemResult, of_models
 from jpeg_dlm.util.pictures import GENERATED_COLOR, INK, LINE_COLORS, REAL_COLOR, dress, new_figure, save_png
+
+MARKERS = "os^DvPX*<>"  # beside colors, for readers who cannot tell these apart
+WIDE = 5.0  # a perplexity that varies by more than this factor is shown on a logarithmic axis
+
+Line = Sequence[tuple[float, Mapping[str, MeanStd]]]  # places on the axis, and the measures there
+Level = tuple[str, str, str, Mapping[str, float]]  # label, line style and color of values that are drawn as horizontal lines
 
 
 def draw_lengths(lengths: Mapping[str, Mapping[str, Any]], scorer: str, path: Path) -> Path:
@@ -29,44 +36,64 @@ def draw_lengths(lengths: Mapping[str, Mapping[str, Any]], scorer: str, path: Pa
 
 
 def draw_sweep(entries: Sequence[SystemResult], scorer: str, path: Path) -> Path:
-    """Draw Gen-PPL, entropy and, if all have it, MAUVE against network evaluations.
-
-    Each system and solver is a line, and real text is dashed.
-    """
-    lines: dict[str, list[tuple[int, Mapping[str, MeanStd]]]] = {}
+    """Draw quality against network evaluations; each system and solver is a line, and real text is dashed."""
+    lines: dict[str, list[tuple[float, Mapping[str, MeanStd]]]] = {}
     for entry, model in of_models(entries):
         name = ", ".join([entry.name, *filter(None, [model.sampler.get("solver")])])
         lines.setdefault(name, []).append((model.evaluations, entry.measures))
+    real = vars(of_models(entries)[0][0].stats["real"])
+    levels = [("real text", "--", INK, real)]
+    return draw_quality("quality against cost", lines, levels, scorer, "network evaluations per text", path)
+
+
+def draw_quality(
+    heading: str,
+    lines: Mapping[str, Line],
+    levels: Iterable[Level],
+    scorer: str,
+    x: str,
+    path: Path,
+    names: Sequence[str] = (),
+    ticks: bool = True,
+) -> Path:
+    """Draw a panel for each measure that every point has; each system is a line over `x`, or dots above `names`.
+
+    Without `ticks`, places are not marked by their numbers.
+    """
     points = [point for line in lines.values() for point in line]
-    real = of_models(entries)[0][0].stats["real"]
     measures = {"gen_ppl": f"Gen-PPL ({scorer})", "entropy": "entropy (nats)", "mauve": "MAUVE"}
-    measures = {name: text for name, text in measures.items() if all(name in measured for _, measured in points)}
-    figure, panels = new_figure(len(measures), "quality against cost")
-    for axes, (name, text) in zip(panels, measures.items(), strict=True):
-        if level := getattr(real, name, None):
-            axes.axhline(level, color=INK, ls="--", lw=1.0, label="real text")
+    measures = {key: text for key, text in measures.items() if all(key in measured for _, measured in points)}
+    figure, panels = new_figure(len(measures), heading)
+    for axes, (key, text) in zip(panels, measures.items(), strict=True):
         for i, (label, line) in enumerate(lines.items()):
-            places, measured = zip(*((place, m[name]) for place, m in sorted(line, key=lambda p: p[0])), strict=True)
-            axes.errorbar(
-                places,
-                [m["mean"] for m in measured],
-                [m["sd"] or 0.0 for m in measured],
-                fmt=("o-", "s--")[i // len(LINE_COLORS) % 2],
-                ms=3.5,
-                lw=1.5,
-                capsize=2,
-                color=LINE_COLORS[i % len(LINE_COLORS)],
-                label=label,
-            )
-        dress(axes, text, text, "network evaluations per text")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted({place for place, _ in points}))
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.xaxis.set_minor_locator(NullLocator())
-        if name == "gen_ppl":
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 1.2, 1.5, 2, 3, 5, 7)))
-            axes.yaxis.set_major_formatter(ScalarFormatter())
-            axes.yaxis.set_minor_locator(NullLocator())
-    panels[0].legend(fontsize=7.5, frameon=False, labelcolor=INK)
+            places, values = zip(*((p, measured[key]) for p, measured in sorted(line, key=lambda p: p[0])), strict=True)
+            fmt = MARKERS[i % len(MARKERS)] + ("-" if len(line) > 1 and not names else "")
+            look = {"fmt": fmt, "ms": 6, "capsize": 3, "lw": 1.3, "color": LINE_COLORS[i % len(LINE_COLORS)], "label": label}
+            axes.errorbar(places, [m["mean"] for m in values], [m["sd"] or 0.0 for m in values], **look)
+        for label, style, color, values in levels:
+            if key in values:
+                axes.axhline(values[key], color=color, ls=style, lw=1.2, label=label)
+        dress(axes, text, "", x)
+        places = sorted({place for place, _ in points})
+        if names:
+            axes.set_xticks(places, names, rotation=30, ha="right")
+        else:
+            scale_log(axes, "x", (1, 2, 5))
+            if ticks:
+                axes.set_xticks(places, [f"{place:.3g}" for place in places])
+        axes.margins(x=0.12, y=0.15)
+        means = [measured[key]["mean"] for _, measured in points]
+        if key == "gen_ppl" and max(means) > WIDE * min(means):
+            scale_log(axes, "y", (1, 2, 5) if max(means) < 300 * min(means) else (1,))  # further apart there is little room
+    handles = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8, frameon=False)
     return save_png(figure, path)
+
+
+def scale_log(axes: Axes, side: Literal["x", "y"], subs: Sequence[float]) -> None:
+    """Make an axis logarithmic, with plain numbers at these multiples of powers of ten."""
+    axis = axes.xaxis if side == "x" else axes.yaxis
+    axes.set(**{f"{side}scale": "log"})
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter(FormatStrFormatter("%g"))
+    axis.set_minor_locator(NullLocator())

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jpeg_dlm.util.errors import UsageError
-
 
 @dataclass(frozen=True)
 class Protocol:
@@ -55,10 +53,3 @@ PROTOCOLS: dict[str, Protocol] = {
         Protocol("sedd", text="ids", aggregate="sequence", **_PAPER),
     )
 }
-
-
-def protocol(name: str) -> Protocol:
-    """Look up a protocol by name."""
-    if name not in PROTOCOLS:
-        raise UsageError(f"Unknown protocol '{name}': choose one of {', '.join(PROTOCOLS)}.")
-    return PROTOCOLS[name]

@@ -95,7 +95,7 @@ def job_sources(job: EvaluationJob, device: str, console: Console) -> Iterator[S
 
 
 def _model_sources(paths: Sequence[Path | None], job: EvaluationJob, device: str, console: Console) -> Iterator[Source]:
-    reference = texts.read_reference(job.reference)
+    reference = texts.read_samples(job.reference, texts.REAL) if job.reference else None
     for path, label in zip(paths, texts.names_of(paths), strict=True):
         model = load(path, device)
         for variant in job.request.variants(model.config.sampler):

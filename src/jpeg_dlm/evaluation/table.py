@@ -32,9 +32,6 @@ class Span:
 Cell = str | int | float | None | tuple[float, float] | Mapping[str, Any] | Span
 
 
-emphasis = Span
-
-
 @dataclass(frozen=True)
 class Column:
     """A heading, and how the numbers below it are drawn."""
@@ -97,14 +94,6 @@ class Table:
         rows = (tuple(map(_read_cell, row)) for row in value["rows"])
         return cls(str(value["title"]), tuple(columns), tuple(rows), tuple(map(str, value["notes"])))
 
-    @property
-    def headings(self) -> tuple[str, ...]:
-        return tuple(column.name for column in self.columns)
-
-    def column(self, i: int) -> list[str]:
-        """Return the cells below a heading as they are drawn."""
-        return [self.columns[i].text(row[i]) for row in self.rows]
-
     def is_numeric(self, i: int) -> bool:
         """Return True if a column holds numbers; a word such as 'failed' may be among them."""
         values = (cell.value if isinstance(cell, Span) else cell for cell in (row[i] for row in self.rows))
@@ -139,11 +128,6 @@ def _markdown(cell: Cell, column: Column) -> str:
 def visible(text: str) -> str:
     """`text` with every character that could disturb its surroundings replaced by its code."""
     return _UNSEEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", text.replace("\r\n", "\n"))
-
-
-def markdown_table(columns: Iterable[str | Column], rows: Iterable[Iterable[Cell]]) -> str:
-    """Return cells as a Markdown table, without the columns that hold nothing."""
-    return Table.of("", columns, rows).markdown()
 
 
 def markdown(tables: Iterable[Table]) -> str:

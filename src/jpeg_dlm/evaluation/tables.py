@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from jpeg_dlm.evaluation.paper import comparable_rows
 from jpeg_dlm.evaluation.results import SystemResult, TextStats, of_models, scorer_label
-from jpeg_dlm.evaluation.table import Cell, Column, Table, emphasis
+from jpeg_dlm.evaluation.table import Cell, Column, Span, Table
 from jpeg_dlm.util.errors import counted
+
+Row = TypeVar("Row")
 
 PERPLEXITY = (Column("perplexity", 1), Column("95% interval", 1))
 MAUVE, REPEATED = Column("MAUVE", 3), Column("repeated 4-grams", 3)
@@ -39,13 +41,19 @@ def evaluation_tables(result: Mapping[str, Any]) -> list[Table]:
 def texts_table(result: Mapping[str, Any]) -> Table:
     """Return generated, real and shuffled text, and the paper's rows."""
     rows: list[list[Cell]] = []
-    for entry, following in zip_longest(result["entries"], result["entries"][1:]):
+    for entry, last in _with_last(result["entries"], lambda entry: entry.stats["real"]):
         rows.append(_system_row(entry))
-        if following is None or following.stats["real"] != entry.stats["real"]:
+        if last:
             rows += [_baseline_row(name, entry.stats[name]) for name in ("real", "shuffled")]
     rows += [_paper_row(row) for row in _paper_rows(result)]
     head = f"Gen-PPL by {scorer_label(result)}, protocol {result['protocol']['name']}."
     return Table.of(head, TEXTS, rows, map(_sentence, result["entries"]))
+
+
+def _with_last(rows: Sequence[Row], real: Callable[[Row], Any]) -> Iterable[tuple[Row, bool]]:
+    """Yield rows, each with True if it is the last one that is compared with its real text."""
+    for row, following in zip_longest(rows, rows[1:]):
+        yield row, following is None or real(following) != real(row)
 
 
 def _system_row(entry: SystemResult) -> list[Cell]:
@@ -91,7 +99,7 @@ def _paper_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _paper_row(row: Mapping[str, Any]) -> list[Cell]:
     origin = f"paper; {row['note']}" if "note" in row else "paper"
     steps = str(row["steps"]) if "steps" in row else None
-    head = [emphasis(row["name"]), steps, emphasis(row["gen_ppl"]), None, emphasis(row["entropy"]), emphasis(row["mauve"])]
+    head = [Span(row["name"]), steps, Span(row["gen_ppl"]), None, Span(row["entropy"]), Span(row["mauve"])]
     return [*head, None, None, None, None, origin]
 
 
@@ -115,16 +123,10 @@ def _sentence(entry: SystemResult) -> str:
 # ---------------------------------------------------------------- other tasks
 
 
-def _with_next(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], bool]]:
-    """Yield rows, each with True if real text changes after it."""
-    for row, following in zip_longest(rows, rows[1:]):
-        yield row, following is None or following["scores"]["real"] != row["scores"]["real"]
-
-
 def infill_table(rows: Sequence[Mapping[str, Any]], scorer: str) -> Table:
     """Return a row for each model, and rows for real text and for holes filled from other texts where these change."""
     cells: list[list[Cell]] = []
-    for row, last in _with_next(rows):
+    for row, last in _with_last(rows, lambda row: row["scores"]["real"]):
         name = f"{row['name']} ({row['title']}, {row['n']:,} texts)"
         shares = [row["kept"], row["decoded"], row["recovered"]]
         cells.append([name, row["sampler_label"], row["seed"], *shares, *_perplexity(row["scores"]["filled"])])
@@ -139,7 +141,7 @@ def infill_table(rows: Sequence[Mapping[str, Any]], scorer: str) -> Table:
 def continuation_table(rows: Sequence[Mapping[str, Any]], scorer: str) -> Table:
     """Return a row for each model, and rows for real text where it changes."""
     cells: list[list[Cell]] = []
-    for row, last in _with_next(rows):
+    for row, last in _with_last(rows, lambda row: row["scores"]["real"]):
         name = f"{row['name']} ({row['title']}, {counted(row['n'], 'prompt')})"
         heads = {"written": [name, row["sampler_label"], row["seed"]]} | ({"real": ["real text", None, None]} if last else {})
         for kind, head in heads.items():

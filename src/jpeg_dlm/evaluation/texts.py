@@ -201,11 +201,6 @@ def read_samples(path: Path, fields: Sequence[str] = GENERATED) -> SampleFile:
     return SampleFile(path, hashlib.sha256(raw).hexdigest(), texts, _all_ids(rows), _all_references(rows))
 
 
-def read_reference(path: Path | None) -> SampleFile | None:
-    """Read real texts to compare with, if a file of them is named."""
-    return read_samples(path, REAL) if path else None
-
-
 def _text(row: Any, number: int, path: Path, fields: Sequence[str]) -> str:
     if isinstance(row, dict):
         named = [row[name] for name in fields if isinstance(row.get(name), str)]
@@ -263,7 +258,7 @@ def file_sources(paths: Sequence[Path], reference: Path | None) -> list[FileSour
     for path in paths:
         name = _SEED.sub("", path.stem) or path.stem
         groups.setdefault((path.parent, name), []).append(read_samples(path))
-    real = read_reference(reference)
+    real = read_samples(reference, REAL) if reference else None
     return [FileSource(name, files, real) for (_, name), files in groups.items()]
 
 

@@ -10,31 +10,27 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from jpeg_dlm import __version__
+from jpeg_dlm.config import Config
 from jpeg_dlm.evaluation.paper import paper_figures
 from jpeg_dlm.evaluation.table import Column, Table
 from jpeg_dlm.flow.sampler import TextSampler
 from jpeg_dlm.options import to_dict
 from jpeg_dlm.util.rng import RowNoise
 
-Dtype = Literal["fp32", "bf16"]
-DTYPES = {"fp32": "float32", "bf16": "bfloat16 autocast"}
-
 
 @dataclass(frozen=True)
 class Subject:
-    """A writer and the sampler to time; `origin` names the source of its weights."""
+    """A writer to time with the sampler of its config; `origin` names the source of its weights."""
 
     name: str
     method: TextSampler
-    sampler: Any
-    token_len: int
-    preset: str
+    config: Config
     origin: str
 
 
@@ -44,17 +40,16 @@ def measure(
     repeats: int = 5,
     warmup: int = 1,
     clock: Callable[[], float] = time.perf_counter,
-    dtype: Dtype = "fp32",
     progress: Callable[[int, int | None], None] | None = None,
 ) -> dict[str, Any]:
-    """Return median texts and tokens per second of each subject, and its speed ratio to the first; bf16 means autocast."""
+    """Return median texts and tokens per second of each subject, and its speed ratio to the first."""
     for subject in subjects:
         if isinstance(subject.method, nn.Module):  # exported networks are what they are
             subject.method.float().eval()
     seconds: list[list[float]] = [[] for _ in subjects]
     turns = [(round_, i) for round_ in range(warmup + repeats) for i in range(len(subjects))]
     for done, (round_, i) in enumerate(turns, 1):
-        spent = _seconds(subjects[i], batch, round_, clock, dtype)
+        spent = _seconds(subjects[i], batch, round_, clock)
         if round_ >= warmup:
             seconds[i].append(spent)
         if progress is not None:
@@ -63,7 +58,7 @@ def measure(
     return {
         "version": __version__,
         "torch": torch.__version__,
-        "dtype": DTYPES[dtype],
+        "dtype": "float32",
         "batch": batch,
         "repeats": repeats,
         "warmup": warmup,
@@ -75,35 +70,35 @@ def measure(
 
 def _row(subject: Subject, batch: int, seconds: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
     ratios, median = [other / own for own, other in zip(seconds, others, strict=True)], statistics.median(seconds)
-    figures = paper_figures(subject.preset, subject.method.title)
+    config, sampler, token_len = subject.config, subject.config.sampler, subject.config.data.token_len
+    figures = paper_figures(config.preset, subject.method.title)
     return {
         "name": subject.name,
         "title": subject.method.title,
-        "preset": subject.preset,
+        "preset": config.preset,
         "origin": subject.origin,
-        "sampler": to_dict(subject.sampler),
-        "sampler_label": subject.sampler.label(),
-        "evaluations": subject.sampler.evaluations(subject.token_len),
-        "token_len": subject.token_len,
+        "sampler": to_dict(sampler),
+        "sampler_label": sampler.label(),
+        "evaluations": sampler.evaluations(token_len),
+        "token_len": token_len,
         "seconds": seconds,
         "texts_per_second": batch / median,
-        "tokens_per_second": batch * subject.token_len / median,
+        "tokens_per_second": batch * token_len / median,
         "ratio": statistics.median(ratios),
         "ratio_range": [min(ratios), max(ratios)],
-        "paper_speed": figures.get("speed_kv_cache" if getattr(subject.sampler, "kv_cache", False) else "speed"),
+        "paper_speed": figures.get("speed_kv_cache" if getattr(sampler, "kv_cache", False) else "speed"),
     }
 
 
 @torch.no_grad()
-def _seconds(subject: Subject, batch: int, round_: int, clock: Callable[[], float], dtype: Dtype) -> float:
+def _seconds(subject: Subject, batch: int, round_: int, clock: Callable[[], float]) -> float:
     """Time one batch from noise to token ids; drawing the noise is included, as in generation."""
     device = subject.method.device
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None  # a GPU is asynchronous
     noise = RowNoise(0, range(round_ * batch, (round_ + 1) * batch), 0, device)
     wait()
     began = clock()
-    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16"):
-        subject.method.sample(subject.sampler, noise)
+    subject.method.sample(subject.config.sampler, noise)
     wait()
     return clock() - began
 

@@ -8,7 +8,6 @@ The network predicts p = E[onehot(x) | z_t] as a distribution over tokens, so th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +21,6 @@ from jpeg_dlm.methods.base import Batch, CheckpointSignature, Watch
 from jpeg_dlm.methods.discrete import CE_CHUNK, DIFFUSION_TENSORS, DditMethod, DditSampler, ExtendedDdit
 from jpeg_dlm.nn.ddit import DDiT
 from jpeg_dlm.nn.token_loss import token_nll
-from jpeg_dlm.util.errors import CheckpointError
 from jpeg_dlm.util.rng import RowNoise
 
 SOFTCAP = 50.0  # attention scores are squashed to (-50, 50) (FLM)
@@ -58,12 +56,6 @@ class Flm(DditMethod):
             return config
         # Twice the preset's rate learns more in a short run (measured), perhaps as it suppresses noise of other tokens sooner.
         return replace(config, train=replace(config.train, lr=2 * config.train.lr))
-
-    @classmethod
-    def config_of(cls, tensors: Mapping[str, Tensor], base: Config) -> Config:
-        if any(".sigma_map_prime." in name for name in tensors):
-            raise CheckpointError("The file holds a flow map (FMLM), which is not read here: import an FLM.")
-        return super().config_of(tensors, base)
 
     # ------------------------------------------------------------ training
 

@@ -17,11 +17,7 @@ from jpeg_dlm.util.errors import UsageError
 from jpeg_dlm.util.files import write_atomic
 
 FOLDER = Path(__file__).parent
-
-
-def player_script() -> str:
-    """Return the script of the player, which shows every element with `data-moments`."""
-    return (FOLDER / "player.js").read_text("utf-8")
+PLAYER = (FOLDER / "player.js").read_text("utf-8")  # shows every element with `data-moments`
 
 
 def policy(script: str) -> str:
@@ -44,8 +40,7 @@ def _page(name: str, **values: Any) -> str:
     environment.filters["data"] = lambda value: visible(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
     environment.tests["span"] = lambda cell: isinstance(cell, Span)
     style = "".join((FOLDER / sheet).read_text("utf-8") for sheet in ("style.css", "player.css"))
-    script = player_script()
-    return environment.get_template(name).render(style=style, script=script, policy=policy(script), **values)
+    return environment.get_template(name).render(style=style, script=PLAYER, policy=policy(PLAYER), **values)
 
 
 def render(report: Report) -> str:

@@ -47,7 +47,7 @@ class Served:
 
     def sampler(self, request: Writing) -> Any:
         """Return the sampler's options with those of a request in place; refuse those that it does not have."""
-        options = request.options()
+        options = request.model_dump(include=set(SAMPLER_FIELDS), exclude_none=True)
         for name in options.keys() - set(self.option_names):
             if options.pop(name) != NEUTRAL_OPTIONS.get(name):
                 sentence = f"`{name}` has no meaning for {self.title}: leave it out."

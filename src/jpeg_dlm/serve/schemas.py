@@ -60,10 +60,6 @@ class Writing(Request):
     top_k: int | None = Field(None, ge=0, le=LARGEST, description="draw from the k most probable tokens")
     top_p: float | None = Field(None, ge=0, le=1, description="draw from the most probable tokens")
 
-    def options(self) -> dict[str, Any]:
-        """Return the options of the sampler that were given."""
-        return self.model_dump(include=set(SAMPLER_FIELDS), exclude_none=True)
-
 
 class StreamOptions(BaseModel):
     """Options of a stream."""

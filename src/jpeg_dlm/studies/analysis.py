@@ -22,18 +22,17 @@ from jpeg_dlm.evaluation.cache import DiskCache
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.metrics import MauveMode, perplexity, perplexity_interval, unigram_entropy
 from jpeg_dlm.evaluation.paper import paper_tables
-from jpeg_dlm.evaluation.plots import draw_sweep
+from jpeg_dlm.evaluation.plots import draw_sweep, scale_log
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol
 from jpeg_dlm.evaluation.results import SystemResult, scorer_label
 from jpeg_dlm.evaluation.scorer import Scorer
 from jpeg_dlm.evaluation.table import Cell, Column, Table, to_json, write_result
 from jpeg_dlm.evaluation.tables import texts_table
-from jpeg_dlm.evaluation.texts import ModelSource
+from jpeg_dlm.evaluation.texts import ModelSource, batches
 from jpeg_dlm.methods.base import Batch, LatentModel, linear_time
 from jpeg_dlm.methods.cosmos import alpha_sigma_at
 from jpeg_dlm.options import to_dict
-from jpeg_dlm.studies.plots import scale_log
-from jpeg_dlm.text.blocks import Blocks, EpochOrder
+from jpeg_dlm.text.blocks import EpochOrder
 from jpeg_dlm.util.console import Console
 from jpeg_dlm.util.errors import DataError, UsageError
 from jpeg_dlm.util.pictures import LINE_COLORS, dress, new_figure, save_png
@@ -83,27 +82,19 @@ def view_of(source: ModelSource) -> LatentModel:
     raise UsageError(f"{method.title} has no latents to look at: name checkpoints of a system with latents.")
 
 
-def heldout_of(source: ModelSource) -> Blocks:
-    """Return the held-out text of a model, of which an analysis needs at least two rows."""
-    if source.heldout is None or len(source.heldout) < 2:
-        raise DataError(f"'{source.name}' has fewer than two rows of held-out text: name more with --data.")
-    return source.heldout
-
-
 def check_sources(sources: Sequence[ModelSource]) -> None:
     """Raise an error early for models without latents or encoder, and for too little text."""
     for source in sources:
         view_of(source)
-        heldout_of(source)
+        if len(source.blocks) < 2:
+            raise DataError(f"'{source.name}' has fewer than two rows of held-out text: name more with --data.")
 
 
 def batches_of(source: ModelSource, rows: Sequence[int]) -> Iterator[tuple[range, Batch]]:
     """Yield batches of (places in `rows`, the held-out rows there) on the model's device."""
-    heldout, device = heldout_of(source), source.model.method.device
-    for start in range(0, len(rows), source.batch):
-        places = range(start, min(start + source.batch, len(rows)))
-        tokens_BL = heldout.rows([rows[i] for i in places]).to(device)
-        yield places, Batch(tokens_BL, heldout.mask(tokens_BL))
+    for places in batches(len(rows), source.batch):
+        tokens_BL = source.blocks.rows([rows[i] for i in places]).to(source.model.method.device)
+        yield places, Batch(tokens_BL, source.blocks.mask(tokens_BL))
 
 
 def identity(source: ModelSource) -> dict[str, Any]:
@@ -113,7 +104,7 @@ def identity(source: ModelSource) -> dict[str, Any]:
         "checkpoint_sha256": source.sha256,
         "tokenizer": source.model.tokenizer.fingerprint,
         "encoder": to_dict(source.model.config.encoder),
-        "heldout": heldout_of(source).fingerprint,
+        "heldout": source.blocks.fingerprint,
         "device": source.model.method.device.type,
     }
 
@@ -124,7 +115,7 @@ def about(source: ModelSource) -> dict[str, Any]:
     rate = 1.0 if config.rate is None else config.rate
     facts = {"name": source.name, "title": source.model.method.title, "preset": config.preset, "rate": rate}
     facts["label"] = f"{source.name} ({facts['title']}, r = {rate:g})"
-    return facts | {"checkpoint_sha256": source.sha256, "heldout": heldout_of(source).fingerprint}
+    return facts | {"checkpoint_sha256": source.sha256, "heldout": source.blocks.fingerprint}
 
 
 # ---------------------------------------------------------------- correlation between positions
@@ -173,7 +164,7 @@ def clean_latents(source: ModelSource, rows: Sequence[int], console: Console) ->
 
 def distinct_rows(source: ModelSource, n: int) -> list[int]:
     """Return the numbers of n held-out rows in random order, without duplicate texts."""
-    heldout = heldout_of(source)
+    heldout = source.blocks
     first: dict[bytes, int] = {}
     for row in EpochOrder(SEQUENCE_SEED, len(heldout)).order(0).tolist():
         first.setdefault(heldout.rows([row]).numpy().tobytes(), row)
@@ -293,7 +284,7 @@ def shared_noise(pairs: Sequence[int], like: Tensor) -> Tensor:
 @torch.no_grad()
 def path_texts(source: ModelSource, ratio: float, request: AnalysisRequest) -> list[list[str]]:
     """Return the texts of all pairs for each lambda."""
-    pairs = draw_pairs(len(heldout_of(source)), request.n)
+    pairs = draw_pairs(len(source.blocks), request.n)
     view = view_of(source)
     texts: list[list[str]] = [[] for _ in LAMBDAS]
     ends = [batches_of(source, pairs[:, side].tolist()) for side in (0, 1)]

@@ -58,10 +58,6 @@ class Study:
     x: str = ""  # what the picture has on its axis: the rate or the width; otherwise each variant is a row
 
     @property
-    def trains(self) -> bool:
-        return bool(self.variants)
-
-    @property
     def sets(self) -> frozenset[str]:
         """The options that every variant sets, so that the user cannot."""
         each = [{name for name, value in v.changes.items() if not callable(value)} for v in self.variants]

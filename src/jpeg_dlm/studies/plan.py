@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from jpeg_dlm.config import Config, validate
+from jpeg_dlm.cost.plan import stages
 from jpeg_dlm.evaluation.paper import QUALITY, paper_tables
 from jpeg_dlm.methods.registry import for_method, method_class, names
 from jpeg_dlm.options import flatten, override, to_dict
@@ -57,11 +58,6 @@ def parse_tokens(text: str) -> tuple[Budget, ...]:
     if any(a.amount >= b.amount for a, b in pairwise(budgets)):
         raise UsageError(f"Numbers of tokens must increase, as in 1M,2M,4M, not '{text}'.")
     return budgets
-
-
-def stages(config: Config) -> list[Config]:
-    """Return what is trained before a method, apart from the encoder, which all methods share, and the method itself."""
-    return [*(stage for stage in method_class(config.method).stages(config) if stage.method != "encoder"), config]
 
 
 def all_steps(config: Config) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 from jpeg_dlm import __version__
 from jpeg_dlm.api import Model, load
 from jpeg_dlm.config import Config
+from jpeg_dlm.cost.plan import stages
 from jpeg_dlm.encoders.frozen import tensors_sha256
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.metrics import TrainingTextStats
@@ -28,7 +29,7 @@ from jpeg_dlm.evaluation.scorer import Scorer
 from jpeg_dlm.evaluation.texts import BASELINES, ModelSource, Source, TextBaseline
 from jpeg_dlm.evaluation.throughput import Subject, measure
 from jpeg_dlm.options import to_dict
-from jpeg_dlm.studies.plan import Plan, Point, all_steps, stages
+from jpeg_dlm.studies.plan import Plan, Point, all_steps
 from jpeg_dlm.studies.training_cache import TrainingCache, minutes, training_seconds
 from jpeg_dlm.studies.verdicts import CACHED, MEASURES, OVERLAP, judge
 from jpeg_dlm.text.blocks import Blocks
@@ -198,13 +199,13 @@ def _timed(models: Mapping[str, Model], cache: TrainingCache, batch: int, repeat
     """Time all models in turns; those with a KV cache twice, because the paper's speeds are relative to AR without one."""
     subjects, identities = [], []
     for label, model in models.items():
-        sampler, data = model.config.sampler, model.config.data
+        sampler = model.config.sampler
         sha256 = tensors_sha256(model.method.export_state())
         samplers = {label: sampler}
         if hasattr(sampler, "kv_cache"):
             samplers = {label: replace(sampler, kv_cache=False), label + CACHED: replace(sampler, kv_cache=True)}
         for name, options in samplers.items():
-            subjects.append(Subject(name, model.method, options, data.token_len, model.config.preset, "trained"))
+            subjects.append(Subject(name, model.method, replace(model.config, sampler=options), "trained"))
             identities.append([name, to_dict(options), sha256])
     device = str(cache.ranks.device)
     depends = {"kind": "speed", "batch": batch, "repeats": repeats, "device": device, "samplers": identities}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jpeg_dlm.evaluation.results import scorer_label
-from jpeg_dlm.evaluation.table import Cell, Column, Table, emphasis
+from jpeg_dlm.evaluation.table import Cell, Column, Span, Table
 from jpeg_dlm.studies.verdicts import CACHED, MEASURES, Record, at_end, by_variant, degenerate, over_trainings
 
 Result = Mapping[str, Any]
@@ -67,7 +67,7 @@ def _baselines(result: Result) -> list[Row]:
     rows = []
     for baseline in result["baselines"]:
         cells: Row = {key: over_trainings([baseline], key) for key in MEASURED if key != "texts_per_second"}
-        rows.append(cells | {"variant": emphasis(baseline["label"])})
+        rows.append(cells | {"variant": Span(baseline["label"])})
     return rows
 
 

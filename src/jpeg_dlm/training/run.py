@@ -44,8 +44,7 @@ from jpeg_dlm.training.metrics import HELDOUT, log_invocation
 from jpeg_dlm.training.signals import StopSignal
 from jpeg_dlm.training.trainer import Launched, Trainer
 from jpeg_dlm.util.console import Console
-from jpeg_dlm.util.cpu import with_precision
-from jpeg_dlm.util.distributed import Ranks, all_mean, all_sum, barrier, on_main
+from jpeg_dlm.util.distributed import Ranks, all_mean, all_sum, barrier, on_main, with_precision
 from jpeg_dlm.util.errors import UsageError
 from jpeg_dlm.util.files import write_atomic
 from jpeg_dlm.util.rng import RowNoise

@@ -25,8 +25,7 @@ from jpeg_dlm.training import optim, sharding
 from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.training.metrics import MetricsLog
 from jpeg_dlm.util.background import Background
-from jpeg_dlm.util.cpu import with_precision
-from jpeg_dlm.util.distributed import Ranks, all_mean, barrier
+from jpeg_dlm.util.distributed import Ranks, all_mean, barrier, with_precision
 from jpeg_dlm.util.errors import CheckpointError, NonFiniteError
 from jpeg_dlm.util.rng import derive_seed
 

@@ -1,17 +1,20 @@
-"""The processes that work together: rank and device of this one, and what all do in common.
+"""The processes that work together: rank, device and precision of this one, and what all do in common.
 
 With one process the collective functions are the identity; every process must call them in the same order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.nn.functional import all_reduce
 
 from jpeg_dlm.util.errors import JpegDlmError, UsageError, reason_of
+
+if TYPE_CHECKING:
+    from jpeg_dlm.config import Config
 
 # The longest wait for another process: the main one may prepare text or cache features for hours (assumed). When a
 # process ends, torchrun ends the others.
@@ -90,6 +96,31 @@ def teardown() -> None:
     gc.collect()  # deletes models in reference cycles
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- the CPU, and the precision of training
+
+
+def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the model name of the CPU; elsewhere than on Linux, its architecture."""
+    with contextlib.suppress(OSError):
+        for line in path.read_text("utf-8", "replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def training_precision(requested: str, device: str) -> Literal["fp32", "bf16"]:
+    """Resolve `train.precision`: 'auto' is bf16 on CUDA (paper), and on a CPU that has instructions for it."""
+    if requested != "auto":
+        return "bf16" if requested == "bf16" else "fp32"
+    # Without these instructions bf16 is emulated, many times slower than fp32 (measured).
+    return "bf16" if device == "cuda" or (device == "cpu" and torch.cpu._is_avx512_bf16_supported()) else "fp32"
+
+
+def with_precision(config: Config, device: str) -> Config:
+    """Return the config with the training precision for a kind of device."""
+    return replace(config, train=replace(config.train, precision=training_precision(config.train.precision, device)))
 
 
 # ---------------------------------------------------------------- collectives

@@ -116,11 +116,6 @@ def make_directory(path: Path) -> None:
         fsync(folder.parent)
 
 
-def temp_name(path: Path) -> Path:
-    """Return a new temporary name next to `path`."""
-    return path.parent / f"{TEMP_PREFIX}{uuid.uuid4().hex[:8]}-{path.name[:60]}"
-
-
 def _delete(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
@@ -134,7 +129,7 @@ def sweep_temps(parent: Path) -> None:
 @contextlib.contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
     """Yield a temporary name next to `path` and delete what has it afterwards; errors name `path`, which the user knows."""
-    temp = temp_name(path)
+    temp = path.parent / f"{TEMP_PREFIX}{uuid.uuid4().hex[:8]}-{path.name[:60]}"
     try:
         yield temp
     except OSError as error:
