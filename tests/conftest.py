@@ -30,12 +30,8 @@ def made_up_text(documents: int = 60, seed: int = 0) -> str:
     """Simple English-like sentences with structure to learn: the verb depends on the subject, the object on the verb."""
     rng = random.Random(seed)
     subjects = {"The farmer": "plants", "The captain": "steers", "The teacher": "reads", "The smith": "forges"}
-    objects = {
-        "plants": ["corn", "wheat"],
-        "steers": ["ships", "boats"],
-        "reads": ["books", "letters"],
-        "forges": ["swords", "nails"],
-    }
+    objects = {"plants": ["corn", "wheat"], "steers": ["ships", "boats"]}
+    objects |= {"reads": ["books", "letters"], "forges": ["swords", "nails"]}
     places = ["in the valley", "near the river", "behind the old house", "before the long winter"]
     paragraphs = []
     for _ in range(documents):
@@ -49,10 +45,8 @@ def made_up_text(documents: int = 60, seed: int = 0) -> str:
 
 
 @pytest.fixture(scope="session")
-def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("corpus") / "stories.txt"
-    path.write_text(made_up_text(), "utf-8")
-    return path
+def corpus_file(micro_folders: MicroFolders) -> Path:
+    return micro_folders.corpus
 
 
 @pytest.fixture(scope="session")

@@ -133,7 +133,7 @@ def signaled(number: signal.Signals, moment: str, text: Path, run: Path) -> int 
     reached, sent = SERVER.Event(), SERVER.Semaphore(0)
     process = SERVER.Process(target=run_announcing, args=(words, moment, reached, sent), daemon=True)
     process.start()
-    assert reached.wait(120) and process.pid
+    assert reached.wait(600) and process.pid
     os.kill(process.pid, number)
     sent.release()
     process.join()

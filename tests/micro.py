@@ -6,16 +6,19 @@ import fcntl
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from jpeg_dlm.checkpoints.model_folder import ModelParts, write_model
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.config import Config, validate
-from jpeg_dlm.methods.registry import build_method, for_method
+from jpeg_dlm.methods.registry import build_method, for_method, methods
 from jpeg_dlm.options import option_names, override
 from jpeg_dlm.presets import preset
 
@@ -91,6 +94,22 @@ def micro_flags(method: str = "jpeg-dlm", /, **changes: object) -> list[str]:
     """Return MICRO with changes as command-line options, those that a method has."""
     known = option_names(for_method(preset("smoke"), method))
     return as_flags({name: value for name, value in (MICRO | dotted(changes)).items() if name in known})
+
+
+@contextmanager
+def installed_package(site: Path, code: Path, *lines: str) -> Iterator[None]:
+    """Install a package of systems as pip would leave it, here and in processes that are started from here."""
+    info = site / "systems-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: systems\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("\n".join(["[jpeg_dlm.systems]", *lines]))
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in (code, site):
+            patch.syspath_prepend(str(folder))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(code), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        methods.cache_clear()
+        yield
+    methods.cache_clear()
 
 
 class MicroFolders:

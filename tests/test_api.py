@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import MICRO, assert_same_tokens, micro_flags
+from conftest import MICRO, assert_same_tokens, micro_flags, perturb
 from huggingface_hub import ModelCard
 
 from jpeg_dlm import Model, load
@@ -40,10 +40,8 @@ def trained(micro_folders):
 def folder(trained, tmp_path_factory):
     """The same model, shaken until what it says depends on what it is given."""
     model = load(trained, "cpu")
-    method, g = model.method, torch.Generator().manual_seed(0)
+    method, g = perturb(model.method), torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for p in method.parameters():
-            p.add_(0.3 * torch.randn(p.shape, generator=g))
         z, w = torch.randn(64, N, D, generator=g), torch.full((64,), 3.0)
         logits = method.project(method.decompressor(method.unstandardize(method.decode_latents(z, w)))).flatten(0, 1)
         scale = 1 / logits.std(0)  # every token gets the same chance
@@ -225,12 +223,6 @@ def test_texts_are_encoded_as_the_rows_of_training_were(frame, micro_folders):
             assert model._rows([model._ids(text)])[0].tolist() == pack_document(layout, [], [ids])[0][:1]
 
 
-def test_decoding_the_latents_of_a_block_is_reconstructing_it(model, block_texts):
-    back = model.reconstruct(block_texts[:3])
-    assert model.decode(model.encode(block_texts[:3])) == back
-    assert len(set(back)) > 1  # what comes back depends on what went in
-
-
 def test_an_interpolation_ends_at_both_reconstructions(model, block_texts):
     a, b = block_texts[:2]
     path = model.interpolate(a, b, points=4)
@@ -345,11 +337,3 @@ def test_another_tokenizer_is_not_the_models_own(trained, corpus_file, tmp_path)
     assert wrong.sample(1).shape == (1, L)  # tokens need no tokenizer
     with pytest.raises(CheckpointError, match="not the tokenizer of this model"):
         wrong.generate(1)
-
-
-def test_folders_without_a_model_are_refused(tmp_path):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "file").write_text("x")
-    for name in ("", "nothing", "run", "file"):
-        with pytest.raises(CheckpointError):
-            load(tmp_path / name)

@@ -1,35 +1,23 @@
 """`examples/autoregressive_decoder.py` as an installed plug-in: it trains, and its steps are those of teacher forcing."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from micro import micro_flags, micro_model
+from micro import installed_package, micro_flags, micro_model
 
 from jpeg_dlm import load
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.methods.base import Batch
-from jpeg_dlm.methods.registry import methods
 from jpeg_dlm.util.rng import RowNoise
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """The one line of metadata, as pip would leave it."""
-    info = tmp_path / "site" / "decoded-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: decoded\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[jpeg_dlm.systems]\ndecoded = autoregressive_decoder:Decoded\n")
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), str(EXAMPLES), os.environ.get("PYTHONPATH", "")]))
-    methods.cache_clear()
-    yield
-    monkeypatch.undo()
-    methods.cache_clear()
+def installed(tmp_path):
+    with installed_package(tmp_path / "site", EXAMPLES, "decoded = autoregressive_decoder:Decoded"):
+        yield
 
 
 @pytest.mark.slow

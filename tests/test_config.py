@@ -20,15 +20,6 @@ from jpeg_dlm.util.errors import UsageError
 # ---------------------------------------------------------------- strictness
 
 
-@pytest.mark.parametrize(
-    ("values", "nearest"),
-    [({"model": {"latent_length": 8}}, "latent_len"), ({"sampler": {"step": 8}}, "steps"), ({"modell": {}}, "model")],
-)
-def test_unknown_keys_are_refused_with_the_nearest_name(values, nearest):
-    with pytest.raises(UsageError, match=f"did you mean '{nearest}'"):
-        from_dict(values)
-
-
 WRONG = {
     "model.latent_len": ("eight", 8.5, True, None, [8], float("nan"), float("inf"), "9" * 5000),
     "train.lr": ("fast", False, "nan", "inf", 10**400, {}),

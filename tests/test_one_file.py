@@ -67,13 +67,8 @@ def both(one_file):
     package = micro_model(**SIZES)
     c = micro_config(**SIZES)
     known = {"bottleneck": c.model.bottleneck_dim}
-    for group in (
-        c.data,
-        c.encoder,
-        c.model,
-        c.objective,
-        c.train,
-    ):  # the names are the same; the sizes of the model win over the encoder's
+    # The names are the same; the sizes of the model win over the encoder's.
+    for group in (c.data, c.encoder, c.model, c.objective, c.train):
         known |= {f.name: getattr(group, f.name) for f in fields(one_file.Options) if hasattr(group, f.name)}
     mine = one_file.JpegDlm(one_file.Options(**known))
     mine.load_state_dict(renamed(package.state_dict()))

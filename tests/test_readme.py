@@ -1,8 +1,9 @@
-"""Every command and option in the documentation exists."""
+"""Every command, option and number in the documentation is right."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import tomllib
 from pathlib import Path
@@ -125,3 +126,12 @@ def test_the_table_of_systems_says_what_their_classes_do():
         answers = cls.likelihood is not Method.likelihood
         likelihood = "exact" if cls.exact_likelihood else "bound" if answers else "no"
         assert told == (likelihood, ", ".join(a for a in get_args(Capability) if a in cls.supports)), name
+
+
+def test_the_page_of_results_is_what_its_tool_writes():
+    tool = runpy.run_path(str(ROOT / "tools" / "results_page.py"))
+    page = tool["page"]()
+    assert (ROOT / "docs" / "results.md").read_text("utf-8") == page, "run python tools/results_page.py"
+    assert len(page.split()) <= 2500
+    shown = {path.stem for path in (ROOT / "docs" / "results").glob("*.json")}
+    assert shown == {*tool["read"]("page")["sections"], "page", "dropped"}

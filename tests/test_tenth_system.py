@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,34 +11,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from micro import micro_flags
-from small_runs import largest_difference, launch, weights
+from micro import installed_package, micro_flags
+from small_runs import largest_difference, weights
 
 from jpeg_dlm import load
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.methods.registry import METHODS, method_class, methods, names
+from jpeg_dlm.methods.registry import METHODS, method_class, names
 from jpeg_dlm.util.errors import UsageError
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
 
 HERE, STEPS = Path(__file__).parent, 12
-LINE = "toy = toy_system:Toy"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A package with the one line, as pip would leave it, here and in processes that are started from here."""
-    folder = tmp_path_factory.mktemp("site")
-    info = folder / "toy-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[jpeg_dlm.systems]\n{LINE}\nar = toy_system:Toy\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]))
-        methods.cache_clear()
+    with installed_package(tmp_path_factory.mktemp("site"), HERE, "toy = toy_system:Toy", "ar = toy_system:Toy"):
         yield
-    methods.cache_clear()
 
 
 def train_words(corpus: Path, out: Path, **options: object) -> list[str]:
@@ -76,13 +64,6 @@ def test_it_resumes_to_the_bit(trained: Path, tmp_path: Path):
     shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08}")
     assert main(["train", "--out", str(run), "--resume", "--quiet"]) == 0
     assert largest_difference(weights(run, STEPS), weights(trained, STEPS)) == 0
-
-
-@pytest.mark.slow
-def test_two_processes_train_the_same_model(trained: Path, corpus_file: Path, tmp_path: Path):
-    done = launch("-m", "jpeg_dlm", *train_words(corpus_file, tmp_path / "two", train__batch=4))
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert largest_difference(weights(trained, STEPS), weights(tmp_path / "two", STEPS)) < 1e-5
 
 
 def test_it_samples(trained: Path, capsys: pytest.CaptureFixture[str]):

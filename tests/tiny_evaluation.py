@@ -90,13 +90,8 @@ def fake() -> FakeScorer:
 
 
 @pytest.fixture(scope="session")
-def micro_folder(micro_folders: MicroFolders) -> Path:
-    return micro_folders()
-
-
-@pytest.fixture(scope="session")
-def micro(micro_folder: Path) -> Model:
-    return load(micro_folder, "cpu")
+def micro(micro_folders: MicroFolders) -> Model:
+    return load(micro_folders(), "cpu")
 
 
 @pytest.fixture(scope="session", params=["continuous", "padded"])

@@ -20,19 +20,11 @@ def run(micro_folders, tmp_path):
     return shutil.copytree(micro_folders.run(), tmp_path / "my run")
 
 
-@pytest.mark.parametrize("name, total", [("lm1b", 151_468_670), ("owt1024", 152_877_694)])
-def test_info_counts_the_papers_models(name, total, capsys):
-    assert main(["info", "--preset", name, "--json"]) == 0
-    sizes = json.loads(capsys.readouterr().out)
-    assert sizes["parameters"]["dit_and_projection"] == 104_843_364 and sizes["parameters"]["total"] == total
-    macs = sizes["macs"]["compressed"] / 1e12, sizes["macs"]["full"] / 1e12
-    assert macs == pytest.approx({"lm1b": (0.131, 0.414), "owt1024": (1.704, 3.648)}[name], rel=0.01)
-    assert main(["info", "--preset", name]) == 0 and "104,843,364" in capsys.readouterr().out
-
-
 def test_info_of_another_method(capsys):
-    assert main(["info", "--method", "mdlm", "--preset", "smoke"]) == 0 and "mdlm" in capsys.readouterr().out
-    assert main(["info", "--method", "mdlm", "--preset", "smoke", "--model.depth", "3", "--options"]) == 0
+    words = ["info", "--method", "mdlm", "--preset", "smoke"]
+    assert main(words) == 0 and "mdlm" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0 and json.loads(capsys.readouterr().out)["parameters"]["total"] > 0
+    assert main([*words, "--model.depth", "3", "--options"]) == 0
     values = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines()}
     assert values["--model.depth"] == "3" and "--model.latent-len" not in values and "--sampler.steps" in values
 
@@ -81,7 +73,8 @@ def test_export_stores_the_options_of_the_sampler(run, tmp_path, capsys):
 
 @pytest.mark.parametrize("verb", ["generate", "verify"])
 def test_what_is_no_model_is_refused(verb, corpus_file, tmp_path, capsys):
-    for path in (tmp_path / "none", tmp_path, corpus_file):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for path in (tmp_path / "none", tmp_path, tmp_path / "run", corpus_file):
         assert str(path) in refusal(capsys, [verb, path], 1)
 
 

@@ -32,7 +32,6 @@ from jpeg_dlm.util.errors import UsageError
         (["info", "--method", "mdlm", "--model.latent-len", "4"], "latent_len"),
         (["info", "--train.steps", "2.5"], "train.steps"),
         (["train", "--preset", "smoke", "--out", "x", "--model.latent-len", "17"], "latent_len"),
-        (["train", "--preset", "smoke", "--out", "x", "--train.encoder-steps", "-3"], "encoder_steps"),
         (["export", "x", "--out", "y", "--share", "0.3"], "--blend"),
         (["info", "--json", "--options"], "--json"),
         (["info", "--plan", "--options"], "--plan"),
@@ -99,6 +98,7 @@ def test_preset_file_and_command_line_apply_in_this_order(tmp_path):
     "content, word",
     [
         ('{"model": {"latent_lenght": 4}}', "model.latent_len"),
+        ('{"modell": {"depth": 3}}', "did you mean 'model.depth'"),
         ('{"train": {"steps": "many"}}', "train.steps"),
         ("[1]", "JSON object"),
         ('{"preset": "lm1b"}', "lm1b"),

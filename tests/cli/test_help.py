@@ -47,7 +47,7 @@ for words in [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS), 
         main(words)
     except SystemExit as stop:
         assert stop.code == 0, words
-    assert not {"torch", "transformers", "rich", "tokenizers"} & set(sys.modules), words
+    assert not {"torch", "numpy", "transformers", "rich", "tokenizers", "matplotlib"} & set(sys.modules), words
 """
     subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
 

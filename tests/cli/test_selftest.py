@@ -13,10 +13,8 @@ from jpeg_dlm.util.console import Console
 
 
 def test_a_process_that_hangs_ends_with_its_children(monkeypatch, tmp_path):
-    pid, tail = (
-        tmp_path / "pid",
-        "open(sys.argv[1] + '.new', 'w').write(str(p.pid))\nos.rename(sys.argv[1] + '.new', sys.argv[1])",
-    )
+    pid = tmp_path / "pid"
+    tail = "open(sys.argv[1] + '.new', 'w').write(str(p.pid))\nos.rename(sys.argv[1] + '.new', sys.argv[1])"
     child = "import os, subprocess, sys, time\np = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
 
     def communicate(self, timeout):  # patience ends when the child has a child

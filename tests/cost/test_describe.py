@@ -15,7 +15,6 @@ def row(description, label: str) -> tuple:
     return next(cells for name, *cells in description_table(description).rows if name == label)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "compressor", "decompressor", "total", "compressed", "full"),
     [  # counted on a reconstruction of the released model; the paper prints 154M, 0.13 / 0.40 and 1.68 / 3.56 T

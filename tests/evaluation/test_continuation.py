@@ -60,9 +60,9 @@ def test_from_the_command_line(byte_gpt2, context_folder, document_file, tmp_pat
     assert main(words) == 0 and capsys.readouterr().out == shown  # from the parts of before
 
 
-def test_models_of_one_row_complete_its_second_half(byte_gpt2, micro_folder, micro, corpus_file, tmp_path, monkeypatch):
+def test_models_of_one_row_complete_its_second_half(byte_gpt2, micro_folders, micro, corpus_file, tmp_path, monkeypatch):
     monkeypatch.setenv("JPEG_DLM_CACHE", str(tmp_path / "cache"))
-    words = ["evaluate", str(micro_folder), "--task", "continue", "-n", "5", "--scorer", f"hf:{byte_gpt2}", "--quiet"]
+    words = ["evaluate", str(micro_folders()), "--task", "continue", "-n", "5", "--scorer", f"hf:{byte_gpt2}", "--quiet"]
     assert main([*words, "--device", "cpu", "--data", str(corpus_file), "--out", str(tmp_path / "out")]) == 0
     [row] = json.loads((tmp_path / "out" / "results.json").read_text())["continue"]
     text = corpus_file.read_text()

@@ -54,9 +54,9 @@ def test_the_command_fills_in_and_scores(micro_folders, corpus_file, byte_gpt2, 
     assert "--task infill needs models" in capsys.readouterr().err
 
 
-def test_results_are_numbers_where_nothing_is_hidden(micro_folder, corpus_file, byte_gpt2, tmp_path, monkeypatch):
+def test_results_are_numbers_where_nothing_is_hidden(micro_folders, corpus_file, byte_gpt2, tmp_path, monkeypatch):
     monkeypatch.setattr(infill, "templates", lambda rows_NL, layout, seed: rows_NL)
-    words = ["evaluate", str(micro_folder), "--task", "infill", "--scorer", f"hf:{byte_gpt2}", "-n", "2", "--quiet"]
+    words = ["evaluate", str(micro_folders()), "--task", "infill", "--scorer", f"hf:{byte_gpt2}", "-n", "2", "--quiet"]
     assert main([*words, "--data", str(corpus_file), "--out", str(tmp_path / "out")]) == 0
     found = parse_json((tmp_path / "out" / "results.json").read_text())["infill"][0]  # refuses NaN
     assert found["hidden"] == 0 and found["recovered"] == 0.0 and found["kept"] == 1.0

@@ -64,9 +64,9 @@ def test_every_row_sees_all_times_evenly(stand_ins, micro_folders, heldout):
     assert again == pytest.approx(found, rel=1e-6) and (other != found).all()  # the seed counts, the batch does not
 
 
-def test_several_methods_in_one_table(micro_folder, micro_folders, corpus_file, tmp_path, monkeypatch, capsys):
+def test_several_methods_in_one_table(micro_folders, corpus_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JPEG_DLM_CACHE", str(tmp_path / "cache"))
-    words = ["evaluate", str(micro_folders("ar")), str(micro_folders("mdlm")), str(micro_folder), "--likelihood", "--quiet"]
+    words = ["evaluate", str(micro_folders("ar")), str(micro_folders("mdlm")), str(micro_folders()), "--likelihood", "--quiet"]
     words += ["--data", str(corpus_file), "-n", "5", "--likelihood-draws", "3", "--out", str(tmp_path / "out")]
     assert main(words) == 0  # no scorer is named, and none is fetched
     shown = capsys.readouterr().out

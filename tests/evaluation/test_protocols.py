@@ -11,7 +11,7 @@ from tiny_evaluation import evaluation
 from jpeg_dlm.evaluation.protocols import PROTOCOLS, Protocol
 from jpeg_dlm.evaluation.results import LengthLimits
 from jpeg_dlm.evaluation.table import to_json
-from jpeg_dlm.evaluation.texts import ModelSource, SourceTexts, file_sources
+from jpeg_dlm.evaluation.texts import SourceTexts, file_sources
 from jpeg_dlm.util.errors import UsageError
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
@@ -66,14 +66,6 @@ def test_beginning_token(fake, tmp_path):
     texts = ["w1 w2", "w9"]  # one token counts only after a beginning token
     assert ppl(fake, tmp_path, PROTOCOLS["lm1b"], texts) == (pytest.approx(2), 1)
     assert ppl(fake, tmp_path, PROTOCOLS["owt1024"], texts) == (pytest.approx(12 / 3), 3)
-
-
-def test_aggregate(fake, tmp_path):
-    # Mean over texts of exp(mean nll): exp(2.5) and exp(4).
-    found, _ = ppl(fake, tmp_path, PROTOCOLS["sedd"])
-    assert math.exp(found) == pytest.approx((math.exp(2.5) + math.exp(4)) / 2)
-    corpus, _ = ppl(fake, tmp_path, replace(PROTOCOLS["sedd"], aggregate="corpus"))
-    assert corpus == pytest.approx(3)
 
 
 def test_windows_of_a_long_text(fake, tmp_path, monkeypatch):
@@ -132,11 +124,3 @@ def test_entropy_over_the_models_own_ids(fake, micro):
         assert found.entropy_ids == whose
         by_scorer = (math.log(3) + (math.log(3) - 2 / 3 * math.log(2))) / 2
         assert found.entropy == pytest.approx(by_scorer if want is None else want)
-
-
-def test_special_tokens_stand_in_the_text_where_the_protocol_keeps_them(micro):
-    source = ModelSource(micro, "micro", 4)
-    ids = [*micro.tokenizer.encode("The farmer plants"), micro.tokenizer.eos_id]
-    assert "</s>" in source.texts(torch.tensor([ids]), specials=True).texts[0]
-    plain, kept = (source.write(0, 4, {}, specials) for specials in (False, True))
-    assert plain.ids == kept.ids and not any("</s>" in text for text in plain.texts)

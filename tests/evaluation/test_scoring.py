@@ -33,13 +33,6 @@ def test_requests_that_cannot_work_are_refused(byte_gpt2, tmp_path):
 # ---------------------------------------------------------------- metrics
 
 
-def test_gen_ppl_weighs_tokens_not_texts():
-    scores = [TextScore(2.0, 1, (1, 2)), TextScore(3.0, 9, tuple(range(10))), TextScore(0.0, 0, ())]
-    assert perplexity(scores) == pytest.approx(math.exp(0.5))
-    with pytest.raises(DataError):
-        perplexity(scores[2:])
-
-
 def test_entropy_by_hand():
     assert unigram_entropy([[5, 5, 5]]) == 0
     assert unigram_entropy([[1, 2, 3, 4]]) == pytest.approx(math.log(4))
@@ -67,8 +60,9 @@ def test_bootstrap_interval_covers_a_mean():
     mean, half = values.mean().item(), 1.96 * values.std().item() / 20
     assert math.log(low) == pytest.approx(mean - half, abs=0.02) and math.log(high) == pytest.approx(mean + half, abs=0.02)
     assert (low, high) == perplexity_interval(scores, resamples=400)
-    with pytest.raises(DataError):
-        perplexity_interval([])
+    for figure in (perplexity, perplexity_interval):
+        with pytest.raises(DataError):
+            figure([])
 
 
 def test_bf16_scores_are_near_those_of_fp32_and_named(byte_gpt2):

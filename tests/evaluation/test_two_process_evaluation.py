@@ -12,18 +12,6 @@ from tiny_evaluation import untimed
 pytest_plugins = ["tiny_evaluation"]  # fixtures
 
 
-def by_one_and_two(words, out):
-    """Return the result of a command on one process and on two, which print the same."""
-    env = os.environ | {"OMP_NUM_THREADS": "1"}  # other threads, other bits
-    command = [sys.executable, "-m", "jpeg_dlm", *words, "--out", str(out / "one")]
-    one = subprocess.run(command, capture_output=True, text=True, env=env)
-    two = launch("-m", "jpeg_dlm", *words, "--out", str(out / "two"))
-    assert one.returncode == two.returncode == 0, one.stderr + two.stderr[-4000:]
-    assert len(two.stdout.splitlines()) == len(one.stdout.splitlines()) and "Traceback" not in two.stderr
-    files = [sorted(str(path.relative_to(out / name)) for path in (out / name).rglob("*")) for name in ("one", "two")]
-    return [json.loads((out / name / "results.json").read_text()) for name in ("one", "two")], files
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "more"),
@@ -39,6 +27,14 @@ def test_the_result_has_the_bits_of_one_process(method, more, byte_gpt2, micro_f
     monkeypatch.setenv("JPEG_DLM_CACHE", str(tmp_path / "cache"))
     words = ["evaluate", str(micro_folders(method)), "--data", str(corpus_file), "--device", "cpu", "--quiet", *more]
     scorer = [] if "--likelihood" in more else ["--scorer", f"hf:{byte_gpt2}"]
-    (one, two), files = by_one_and_two([*words, *scorer], tmp_path)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}  # other threads, other bits
+    command = [sys.executable, "-m", "jpeg_dlm", *words, *scorer, "--out", str(tmp_path / "one")]
+    alone = subprocess.run(command, capture_output=True, text=True, env=env)
+    both = launch("-m", "jpeg_dlm", *words, *scorer, "--out", str(tmp_path / "two"))
+    assert alone.returncode == both.returncode == 0, alone.stderr + both.stderr[-4000:]
+    assert len(both.stdout.splitlines()) == len(alone.stdout.splitlines()) and "Traceback" not in both.stderr
+    outs = [tmp_path / name for name in ("one", "two")]
+    one, two = (json.loads((out / "results.json").read_text()) for out in outs)
+    files = [sorted(str(path.relative_to(out)) for path in out.rglob("*")) for out in outs]
     assert untimed(one) == untimed(two) and files[0] == files[1]
     assert any(one.get(name) for name in ("entries", "infill", "continue", "likelihood"))

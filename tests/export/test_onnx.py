@@ -143,10 +143,7 @@ def test_what_cannot_be_exported_or_opened_says_why(parts, exported, tmp_path, m
     for act, word in (
         (lambda: onnx.write_exported(other, tmp_path / "out"), "mdlm"),
         (lambda: Model(other, backend="onnx"), "mdlm"),
-        (
-            lambda: onnx.write_exported(onnx.read_exported(exported), tmp_path / "out"),
-            None,
-        ),  # it has no torch networks any more
+        (lambda: onnx.write_exported(onnx.read_exported(exported), tmp_path / "out"), None),  # without torch networks
         (lambda: load(exported, backend="torch"), "fp32"),
         (lambda: load(exported, precision="int8"), "fp32"),
         (lambda: load(precision="int8"), "onnx"),

@@ -247,13 +247,7 @@ REFUSED = {
         "backbone.sigma_map_prime",
     ),
     "averages that are not there": (lambda p: checkpoint(p, ema={}), "", "leave out --weights", "--weights", "ema"),
-    "a network of another method": (
-        lambda p: lightning("ar")(p, causal(1), causal(2)),
-        "",
-        "another model",
-        "--method",
-        "mdlm",
-    ),
+    "a network of another method": (lambda p: lightning("ar")(p, causal(1), causal(2)), "", "another", "--method", "mdlm"),
 }
 
 

@@ -50,15 +50,8 @@ def test_a_run(tmp_path):
 def test_results_come_before_runs(tmp_path):
     report = collect([make_run(tmp_path / "single"), make_workshop(tmp_path / "shop")])
     titles = [section.title for section in report.sections]
-    assert titles == [
-        "Comparison: a title",
-        "Study rates: a title",
-        "Evaluation: a title",
-        "Runs and models",
-        "Run single",
-        "Run ar-2",
-        "Run jpeg-dlm-1",
-    ]
+    assert titles[:3] == ["Comparison: a title", "Study rates: a title", "Evaluation: a title"]
+    assert titles[3:] == ["Runs and models", "Run single", "Run ar-2", "Run jpeg-dlm-1"]
     comparison = report.sections[0]
     assert comparison.commands == ["jpeg-dlm evaluate one --length 9"]  # word for word, as it was typed
     assert comparison.samples == {"one, 8 euler steps": ["one", "second"]} and len(comparison.figures) == 1
@@ -78,9 +71,8 @@ def test_hostile_text_stays_text(tmp_path):
     run = make_run(tmp_path / "run", text=HOSTILE)
     source = render(collect([run, make_results(tmp_path / "results", text=HOSTILE)], title=HOSTILE))
     page = Page(source)
-    assert [tag for tag, _ in page.tags].count("script") == 1 and not any(
-        tag == "img" and "onerror" in a for tag, a in page.tags
-    )
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert not any(tag == "img" and "onerror" in a for tag, a in page.tags)
     assert HOSTILE.replace("\u202e", "[U+202E]") in page.text and "\u202e" not in source
     (element,) = [a for _, a in page.tags if "data-moments" in a]
     assert json.loads(element["data-moments"])[-1]["texts"][0] == HOSTILE.replace("\u202e", "[U+202E]")
@@ -100,8 +92,7 @@ def test_the_page_is_complete_by_itself(tmp_path):
 
 def test_a_player_alone():
     snapshots = [{"step": i, "steps": 2, "t": i / 2, "texts": [text]} for i, text in enumerate(["_", "a </div>", "a dog"])]
-    source = single_file(snapshots, "JPEG-DLM <1>", "jpeg-dlm generate --html 'x'")
-    page = Page(source)
+    page = Page(single_file(snapshots, "JPEG-DLM <1>", "jpeg-dlm generate --html 'x'"))
     assert "a dog" in page.text and "a </div>" not in page.text  # without its script the last texts are there
     assert "JPEG-DLM <1>" in page.text and "jpeg-dlm generate --html 'x'" in page.text
     assert [json.loads(a["data-moments"]) for _, a in page.tags if "data-moments" in a] == [snapshots]
@@ -155,5 +146,3 @@ def test_the_command_line(tmp_path, capsys):
     assert main(["report", str(make_workshop(tmp_path / "shop")), "--out", str(out), "--title", "Mine & yours"]) == 0
     assert str(out / "index.html") in capsys.readouterr().out
     assert html.escape("Mine & yours") in (out / "index.html").read_text("utf-8")
-    assert main(["info", str(make_run(tmp_path / "run"))]) == 0
-    assert "20 of 20, finished" in capsys.readouterr().out

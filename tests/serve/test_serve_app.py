@@ -4,7 +4,6 @@ import base64
 import json
 import socket
 import struct
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -275,26 +274,6 @@ def test_work_of_a_client_that_went_away_is_dropped(gated, path, stream):
         eventually(lambda: service.batching.waiting == 0)
         running.close()
         assert service.batching.call(lambda _: "free").result(PATIENCE) == "free" and len(writer.rows) == 1
-
-
-def test_a_client_that_does_not_read_holds_nobody_up(ask):
-    stuck = [raw_request(ask.port, "/v1/completions", {"model": "ar", "n": 8, "stream": True}) for _ in range(20)]
-    assert len(ask.texts(model="ar", n=2)) == 2
-    for client in stuck:
-        client.close()
-
-
-def test_a_closing_server_finishes_what_it_has(gated):
-    models, writer = gated
-    service = Service(models, batch=1)
-    with ThreadPoolExecutor(4) as threads:
-        with in_thread(service) as ask:
-            futures = [threads.submit(ask.texts, n=2, seed=seed) for seed in range(3)]
-            assert writer.entered.wait(PATIENCE)
-            eventually(lambda: service.batching.waiting == 5)
-            threading.Timer(0.3, writer.gate.set).start()
-        assert all(len(future.result(0)) == 2 for future in futures)
-    assert not service.batching.alive
 
 
 # ---------------------------------------------------------------- keys, origins, metrics, the description

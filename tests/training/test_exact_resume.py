@@ -12,7 +12,6 @@ from unittest.mock import patch
 import pytest
 from interrupted_runs import (
     MOMENTS,
-    STEPS,
     end_state,
     hurried,
     interruptions,
@@ -27,10 +26,13 @@ from jpeg_dlm.methods.registry import names
 from jpeg_dlm.training.data import BatchStream
 from jpeg_dlm.training.metrics import read_metrics
 
+BF16 = {"train__accumulation": 2, "train__precision": "bf16"}
 
+
+@pytest.mark.parametrize("changes", [{"train__eval_every": 0}, pytest.param(BF16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("method", names("system", "stage"))
-def test_interrupted_in_every_stage(method, blocks, tmp_path):
-    assert resume_is_exact(method, blocks.folder, tmp_path, train__eval_every=0)
+def test_interrupted_in_every_stage(method, changes, blocks, tmp_path):
+    assert resume_is_exact(method, blocks.folder, tmp_path, **changes)
 
 
 @pytest.mark.parametrize(
@@ -43,24 +45,6 @@ def test_interrupted_in_every_stage(method, blocks, tmp_path):
 )
 def test_interrupted_with_options(changes, blocks, tmp_path):
     assert resume_is_exact("jpeg-dlm", blocks.folder, tmp_path, **changes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", names("system", "stage"))
-def test_interrupted_with_accumulation_in_bf16(method, blocks, tmp_path):
-    assert resume_is_exact(method, blocks.folder, tmp_path, train__accumulation=2, train__precision="bf16")
-
-
-def test_a_cut_after_any_step(blocks, tmp_path):
-    runs = ("straight", *"1234")
-    words = {run: train_words("ar", blocks.folder, tmp_path / run, train__save_every=3, train__eval_every=0) for run in runs}
-    with hurried():
-        train_to_the_end(words["straight"])
-        for step in range(1, STEPS + 1):
-            with interruptions(terms=set(), cuts={step}) as taken:
-                assert train_to_the_end(words[str(step)]) == 1
-            assert taken[step] == (0 if step <= 3 else 3)  # the cut after step 3 comes before its checkpoint
-            assert end_state(tmp_path / str(step)) == end_state(tmp_path / "straight")
 
 
 @pytest.mark.parametrize("lost", ["trainer.copy_tensors", "optim.load_optimizer_state"])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import micro_flags
+from interrupted_runs import train_words
 from small_runs import STEPS, largest_difference, launch, prepare_blocks, steps_of, train, train_with_two, weights
 
 from jpeg_dlm.cli.main import main
@@ -18,8 +18,8 @@ from jpeg_dlm.util.files import load_tensors
 
 METHODS = names("system", "stage")
 CASES = {
-    "an encoder trained first, and context": {"encoder__kind": "small", "model__context_blocks": 2, "data__packing": "padded"},
-    "no feature loss": {"encoder__kind": "random", "method": "ldlm", "objective__feat_weight": 0},  # D gets no gradient
+    "encoder first, context": ("jpeg-dlm", {"encoder__kind": "small", "model__context_blocks": 2, "data__packing": "padded"}),
+    "no feature loss": ("ldlm", {"objective__feat_weight": 0}),  # D gets no gradient
 }
 
 
@@ -82,27 +82,19 @@ def test_a_step_of_other_rows_is_refused(blocks, tmp_path, batch, accumulation):
 # ---------------------------------------------------------------- whole runs
 
 
-def command(data, out, batch, **changes):
-    flags = micro_flags(train__steps=STEPS, train__save_every=3, train__eval_every=3, train__batch=batch, **changes)
-    # Slow to start: the first gradient of the zero head's bias is the mean of standardized latents, which is rounding alone,
-    # and Adam makes a step of full size out of it.
-    rates = ["--train.lr", "1e-3", "--train.codec-lr", "1e-3", "--train.warmup", "100"]
-    where = ["--data", str(data), "--out", str(out), "--quiet", "--device", "cpu", "--threads", "1"]
-    return ["train", "--preset", "smoke", *where, *flags, *rates]
-
-
-def with_two(words):
-    done = launch("-m", "jpeg_dlm", *words)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "terminate called" not in done.stderr and "Traceback" not in done.stderr, done.stderr[-3000:]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_halves_make_a_whole(case, corpus_file, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
-    assert main(command(corpus_file, one, 8, **CASES[case])) == 0
-    with_two(command(corpus_file, two, 4, **CASES[case]))
+    method, changes = CASES[case]
+    # Slow to start: the first gradient of the zero head's bias is the mean of standardized latents, which is rounding alone,
+    # and Adam makes a step of full size out of it.
+    slow = {"train__lr": 1e-3, "train__codec_lr": 1e-3, "train__warmup": 100}
+    changes = slow | {"train__steps": STEPS, "train__save_every": 3} | changes
+    assert main(train_words(method, corpus_file, one, **changes)) == 0
+    done = launch("-m", "jpeg_dlm", *train_words(method, corpus_file, two, **changes, train__batch=4))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "terminate called" not in done.stderr and "Traceback" not in done.stderr, done.stderr[-3000:]
 
     start = load_tensors(one / "checkpoints" / "step-00000003" / "model.safetensors")
     whole = weights(one, STEPS)

@@ -127,9 +127,8 @@ def test_a_sealed_directory_is_complete_only_with_its_manifest(tmp_path, monkeyp
 def test_tensors_come_back_also_shared_and_strided_ones_in_equal_bytes(tmp_path):
     a = torch.arange(12.0).view(3, 4)
     tensors = {"a": a, "same": a, "turned": a.t(), "row": a[1], "scalar": torch.tensor(2.0, requires_grad=True)}
-    tensors |= {
-        str(dtype): torch.ones(2, 0, 3, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.int64, torch.bool)
-    }
+    for dtype in (torch.bfloat16, torch.float16, torch.int64, torch.bool):
+        tensors[str(dtype)] = torch.ones(2, 0, 3, dtype=dtype)
     files.save_tensors(tmp_path / "x", tensors)
     files.save_tensors(tmp_path / "y", dict(reversed(tensors.items())))
     again = files.load_tensors(tmp_path / "x")
