@@ -13,10 +13,11 @@ def fail(sentence):
 
 @pytest.mark.parametrize("notice", [Background.wait, lambda background: background.start(print)], ids=["wait", "start"])
 def test_the_first_error_is_told_once_and_later_jobs_still_run(notice):
-    background, ends = Background(), []
+    background, ends, both = Background(), [], threading.Event()
     with background:
-        background.start(lambda: fail("first"))
+        background.start(lambda: (both.wait(60), fail("first")))
         last = background.start(lambda: (ends.append(1), fail("second")))
+        both.set()
         last.wait(60)
         with pytest.raises(ValueError, match="first"):
             notice(background)

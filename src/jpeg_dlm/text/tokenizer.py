@@ -10,17 +10,15 @@ import itertools
 import json
 import os
 import re
-import socket
-import threading
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from threading import Event
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jpeg_dlm.text.download import fetch
+from jpeg_dlm.util.background import Background
 from jpeg_dlm.util.errors import DataError, JpegDlmError, UsageError, reason_of
 from jpeg_dlm.util.files import write_atomic
 
@@ -204,7 +202,7 @@ TRAINED = {"bpe": train_bpe, "words": train_words}  # tokenizers that are traine
 
 def _train(backend: Tokenizer, trainer: trainers.Trainer, texts: Iterable[str], check: Callable[[], None]) -> None:
     """Train in a thread, because the library blocks Python's signal handlers for minutes."""
-    stopped, errors = threading.Event(), list[BaseException]()
+    background, stopped = Background(), Event()
 
     def feed() -> Iterator[str]:
         for text in texts:
@@ -212,23 +210,14 @@ def _train(backend: Tokenizer, trainer: trainers.Trainer, texts: Iterable[str], 
                 raise InterruptedError
             yield collapse(text)
 
-    def work() -> None:
-        try:
-            backend.train_from_iterator(feed(), trainer=trainer)
-        except BaseException as error:  # raised again by the caller
-            errors.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)  # a daemon, so that exit does not wait for it
-    thread.start()
+    end = background.start(lambda: backend.train_from_iterator(feed(), trainer=trainer))
     try:
-        while thread.is_alive():
-            thread.join(0.1)
+        while not end.wait(0.1):
             check()
     finally:
         stopped.set()
-        thread.join(1)  # ends at once if it is still reading
-    if errors:
-        raise errors[0]
+        end.wait(1)  # ends at once if it is still reading
+    background.wait()
 
 
 def load_tokenizer(spec: str) -> TextTokenizer:
@@ -274,14 +263,11 @@ def _converted(name: str, local: bool) -> TextTokenizer | None:
 
 
 def _hub_reachable() -> bool:
-    """Check quickly for a network, because the hub's client retries for most of a minute without one."""
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return False
-    if urllib.request.getproxies():
-        return True  # the proxy resolves names, so a direct check would say nothing
-    endpoint = urllib.parse.urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    """Ask once, because a download is tried again for most of a minute without a network."""
+    from huggingface_hub import constants, get_session
+
     try:
-        with socket.create_connection((endpoint.hostname or "", endpoint.port or 443), timeout=3):
-            return True
-    except OSError:
+        get_session().head(constants.ENDPOINT, timeout=3)
+    except Exception:  # offline by choice or not; its type depends on the client's version
         return False
+    return True

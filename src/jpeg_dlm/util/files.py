@@ -15,7 +15,6 @@ import math
 import os
 import platform
 import shutil
-import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -259,21 +258,16 @@ def check_listed(directory: Path, *names: str, remedy: str = RESTORE) -> dict[st
     for name in names or listed:
         if name not in listed:
             raise CheckpointError(f"'{directory / name}' is not in the manifest beside it: {remedy}.")
-        _compare(directory, name, listed[name], remedy)
+        if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
+            raise CheckpointError(f"The manifest of '{directory}' lists {name!r}, which is not a file name: do not use it.")
+        file = directory / name
+        if not file.exists():
+            raise CheckpointError(f"'{file}' is missing: {remedy}.")
+        if file.is_symlink() or not file.is_file():
+            raise CheckpointError(f"'{file}' is a link or no plain file, which a manifest never lists: remove it.")
+        if listed[name] != _record(file):
+            raise CheckpointError(f"'{file}' is damaged, its size or SHA-256 does not match: {remedy}.")
     return manifest
-
-
-def _compare(directory: Path, name: str, record: Any, remedy: str) -> None:
-    """Raise `CheckpointError` unless a file of `directory` is a plain one with the size and hash of its record."""
-    if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
-        raise CheckpointError(f"The manifest of '{directory}' lists {name!r}, which is not a file name: do not use it.")
-    path = directory / name
-    if not path.exists():
-        raise CheckpointError(f"'{path}' is missing: {remedy}.")
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise CheckpointError(f"'{path}' is a link or no plain file, which a manifest never lists: remove it.")
-    if not isinstance(record, dict) or record.get("size") != path.stat().st_size or record.get("sha256") != sha256_file(path):
-        raise CheckpointError(f"'{path}' is damaged, its size or SHA-256 does not match: {remedy}.")
 
 
 # ---------------------------------------------------------------- tensors
