@@ -96,9 +96,7 @@ def from_dict(values: Mapping[str, Any], cls: type = Config, path: str = "") -> 
     return cls(**kwargs)
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    """Return the inverse of `from_dict`."""
-    return dataclasses.asdict(config)
+to_dict = dataclasses.asdict  # the inverse of `from_dict`
 
 
 def changed(config: Config) -> dict[str, Any]:

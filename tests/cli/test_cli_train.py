@@ -1,9 +1,9 @@
 """`prepare` and `train`: text that is none, what is already there, a full disk, and losses that are no numbers."""
 
+import errno
 import json
 import os
 import shutil
-from types import SimpleNamespace
 
 import pytest
 from micro import micro_flags
@@ -65,14 +65,17 @@ def test_a_folder_of_results_has_one_writer_at_a_time(verb, corpus_file, tmp_pat
 def test_a_full_disk_ends_the_run_and_leaves_the_earlier_checkpoint(corpus_file, tmp_path, capsys, monkeypatch):
     real = Trainer.launch_step
 
+    def full_disk(path, tensors):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     def step(self, *args):
         if self.step == 5 and self.config.method == "jpeg-dlm":
             self.background.wait()  # the checkpoint of step 4 is written by a thread
-            monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+            monkeypatch.setattr(checkpoint, "save_tensors", full_disk)
         return real(self, *args)
 
     monkeypatch.setattr(Trainer, "launch_step", step)
-    assert "MB are free" in refusal(capsys, train(corpus_file, tmp_path / "run"), 1)
+    assert "No space left" in refusal(capsys, train(corpus_file, tmp_path / "run"), 1)
     assert main(["verify", str(tmp_path / "run")]) == 0 and checkpoint.newest_step(tmp_path / "run") == 4
     monkeypatch.undo()
     assert main(["train", "--out", str(tmp_path / "run"), "--resume", "--quiet", "--device", "cpu"]) == 0

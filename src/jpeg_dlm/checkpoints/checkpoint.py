@@ -5,9 +5,7 @@ It holds safetensors files, `state.json` and a manifest; loading verifies every 
 
 from __future__ import annotations
 
-import errno
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +32,6 @@ from jpeg_dlm.util.files import (
 STATE = "state.json"
 STATE_BYTES = 16 << 20
 KEPT = 2  # newest checkpoints that a run keeps
-MARGIN_BYTES = 1 << 20  # manifest, headers and file-system blocks, generously
 STEP_NAME = re.compile(r"step-(\d{8,15})")
 
 
@@ -66,12 +63,9 @@ def save_checkpoint(
     """Save `step`, then delete all but the newest `keep` checkpoints; those before stay if it cannot be saved."""
     folder = run / "checkpoints"
     path, text = folder / f"step-{step:08d}", dump_json(state)
-    needed = sum(t.nbytes for group in tensors.values() for t in group.values()) + len(text) + MARGIN_BYTES
     try:
         make_directory(folder)
         sweep_temps(folder)  # first, because a killed save may occupy the space that is needed
-        if (free := shutil.disk_usage(folder).free) < needed:
-            raise OSError(errno.ENOSPC, f"it needs {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free")
         with atomic_directory(path) as temp:
             for name, group in tensors.items():
                 save_tensors(temp / f"{name}.safetensors", group)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from jpeg_dlm.config import EncoderConfig
-from jpeg_dlm.encoders.small import CONFIG_FILE, SmallEncoder, check_statistics, load_small_encoder
+from jpeg_dlm.encoders.small import CONFIG_FILE, FeatureStatistics, SmallEncoder, load_small_encoder
 from jpeg_dlm.util.errors import AssetError, DataError, UsageError, reason_of
 from jpeg_dlm.util.files import check_listed, write_sealed
 
@@ -43,19 +43,13 @@ def features_fingerprint(mean: Tensor, std: Tensor, weights: str, scale: str) ->
     return tensors_sha256({"mean": mean, "std": std}, weights, scale)
 
 
-class FrozenEncoder(nn.Module):
+class FrozenEncoder(FeatureStatistics):
     """A feature extractor that is never trained: a `SmallEncoder`, or a model of transformers."""
 
-    feature_mean: Tensor
-    feature_std: Tensor
-
     def __init__(self, model: nn.Module, feature_dim: int, config: EncoderConfig) -> None:
-        super().__init__()
-        self.model = model
-        self.feature_dim = feature_dim
-        self.layer, self.scale = config.layer, config.scale
-        self.register_buffer("feature_mean", torch.zeros(feature_dim))
-        self.register_buffer("feature_std", torch.full((feature_dim,), FIXED_STD if config.scale == "fixed" else 1.0))
+        super().__init__(feature_dim)
+        self.model, self.layer, self.scale = model, config.layer, config.scale
+        self.feature_std.fill_(FIXED_STD if config.scale == "fixed" else 1.0)
         self.has_statistics = config.scale != "per_channel"
         self.requires_grad_(False)
         self.eval()
@@ -92,15 +86,6 @@ class FrozenEncoder(nn.Module):
     def fingerprint(self) -> str:
         """sha256 of weights, layer, scale and statistics; identifies the features that `forward` returns."""
         return features_fingerprint(self.feature_mean, self.feature_std, self.weights_fingerprint, self.scale)
-
-    def set_feature_statistics(self, mean: Tensor, std: Tensor) -> None:
-        """Set the statistics that `forward` standardizes with; only scale 'per_channel' uses statistics."""
-        if self.scale != "per_channel":
-            raise UsageError(f"encoder.scale is '{self.scale}': choose --encoder.scale per_channel to use feature statistics.")
-        check_statistics(mean, std, self.feature_dim)
-        self.feature_mean.copy_(mean)
-        self.feature_std.copy_(std)
-        self.has_statistics = True
 
 
 # ---------------------------------------------------------------- building

@@ -25,29 +25,46 @@ SIZES = ("vocab_size", "feature_dim", "depth", "heads")  # fields of encoder.jso
 DESCRIPTION_BYTES = 1 << 16  # largest encoder.json that is read; it usually has 200 bytes
 
 
-class SmallEncoder(nn.Module):
+class FeatureStatistics(nn.Module):
+    """Buffers of the per-channel mean and standard deviation with which a frozen encoder standardizes features."""
+
+    feature_mean: Tensor
+    feature_std: Tensor
+
+    def __init__(self, feature_dim: int) -> None:
+        super().__init__()
+        self.feature_dim, self.has_statistics = feature_dim, False
+        self.register_buffer("feature_mean", torch.zeros(feature_dim))
+        self.register_buffer("feature_std", torch.ones(feature_dim))
+
+    def set_feature_statistics(self, mean: Tensor, std: Tensor) -> None:
+        """Store statistics; raise `UsageError` if they have another width or would make features infinite."""
+        if mean.shape != (self.feature_dim,) or std.shape != (self.feature_dim,):
+            shapes = f"{tuple(mean.shape)} and {tuple(std.shape)}"
+            raise UsageError(f"Feature statistics must be two vectors of {self.feature_dim}, not {shapes}: measure them again.")
+        if not (mean.isfinite().all() and std.isfinite().all() and (std > 0).all()):
+            raise UsageError("Feature statistics must be finite with positive deviations: measure them on more rows.")
+        self.feature_mean.copy_(mean)
+        self.feature_std.copy_(std)
+        self.has_statistics = True
+
+
+class SmallEncoder(FeatureStatistics):
     """Pre-norm transformer with rotary positions and an output head tied to the embedding; bidirectional.
 
     The embedding has one more row than the vocabulary: `mask_id`, so masked training needs no mask token in the tokenizer.
     """
 
-    feature_mean: Tensor
-    feature_std: Tensor
-
     def __init__(self, vocab_size: int, feature_dim: int, depth: int, heads: int) -> None:
-        super().__init__()
+        super().__init__(feature_dim)
         if heads < 1 or feature_dim % (2 * heads):
             raise UsageError(f"encoder.feature_dim {feature_dim} must be a multiple of 2 * encoder.heads ({heads}).")
-        if depth < 1 or vocab_size < 1:
-            raise UsageError("encoder.depth and data.vocab_size must be at least 1.")
-        self.sizes = self.vocab_size, self.feature_dim, self.depth, self.heads = vocab_size, feature_dim, depth, heads
+        self.sizes = self.vocab_size, _, self.depth, self.heads = vocab_size, feature_dim, depth, heads
         self.mask_id = vocab_size
         inner = 8 * math.ceil(feature_dim / 3)  # SwiGLU: two thirds of 4 F, rounded up to a multiple of 8
         self.embedding = nn.Embedding(vocab_size + 1, feature_dim)
         self.blocks = nn.ModuleList(SwiGluBlock(feature_dim, heads, inner) for _ in range(depth))
         self.final_norm = nn.RMSNorm(feature_dim, eps=1e-6)
-        self.register_buffer("feature_mean", torch.zeros(feature_dim))
-        self.register_buffer("feature_std", torch.ones(feature_dim))
 
     def initialize(self, seed: int) -> SmallEncoder:
         """Initialize the weights from `seed` alone, independent of the global random state; return self."""
@@ -86,21 +103,6 @@ class SmallEncoder(nn.Module):
     def logits(self, h_BLF: Tensor) -> Tensor:
         """Return logits over the vocabulary, without the mask token, from the last hidden state (any leading shape)."""
         return F.linear(h_BLF, self.embedding.weight[: self.vocab_size])
-
-    def set_feature_statistics(self, mean: Tensor, std: Tensor) -> None:
-        """Store the per-channel mean and standard deviation with which a frozen encoder standardizes features."""
-        check_statistics(mean, std, self.feature_dim)
-        self.feature_mean.copy_(mean)
-        self.feature_std.copy_(std)
-
-
-def check_statistics(mean: Tensor, std: Tensor, feature_dim: int) -> None:
-    """Raise `UsageError` for statistics of the wrong width, or that would make features infinite."""
-    if mean.shape != (feature_dim,) or std.shape != (feature_dim,):
-        shapes = f"{tuple(mean.shape)} and {tuple(std.shape)}"
-        raise UsageError(f"Feature statistics must be two vectors of {feature_dim}, not {shapes}: measure them again.")
-    if not (bool(torch.isfinite(mean).all()) and bool(torch.isfinite(std).all()) and bool((std > 0).all())):
-        raise UsageError("Feature statistics must be finite with positive deviations: measure them on more rows.")
 
 
 def save_small_encoder(folder: Path, encoder: SmallEncoder, tokenizer_fingerprint: str = "") -> None:
@@ -143,7 +145,7 @@ def load_small_encoder(folder: Path) -> SmallEncoder:
             raise UsageError("the embedding has another size")
         encoder = SmallEncoder(vocab_size, feature_dim, depth, heads)
         encoder.load_state_dict(tensors, strict=True)
-        check_statistics(encoder.feature_mean, encoder.feature_std, feature_dim)
+        encoder.set_feature_statistics(encoder.feature_mean, encoder.feature_std)  # refuses unusable ones
     except (RuntimeError, KeyError, UsageError) as error:
         raise CheckpointError(
             f"'{path}' does not fit the {CONFIG_FILE} beside it ({reason_of(error)}): train the encoder again."

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.nn.layers import attend
+from jpeg_dlm.nn.layers import attend, zero_linear
 
 # F.rms_norm adds eps to the mean square; 1e-16 equals the floor of 1e-8 on the RMS up to rounding (released).
 NORM_EPS = 1e-16
@@ -92,9 +92,7 @@ class Gate(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale_mlp = nn.Linear(1, 1)
-        nn.init.zeros_(self.scale_mlp.weight)  # assumed: start as the identity
-        nn.init.zeros_(self.scale_mlp.bias)
+        self.scale_mlp = zero_linear(1, 1)  # assumed: start as the identity
 
     def forward(self, y: Tensor) -> Tensor:
         return y * (1 + self.scale_mlp.weight[0, 0] + self.scale_mlp.bias[0])

@@ -56,8 +56,7 @@ class RowLayout:
 
     def row(self, payload: Sequence[int]) -> list[int]:
         """Return a row of these document tokens, framed and padded."""
-        row = [self.bos_id, *payload, self.eos_id] if self.frame else list(payload)
-        return row + [self.pad_id] * (self.token_len - len(row))
+        return self.beginning([*payload, self.eos_id] if self.frame else payload, self.pad_id)
 
     def text_row(self, ids: Sequence[int]) -> list[int]:
         """Return a row with one text: ended and padded, or repeated for models trained on full blocks."""

@@ -70,7 +70,5 @@ def log_invocation(run: Path, stage: str, step: int, processes: int) -> None:
 
 
 def read_invocations(run: Path) -> list[dict[str, Any]]:
-    """Return all lines in order, without a torn last one, as a power cut leaves it; none if there is no file."""
-    path = run / INVOCATIONS
-    lines = path.read_text("utf-8").split("\n")[:-1] if path.is_file() else []
-    return [json.loads(line) for line in lines]
+    """Return all lines as `read_metrics` does; none if there is no file."""
+    return read_metrics(run / INVOCATIONS) if (run / INVOCATIONS).is_file() else []

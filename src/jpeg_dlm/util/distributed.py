@@ -5,10 +5,10 @@ With one process the collective functions are the identity; every process must c
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -101,13 +101,11 @@ def teardown() -> None:
 # ---------------------------------------------------------------- the CPU, and the precision of training
 
 
-def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
+def cpu_name() -> str:
     """Return the model name of the CPU; elsewhere than on Linux, its architecture."""
-    with contextlib.suppress(OSError):
-        for line in path.read_text("utf-8", "replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*:\s*(.+)", info.read_text("utf-8", "replace") if info.is_file() else "", re.MULTILINE)
+    return names[0] if names else platform.machine()
 
 
 def training_precision(requested: str, device: str) -> Literal["fp32", "bf16"]:

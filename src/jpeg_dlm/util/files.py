@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from jpeg_dlm.util.errors import CheckpointError, JpegDlmError, UsageError
+from jpeg_dlm.util.errors import CheckpointError, JpegDlmError, UsageError, reason_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,12 +74,10 @@ def load_json(path: Path, max_bytes: int, error: type[JpegDlmError] = Checkpoint
         with open(path, "rb") as handle:
             raw = handle.read(max_bytes + 1)
         values = parse_json(raw) if len(raw) <= max_bytes else None
-    except OSError as cause:
-        raise error(f"Cannot read '{path}' ({cause.strerror or cause}): {remedy}.") from cause
-    except ValueError as cause:
-        raise error(f"'{path}' is not valid JSON ({cause}): {remedy}.") from cause
-    if not isinstance(values, dict):
-        raise error(f"'{path}' is not a JSON object of at most {max_bytes} bytes: {remedy}.")
+        if not isinstance(values, dict):
+            raise ValueError(f"it is not an object of at most {max_bytes} bytes")
+    except (OSError, ValueError) as cause:
+        raise error(f"'{path}' is not valid JSON ({getattr(cause, 'strerror', None) or cause}): {remedy}.") from cause
     return values
 
 
@@ -294,7 +292,5 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         # Clone, because the file is memory-mapped and could not be deleted or replaced while its tensors are in use.
         return {name: tensor.clone() for name, tensor in load_file(path).items()}
-    except OSError as error:
-        raise CheckpointError(f"Cannot read '{path}' ({error.strerror or error}): {RESTORE}.") from error
-    except (SafetensorError, ValueError, RuntimeError, AttributeError) as error:
-        raise CheckpointError(f"'{path}' is damaged or not a safetensors file ({error}): {RESTORE}.") from error
+    except (OSError, SafetensorError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"Cannot read '{path}' as a safetensors file ({reason_of(error)}): {RESTORE}.") from error
