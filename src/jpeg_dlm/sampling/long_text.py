@@ -88,7 +88,8 @@ class BlockwiseSampler:
         written = [0] * len(heads)
         block = 0
         while samples:
-            fixed_BL = given_rows(heads, size, device)
+            rows = [[*head, *[FREE] * (size - len(head))] for head in heads]
+            fixed_BL = torch.tensor(rows, device=device) if any(heads) else None
             # Without a guide or given ids, no gradient is needed.
             guided = fixed_BL is not None or self.guidance.guide is not None
             guidance = replace(self.guidance, end_id=self.end_id) if guided else None
@@ -105,10 +106,10 @@ class BlockwiseSampler:
                 going += [] if last else [i]
             samples, heads, written = [samples[i] for i in going], [[] for _ in going], [written[i] for i in going]
             if samples:
-                rows = torch.tensor(going, device=device)
-                z_BND = self.encode(tokens_BL[rows])
-                z_BCD = torch.cat([context.z_BCD[rows][:, z_BND.shape[1] :], z_BND], dim=1)  # without the oldest block
-                context = Context(z_BCD, context.present_BC[rows])
+                kept = torch.tensor(going, device=device)
+                z_BND = self.encode(tokens_BL[kept])
+                z_BCD = torch.cat([context.z_BCD[kept][:, z_BND.shape[1] :], z_BND], dim=1)  # without the oldest block
+                context = Context(z_BCD, context.present_BC[kept])
             block += 1
 
     def _context(self, texts: Sequence[Sequence[int]]) -> Context:
@@ -124,10 +125,3 @@ class BlockwiseSampler:
             z_BKND[written_BK] = self.encode(rows)
         z_BCD = z_BKND.flatten(1, 2)
         return Context(z_BCD, torch.ones(z_BCD.shape[:2], dtype=torch.bool, device=device))
-
-
-def given_rows(heads: Sequence[Sequence[int]], size: int, device: torch.device | str = "cpu") -> Tensor | None:
-    """Return rows (B, L) that begin with these ids; None if there are none."""
-    if not any(heads):
-        return None
-    return torch.tensor([[*head, *[FREE] * (size - len(head))] for head in heads], device=device)

@@ -181,8 +181,6 @@ def index_url() -> str:
 def _open(url: str, accept: str) -> Any:
     """Open an address of the web, with the certificates of $PIP_CERT, if set, and the credentials that the address holds."""
     parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https"):
-        raise ValueError(f"'{url}' is not an address of the web")
     headers = {"Accept": accept}
     if parts.username:
         user = urllib.parse.unquote(f"{parts.username}:{parts.password or ''}")

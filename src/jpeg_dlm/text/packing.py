@@ -125,7 +125,11 @@ def sentences(text: str) -> list[str]:
 
 def pack_document(layout: RowLayout, carry: Carry, document: Sequence[Sequence[int]]) -> tuple[list[list[int]], Carry]:
     """Return the rows that `document` completes after the remainder `carry`, and the new remainder."""
-    pieces = _terminated(layout, document)
+    pieces = [list(p) for p in document if len(p)]
+    if layout.frame:
+        pieces = [[*p, layout.boundary_id] for p in pieces]
+    elif pieces:
+        pieces[-1].append(layout.eos_id)
     if layout.packing == "padded":
         flat = _flat(pieces)
         fits = len(flat) <= layout.payload or not layout.whole
@@ -142,16 +146,6 @@ def pack_document(layout: RowLayout, carry: Carry, document: Sequence[Sequence[i
 
 def _flat(pieces: Iterable[Sequence[int]]) -> list[int]:
     return [i for piece in pieces for i in piece]
-
-
-def _terminated(layout: RowLayout, document: Sequence[Sequence[int]]) -> Carry:
-    """Append the boundary id to each piece (framed) or eos to the document (otherwise); drop empty pieces."""
-    pieces = [list(p) for p in document if len(p)]
-    if layout.frame:
-        return [[*p, layout.boundary_id] for p in pieces]
-    if pieces:
-        pieces[-1].append(layout.eos_id)
-    return pieces
 
 
 def _cut_at_sentences(width: int, pieces: Carry) -> tuple[list[list[int]], Carry]:

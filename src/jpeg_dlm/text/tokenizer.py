@@ -5,6 +5,7 @@ Special tokens are found by name. Their names in a text are encoded as plain cha
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -69,9 +70,10 @@ class TextTokenizer:
         backend.encode_special_tokens = True  # "</s>" in a text is five characters, not the end of a document
         self._backend = backend
         # The largest id plus one, not the number of ids: a file may skip ids, and a model needs an embedding for each.
-        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        eos, pad, self.unk_id, self.bos_id, self.boundary_id, self.mask_id = map(
-            self._find, (_EOS, _PAD, _UNK, _BOS, _BOUNDARY, _MASK)
+        ids = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(ids.values(), default=-1)
+        eos, pad, self.unk_id, self.bos_id, self.boundary_id, self.mask_id = (
+            next((ids[name] for name in names if name in ids), None) for names in (_EOS, _PAD, _UNK, _BOS, _BOUNDARY, _MASK)
         )
         if eos is None:
             raise DataError(f"The tokenizer has no end token (one of {', '.join(_EOS)}): use 'bpe', 't5' or one that has it.")
@@ -83,10 +85,6 @@ class TextTokenizer:
         probe = "a\n\n b  "
         self.keeps_white_space = backend.decode(backend.encode(probe, add_special_tokens=False).ids) == probe
         self._is_t5 = backend.token_to_id("<extra_id_0>") is not None
-
-    def _find(self, names: Sequence[str]) -> int | None:
-        ids = (self._backend.token_to_id(name) for name in names)
-        return next((i for i in ids if i is not None), None)
 
     def _leaking(self) -> re.Pattern[str] | None:
         """Return a pattern of special token names that plain text still encodes to special ids, as in T5's model."""
@@ -239,9 +237,13 @@ def load_tokenizer(spec: str) -> TextTokenizer:
 
 def _from_hub(name: str) -> TextTokenizer | None:
     """Load a hub tokenizer, from the local cache if possible; return None when neither has it."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import constants, get_session, hf_hub_download
 
-    for local in (True, False) if _hub_reachable() else (True,):
+    only_local = [True]
+    with contextlib.suppress(Exception):  # offline by choice or not; its type depends on the client's version
+        get_session().head(constants.ENDPOINT, timeout=3)  # because a download is tried for most of a minute
+        only_local.append(False)
+    for local in only_local:
         try:
             return TextTokenizer.from_file(Path(hf_hub_download(name, "tokenizer.json", local_files_only=local)))
         except (OSError, ValueError):  # not found, no network or invalid name: all hub errors are one of these
@@ -260,14 +262,3 @@ def _converted(name: str, local: bool) -> TextTokenizer | None:
         return None
     backend = getattr(slow, "backend_tokenizer", None)
     return TextTokenizer(Tokenizer.from_str(backend.to_str())) if backend is not None else None
-
-
-def _hub_reachable() -> bool:
-    """Ask once, because a download is tried again for most of a minute without a network."""
-    from huggingface_hub import constants, get_session
-
-    try:
-        get_session().head(constants.ENDPOINT, timeout=3)
-    except Exception:  # offline by choice or not; its type depends on the client's version
-        return False
-    return True

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ HELDOUT = "heldout_"  # prefix of the measures on held-out text
 INVOCATIONS = "invocations.jsonl"
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager["MetricsLog"]):
     """An open metrics file. `resume` is the step of the loaded checkpoint, or None for a new run."""
 
     def __init__(self, path: Path, resume: int | None) -> None:
@@ -39,9 +40,6 @@ class MetricsLog:
     def sync(self) -> None:
         """Make all lines durable; called before saving a checkpoint, which needs the lines up to its step."""
         os.fsync(self._file.fileno())
-
-    def __enter__(self) -> MetricsLog:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from types import FrameType
-from typing import Any
 
 
 class StopSignal(contextlib.ExitStack):
@@ -27,9 +26,8 @@ class StopSignal(contextlib.ExitStack):
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                previous: Any = signal.signal(number, self._handle)
                 # None means a handler that was not set from Python, which Python cannot restore.
-                self.callback(signal.signal, number, signal.SIG_DFL if previous is None else previous)
+                self.callback(signal.signal, number, signal.signal(number, self._handle) or signal.SIG_DFL)
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from threading import Event, Thread
 
 
-class Background:
+class Background(AbstractContextManager["Background"]):
     """Runs jobs in threads, one after another; the next `start` or `wait` raises the first error of those before.
 
     The `with` block ends after the last job, except that `SystemExit`, as the second stop signal raises it, drops them.
@@ -41,9 +42,6 @@ class Background:
         error, self._error = self._error, None
         if error:
             raise error
-
-    def __enter__(self) -> Background:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not SystemExit:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import importlib.metadata
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from jpeg_dlm import __version__
 from jpeg_dlm.util.errors import CheckpointError, JpegDlmError, UsageError, reason_of
 
 if TYPE_CHECKING:
@@ -223,9 +223,7 @@ def environment() -> dict[str, Any]:
     """Return the versions and thread count of this process, on which the last bits of a result depend."""
     import torch
 
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        versions["jpeg_dlm"] = importlib.metadata.version("jpeg-dlm")
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "jpeg_dlm": __version__}
     return {"versions": versions, "threads": torch.get_num_threads()}
 
 
