@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.options import from_dict, read_json_file, to_dict
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer
+from jpeg_dlm.util.console import Console
 from jpeg_dlm.util.errors import CheckpointError, JpegDlmError, UsageError, reason_of
 from jpeg_dlm.util.files import (
     MANIFEST,
@@ -122,18 +122,14 @@ def named_model(path: str | os.PathLike[str]) -> ModelParts:
     return read_model(named_folder(path))
 
 
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)  # standard output is for results
-
-
-def read_model(path: Path, warn: Callable[[str], None] = _warn) -> ModelParts:
+def read_model(path: Path, warn: Callable[[str], None] | None = None) -> ModelParts:
     """Read a model from a model folder, a run directory or a checkpoint."""
     if not path.is_dir():
         raise CheckpointError(f"'{path}' is not a folder: name that of a model or a run (jpeg-dlm import converts files).")
     if (path / STATE).is_file():
         return _from_checkpoint(load_checkpoint(path), path.parent.parent)
     if (path / "checkpoints").is_dir():
-        checkpoint = latest_checkpoint(path, warn)
+        checkpoint = latest_checkpoint(path, warn or Console().warn)
         if checkpoint is None:
             raise CheckpointError(f"The run '{path}' has no checkpoint yet: train it longer or wait for its first save.")
         return _from_checkpoint(checkpoint, path)

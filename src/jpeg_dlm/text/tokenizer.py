@@ -30,7 +30,6 @@ SMALLEST_BPE = 256 + len(SPECIALS)  # every byte has an id, so no text is unknow
 # is split.
 LONGEST_WORD = 96
 MOST_LISTED = 5  # unknown words that a message names
-T5_HUB_NAME = "t5-small"  # released
 
 # Names of each role, in order of preference. T5 has no begin, line or mask token: the released code uses its first two
 # sentinels for begin and line, and we use the third for the mask. BERT's [CLS] also separates lines (MDLM, Duo). GPT-2's
@@ -79,19 +78,16 @@ class TextTokenizer:
             raise DataError(f"The tokenizer has no end token (one of {', '.join(_EOS)}): use 'bpe', 't5' or one that has it.")
         self.eos_id: int = eos
         self.pad_id: int = eos if pad is None else pad
-        self._literals = self._leaking()
+        # Names of special tokens that plain text still encodes to special ids, as in T5's model.
+        names = [t.content for t in backend.get_added_tokens_decoder().values() if t.special]
+        encoded = set(backend.encode(" ".join(names), add_special_tokens=False).ids) - {self.unk_id}
+        leaking = [re.escape(name) for name in names if ids[name] in encoded]
+        self._literals = re.compile("|".join(leaking)) if leaking else None
         # GPT-2's gives back every text exactly and keeps its white space. T5's and BERT's lose white space, and those trained
         # here, which begin every text with a space, are trained on text with white space collapsed.
         probe = "a\n\n b  "
         self.keeps_white_space = backend.decode(backend.encode(probe, add_special_tokens=False).ids) == probe
         self._is_t5 = backend.token_to_id("<extra_id_0>") is not None
-
-    def _leaking(self) -> re.Pattern[str] | None:
-        """Return a pattern of special token names that plain text still encodes to special ids, as in T5's model."""
-        names = [t.content for t in self._backend.get_added_tokens_decoder().values() if t.special]
-        ids = set(self._backend.encode(" ".join(names), add_special_tokens=False).ids)
-        leaking = [n for n in names if self._backend.token_to_id(n) in ids - {self.unk_id}]
-        return re.compile("|".join(map(re.escape, leaking))) if leaking else None
 
     def _plain(self, text: str) -> str:
         text = self._literals.sub(" ", text) if self._literals else text
@@ -222,7 +218,7 @@ def load_tokenizer(spec: str) -> TextTokenizer:
     """Load a tokenizer from 't5', a tokenizer.json, a folder that holds a tokenizer, or a hub name."""
     path = Path(os.path.expanduser(spec))  # Path.expanduser fails for an unknown user
     if spec == "t5":
-        return _from_hub(T5_HUB_NAME) or TextTokenizer.from_file(fetch("t5-tokenizer"))
+        return _from_hub("t5-small") or TextTokenizer.from_file(fetch("t5-tokenizer"))  # released
     for file in (path, path / "tokenizer.json"):
         if file.is_file():
             return TextTokenizer.from_file(file)
