@@ -100,7 +100,7 @@ def test_preset_file_and_command_line_apply_in_this_order(tmp_path):
         ('{"model": {"latent_lenght": 4}}', "model.latent_len"),
         ('{"modell": {"depth": 3}}', "did you mean 'model.depth'"),
         ('{"train": {"steps": "many"}}', "train.steps"),
-        ("[1]", "JSON object"),
+        ("[1]", "not an object"),
         ('{"preset": "lm1b"}', "lm1b"),
         ('{"preset": ["lm1b"]}', "preset"),
         (None, "options.json"),

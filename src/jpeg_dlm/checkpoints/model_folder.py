@@ -26,7 +26,6 @@ from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.options import from_dict, read_json_file, to_dict
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer
-from jpeg_dlm.util.console import Console
 from jpeg_dlm.util.errors import CheckpointError, JpegDlmError, UsageError, reason_of
 from jpeg_dlm.util.files import (
     MANIFEST,
@@ -129,6 +128,8 @@ def read_model(path: Path, warn: Callable[[str], None] | None = None) -> ModelPa
     if (path / STATE).is_file():
         return _from_checkpoint(load_checkpoint(path), path.parent.parent)
     if (path / "checkpoints").is_dir():
+        from jpeg_dlm.util.console import Console  # loads rich, which generating does not need
+
         checkpoint = latest_checkpoint(path, warn or Console().warn)
         if checkpoint is None:
             raise CheckpointError(f"The run '{path}' has no checkpoint yet: train it longer or wait for its first save.")
