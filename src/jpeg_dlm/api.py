@@ -23,6 +23,7 @@ from jpeg_dlm.flow.guidance import EditSource, Guidance, Guide, contains
 from jpeg_dlm.flow.sampler import Capability, TextSampler, Watch
 from jpeg_dlm.methods.base import FREE, Batch, Method, require_capability
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
+from jpeg_dlm.methods.sources import most_agreed, sample
 from jpeg_dlm.options import override
 from jpeg_dlm.sampling.long_text import BlockwiseSampler
 from jpeg_dlm.sampling.prompts import prompt_row, rows_of, template_row
@@ -93,9 +94,14 @@ class Model:
         template: str | None = None,
         length: int | None = None,
         context_scale: float = 1.0,
+        source: str | Sequence[str] | None = None,
+        candidates: int = 1,
         **options: Any,
     ) -> list[str]:
         """n texts; the same seed gives the same texts in any batch size. Options are those of `sample`.
+
+        A model of pairs writes n targets of `source`, or of each of several sources in turn; of `candidates` for each target
+        it keeps the one that agrees most with the others (minimum Bayes risk).
 
         Every text begins with `prompt`, or with `template`, in which [MASK] and [MASK:n] are places of 1 and n tokens to
         fill. `contains` gives a guide to texts with some words. A model that was trained with a context writes `length` tokens
@@ -112,7 +118,11 @@ class Model:
             raise UsageError("A template is of one block: leave out the length and the context scale.")
         if prompt is not None or template is not None:
             options["fixed"] = self.fixed_tokens(prompt, template)
-        return self._texts(self.sample(n, seed=seed, **options))
+        if source is None:
+            return self._texts(self.sample(n, seed=seed, **options))
+        copies = whole_number(n, "n", 1) * whole_number(candidates, "candidates", 1)
+        sources = self.source_rows(source).repeat_interleave(copies, 0)
+        return most_agreed(self._texts(self.sample(len(sources), seed=seed, source=sources, **options)), candidates)
 
     @torch.no_grad()
     def sample(
@@ -126,23 +136,28 @@ class Model:
         fixed: Tensor | None = None,
         guide: Guide | None = None,
         strength: float = 1.0,
-        source: EditSource | None = None,
+        edit: EditSource | None = None,
+        source: Tensor | None = None,
         **sampler: Any,
     ) -> Tensor:
         """Token ids (n, L) of samples `first` to `first + n - 1` of `seed`, `ended` where rows end.
 
         `fixed` (L), or (n, L) with a row for each, holds ids that samples keep, and -1 elsewhere. `guide` is a
         differentiable function of token logits, `fn(logits_BLV) -> loss_B`, whose loss sampling lowers; `strength` scales
-        the moves of guides and given tokens. `source` has texts to begin from. Keyword arguments are options of the sampler.
+        the moves of guides and given tokens. `edit` has texts to begin from, `source` the `source_rows` (n, S) of a model of
+        pairs. Keyword arguments are options of the sampler.
         """
         n, seed, first = whole_number(n, "n", 1), whole_number(seed, "seed"), whole_number(first, "first", 0)
         options, batch = self.sampler_options(**sampler), whole_number(batch, "batch", 1)
-        guidance = guidance_for(guide, strength, source)
-        writer = self.writer if fixed is None and guidance is None else self.parts.writer  # guidance needs gradients
+        guidance = guidance_for(guide, strength, edit)
+        free = fixed is None and guidance is None and source is None
+        writer = self.writer if free else self.parts.writer  # guidance needs gradients, and sources the encoder
         if guide is not None or strength != 1:
             require_capability("guides", writer)
-        if source is not None:
+        if edit is not None:
             require_capability("edits", writer)
+        if (source is None) != (self.config.data.source_len == 0):
+            raise UsageError("A model of pairs needs a source to write a target of, and no other model takes one.")
         if fixed is not None:
             require_capability("templates", writer)
             check_fixed(fixed, n, self.config.data.token_len, self.config.data.vocab_size)
@@ -151,13 +166,16 @@ class Model:
         tokens = []
         for start in range(0, n, batch):
             rows = slice(start, min(start + batch, n))
-            if guidance is not None and source is not None:
-                z_BND, tokens_BL = (x[rows].to(writer.device) for x in (source.z_BND, source.tokens_BL))
-                guidance = replace(guidance, source=EditSource(z_BND, tokens_BL, source.noise))
-            more = {} if guidance is None else {"guidance": guidance}
+            if guidance is not None and edit is not None:
+                z_BND, tokens_BL = (x[rows].to(writer.device) for x in (edit.z_BND, edit.tokens_BL))
+                guidance = replace(guidance, source=EditSource(z_BND, tokens_BL, edit.noise))
+            more: dict[str, Any] = {} if guidance is None else {"guidance": guidance}
+            if source is not None:
+                source_BS = source[rows].to(self.complete_method().device)
+                more["source"] = Batch(source_BS, source_BS != self.tokenizer.pad_id)
             noise = RowNoise(seed, range(first + rows.start, first + rows.stop), 0, writer.device)
             fixed_BL = None if fixed is None else rows_of(fixed, rows).to(writer.device)
-            tokens.append(writer.sample(options, noise, watch, fixed_BL, **more).cpu())
+            tokens.append(sample(writer, options, noise, watch, fixed_BL, **more).cpu())
         return self.ended(torch.cat(tokens), fixed)
 
     def sampler_options(self, **options: Any) -> Any:
@@ -175,6 +193,16 @@ class Model:
         row = make(self.tokenizer, self.layout, *as_texts([text]))
         check_ids(row.tolist(), self.config.data.vocab_size)
         return row
+
+    def source_rows(self, texts: str | Sequence[str]) -> Tensor:
+        """Rows of ids (B, S) of one source or several."""
+        size = self.config.data.source_len
+        if not size:
+            require_capability("sources", self.parts.writer, "train one on pairs, with --data.source-len")
+        ids = [self._ids(text, "source") for text in as_texts(texts)]
+        if (longest := max(map(len, ids))) >= size:
+            raise DataError(f"The source has {longest} tokens, the model reads {size - 1}: shorten it.")
+        return torch.tensor([replace(self.layout, token_len=size).text_row(row) for row in ids])
 
     def contains(self, *words: str) -> Guide:
         """A guide to texts that contain all of these words, or phrases, somewhere."""
@@ -295,7 +323,7 @@ class Model:
         noise, copies = real_number(noise, "noise", 0, 1), whole_number(copies, "n", 1)
         ids = rows.masked_fill(rows == self.layout.pad_id, FREE) if self.config.data.rows_end else rows
         z_BND, ids = (x.repeat_interleave(copies, 0) for x in (self._encode_rows(rows), ids))
-        return self.sample(len(ids), source=EditSource(z_BND, ids, noise), **options)
+        return self.sample(len(ids), edit=EditSource(z_BND, ids, noise), **options)
 
     @torch.no_grad()
     def _encode_rows(self, rows: Tensor) -> Tensor:

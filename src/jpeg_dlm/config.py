@@ -53,9 +53,14 @@ class DataConfig:
 
     source: str = opt("", "text file, folder, JSONL, prepared folder, named corpus or hf:DATASET")
     field: str = opt("", "field of records that holds the text, with dots for nested ones; empty: 'text', else the first text")
+    source_field: str = opt("", "field of records that holds a pair's source; empty: 'source', else 'input'")
+    target_field: str = opt("", "field of records that holds a pair's target; empty: 'target', else 'output'")
     tokenizer: str = opt("bpe", "'bpe' (pieces) or 'words', trained on the corpus, 't5', a hub name or a folder")
     vocab_size: int = opt(4096, "number of token ids; for 'bpe' and 'words' also the size to train", ge=8, le=1 << 20)
     token_len: int = opt(128, "L, tokens per block (paper: 128 / 1024)", ge=1, le=1 << 16)
+    source_len: int = opt(
+        0, "S, tokens of the source that each row is the target of; 0: text without sources", ge=0, le=1 << 16
+    )
     packing: Literal["continuous", "sentences", "padded"] = opt(
         "continuous", "documents cut anywhere, between sentences, or one padded row"
     )
@@ -70,6 +75,11 @@ class DataConfig:
     def rows_end(self) -> bool:
         """True if the text of a row ends at its first end token; in other packings it only separates documents."""
         return self.packing == "padded"
+
+    @property
+    def row_len(self) -> int:
+        """Tokens of a source and its target."""
+        return self.source_len + self.token_len
 
 
 @dataclass(frozen=True)
@@ -204,6 +214,7 @@ def validate(config: Config) -> Config:
         [
             (e.kind != "small" or e.feature_dim % (2 * e.heads) == 0, uneven),
             (not d.whole or d.packing == "padded", "data.whole needs data.packing padded, which has one row per document"),
+            (not d.source_len or d.packing == "padded" and not d.frame, "data.source_len needs padded rows without a frame"),
             (not d.frame or d.token_len >= 4, "data.frame needs data.token_len of at least 4"),
             (t.steps > 0 or t.epochs > 0, "train.steps or train.epochs must be positive"),
         ]

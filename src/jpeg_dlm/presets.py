@@ -140,6 +140,30 @@ def captions() -> JpegDlmConfig:
     )
 
 
+def keywords() -> JpegDlmConfig:
+    """Captions from their content words in any order, the easiest real task with a source (r = 0.5; recipe assumed)."""
+    base = captions()
+    return replace(
+        base,
+        preset="keywords",
+        data=replace(base.data, source="captions:keywords", source_len=12, holdout=0.02),
+        model=replace(base.model, latent_len=8),
+        objective=replace(base.objective, flow_draws=2),  # assumed: the source decides most, so fewer draws do
+        sampler=replace(base.sampler, steps=16),
+    )
+
+
+def translate() -> JpegDlmConfig:
+    """Everyday sentences from French to English, fewer than 16 pieces of words each (r = 0.5; recipe assumed)."""
+    base = keywords()
+    return replace(
+        base,
+        preset="translate",
+        data=replace(base.data, source="tatoeba:fra-eng", source_len=16, tokenizer="bpe", vocab_size=6000, known=False),
+        train=replace(base.train, steps=40_000),
+    )
+
+
 def smoke() -> JpegDlmConfig:
     """A first look: short sentences of 1,024 frequent words, after about two minutes of training on two cores."""
     base = tiny()
@@ -160,7 +184,8 @@ def smoke() -> JpegDlmConfig:
     )
 
 
-PRESETS: dict[str, Callable[[], JpegDlmConfig]] = {f.__name__: f for f in (lm1b, owt1024, owt128, captions, tiny, smoke)}
+ALL = (lm1b, owt1024, owt128, captions, keywords, translate, tiny, smoke)
+PRESETS: dict[str, Callable[[], JpegDlmConfig]] = {f.__name__: f for f in ALL}
 
 
 def preset(name: str) -> JpegDlmConfig:

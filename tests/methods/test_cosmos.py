@@ -226,7 +226,7 @@ def test_a_gaussian_is_sampled_with_its_mean_and_variance(monkeypatch):
     """The clean prediction is the posterior mean, which is known for a Gaussian."""
     method, mu, var = build(), 0.5, 0.36
 
-    def posterior_mean(z, t, s=None):
+    def posterior_mean(z, t, *others):
         alpha, sigma = alpha_sigma(t[:, None, None])
         return mu + var * alpha / (alpha**2 * var + sigma**2) * (z - alpha * mu)
 

@@ -59,6 +59,7 @@ class PackedRows:
     """Stands for prepared blocks: documents of sentences, packed as the preset says."""
 
     config: Config
+    source_len = 0
 
     def __post_init__(self) -> None:
         d, found, i = self.config.data, [], 0

@@ -21,7 +21,7 @@ SIZES = JpegDlmModel(
 
 def build(scale=0.2, context=0):
     torch.manual_seed(0)
-    return perturb(DiT(SIZES, context), scale).eval()
+    return perturb(DiT(SIZES, context * N), scale).eval()
 
 
 def inputs(rows=B):

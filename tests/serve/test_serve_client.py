@@ -38,5 +38,11 @@ def test_errors_are_those_of_the_client(client):
         client.completions.create(model="bundled", prompt="", temperature=0.3)
     with pytest.raises(openai.NotFoundError, match="other"):
         client.completions.create(model="other", prompt="")
-    with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="bundled", messages=[{"role": "user", "content": "hello"}])
+    with pytest.raises(openai.UnprocessableEntityError, match="not trained on pairs"):
+        client.completions.create(model="bundled", prompt="", extra_body={"source": "dog beach"})
+
+
+def test_a_chat_continues_the_last_message(client):
+    (expected,) = load(None, "cpu").generate(1, seed=3, prompt="Two dogs")
+    answer = client.chat.completions.create(model="bundled", messages=[{"role": "user", "content": "Two dogs"}], seed=3)
+    assert f"Two dogs{answer.choices[0].message.content}" == expected

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from jpeg_dlm.util.console import Console
 
 SOURCES = "model folders, runs, checkpoints, bundled, or .txt and .jsonl files of texts (default: bundled)"
-TASK = "instead of writing freely, continue held-out prompts or fill in templates made of held-out text"
+TASK = (
+    "instead of writing freely, continue held-out prompts, fill in templates made of held-out text, or write targets of sources"
+)
+CANDIDATES = "with --task pairs: targets of a source, of which the one that agrees most with the others is kept"
 LIKELIHOOD = "perplexity of held-out text under the model itself; without --scorer, nothing is generated or scored"
 DATA = "text, prepared folder or named corpus to compare with (default: the model's training corpus)"
 SCORERS = "smollm2 (downloaded; the default), hf:gpt2-large (the paper's), hf:FOLDER, gguf:FILE"
@@ -42,7 +45,9 @@ def scorer_of(args: argparse.Namespace, device: str, console: Console) -> Scorer
 def add_evaluate_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("sources", nargs="*", type=Path, metavar="CHECKPOINT_OR_SAMPLES", help=SOURCES)
-    add("--task", choices=("write", "continue", "infill"), default="write", help=TASK)
+    add("--task", choices=("write", "continue", "infill", "pairs"), default="write", help=TASK)
+    add("--pairs", dest="task", action="store_const", const="pairs", help="--task pairs: BLEU and others; needs no scorer")
+    add("--candidates", type=whole(1), default=1, metavar="N", help=CANDIDATES)
     add("--context-scale", type=from_zero, default=1.0, metavar="S", help="with --task continue: guidance by the context")
     add("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="evaluation protocol")
     add("-n", type=whole(2), help="texts per seed (default: 256, in the paper's protocols 1024; all of a file)")
@@ -71,7 +76,7 @@ def job_of(args: argparse.Namespace) -> EvaluationJob:
     seeds = tuple(range(args.seed, args.seed + (args.seeds or rules.seeds)))
     sampler, steps, solvers = overrides(args, "sampler"), tuple(args.steps or ()), tuple(args.solver or ())
     request = EvaluationRequest(rules, seeds, args.n, steps, solvers, sampler, args.mauve)
-    scorer = args.scorer or (None if args.likelihood else "smollm2")
+    scorer = args.scorer or (None if args.likelihood or args.task == "pairs" else "smollm2")
     same = {field.name: getattr(args, field.name) for field in fields(EvaluationJob) if field.name not in ("request", "scorer")}
     return EvaluationJob(request=request, scorer=scorer, **same)
 

@@ -23,7 +23,7 @@ UNFINISHED = "�"  # how a tokenizer of bytes shows a character of which only t
 GRIDS = option_choices()["sampler.grid"]
 LENGTH = "of a model with context: write N tokens after the prompt, block after block, or fewer if the text ends"
 CONTEXT_SCALE = "of a model with context: guidance over it; above 1 holds texts closer to what came before (default: 1.0)"
-STRENGTH = "of jpeg-dlm, elf, cosmos: how strongly a prompt, a template or words guide the rest of the text"
+STRENGTH = "of systems with guides: how strongly a prompt, a template or words guide the rest of the text"
 
 # Sampler options that may omit the prefix --sampler.; each method supports some of them.
 SHORTHANDS = ("steps", "solver", "grid", "w", "temperature", "top_k", "top_p")
@@ -32,14 +32,17 @@ SHORTHANDS = ("steps", "solver", "grid", "w", "temperature", "top_k", "top_p")
 def add_generate_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("checkpoint", nargs="?", type=Path, help="model folder, run or checkpoint (default: the bundled model)")
-    add("-n", type=whole(1), default=4, help="number of texts")
+    add("-n", type=whole(1), help="number of texts (default: 4, or 1 for each source)")
     add("--seed", type=whole(0), default=0, help="text i of a seed is the same in any batch")
     add("--prompt", metavar="TEXT", help="how every text begins")
+    add("--source", metavar="TEXT", help="of a model of pairs: what to write the target of")
+    add("--sources", type=Path, metavar="FILE", help="of a model of pairs: a file with a source per line")
+    add("--candidates", type=whole(1), default=1, metavar="N", help="with a source: write N targets, keep the most agreed one")
     add("--template", metavar="TEXT", help="text with holes to fill in: [MASK] is one token, [MASK:5] are five")
     add("--length", type=whole(1), metavar="N", help=LENGTH)
     add("--context-scale", type=from_zero, default=1.0, metavar="S", help=CONTEXT_SCALE)
     add("--stream", action="store_true", help="of a model with context: print each text block by block")
-    add("--contains", type=words, metavar="WORD,WORD", help="of jpeg-dlm, elf, cosmos: words that every text shall contain")
+    add("--contains", type=words, metavar="WORD,WORD", help="of systems with guides: words that every text shall contain")
     add("--strength", type=from_zero, default=1.0, help=STRENGTH)
     add("--steps", type=whole(1), help="sampling steps (default: the model's own)")
     add("--solver", metavar="NAME", help="solver of the sampler (default: the model's own)")
@@ -75,8 +78,33 @@ def run_generate(args: argparse.Namespace) -> None:
     from jpeg_dlm.api import load
 
     model = load(args.checkpoint, args.device, args.backend, args.precision)
+    if args.source is not None or args.sources:
+        write_targets(args, model, options)
+        return
+    args.n = args.n or 4
     is_long = args.length or args.stream or args.context_scale != 1 or (args.prompt is not None and model.context_blocks)
     (write_long if is_long else write_blocks)(args, model, options)
+
+
+def write_targets(args: argparse.Namespace, model: Model, options: dict[str, Any]) -> None:
+    """Write targets of sources."""
+    from jpeg_dlm.text.sources import text_lines
+    from jpeg_dlm.util.files import write_atomic
+
+    for name in ("prompt", "template", "contains", "length", "stream", "watch", "html", "tokens"):
+        if getattr(args, name):
+            raise UsageError(f"--{name} is about texts without a source: leave it out.")
+    lines = [args.source] if args.source is not None else [line.strip() for line in text_lines(args.sources)]
+    sources, n = [line for line in lines if line], args.n or 1
+    began = time.monotonic()
+    texts = model.generate(n, seed=args.seed, batch=args.batch, source=sources, candidates=args.candidates, **options)
+    seconds = time.monotonic() - began
+    pairs = [{"source": sources[i // n], "prediction": text} for i, text in enumerate(texts)]
+    if args.out:
+        write_atomic(args.out, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs), new=True)
+    for pair in [] if args.out else pairs:
+        print(pair["prediction"] if args.source is not None else f"{pair['source']}\t{pair['prediction']}")
+    print(f"{counted(len(texts), 'target')} in {seconds:.1f} s", file=sys.stderr)
 
 
 def write_blocks(args: argparse.Namespace, model: Model, options: dict[str, Any]) -> None:

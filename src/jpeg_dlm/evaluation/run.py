@@ -15,6 +15,7 @@ from jpeg_dlm.api import load
 from jpeg_dlm.evaluation import texts
 from jpeg_dlm.evaluation.cache import DiskCache
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
+from jpeg_dlm.evaluation.pairs import pair_scores
 from jpeg_dlm.evaluation.plots import draw_lengths, draw_sweep
 from jpeg_dlm.evaluation.results import of_models
 from jpeg_dlm.evaluation.scorer import build_scorer
@@ -33,10 +34,11 @@ class EvaluationJob:
 
     request: EvaluationRequest
     sources: Sequence[Path] = ()
-    scorer: str | None = "smollm2"  # None: likelihood alone
+    scorer: str | None = "smollm2"  # None: likelihood or pairs alone
     scorer_precision: str = "auto"
-    task: Literal["write", "continue", "infill"] = "write"
+    task: Literal["write", "continue", "infill", "pairs"] = "write"
     context_scale: float = 1.0
+    candidates: int = 1
     likelihood: bool = False
     likelihood_draws: int = DRAWS
     data: str | None = None
@@ -63,12 +65,16 @@ def claim_folder(out: Path, job: EvaluationJob) -> None:
 def run_job(job: EvaluationJob, cache: DiskCache, device: str, console: Console) -> dict[str, Any]:
     """Evaluate every source of a job, by the scorer and by the models themselves."""
     evaluation: Evaluation | None = None
-    entries, tasks = [], {name: [] for name in ("likelihood", "continue", "infill")}
+    entries, tasks = [], {name: [] for name in ("likelihood", "continue", "infill", "pairs")}
     for source in job_sources(job, device, console):
         if job.likelihood and isinstance(source, ModelSource):
             seed, draws = job.request.seeds[0], job.likelihood_draws
             tasks["likelihood"].append(likelihood_row(source, cache, console, job.request.n, draws, seed))
-        if job.scorer:
+        if job.task == "pairs" and isinstance(source, ModelSource):
+            n, variants = job.request.n or job.request.protocol.n, job.request.variants(source.model.config.sampler)
+            scores = partial(pair_scores, source, cache, console, n, job.request.seeds, candidates=job.candidates)
+            tasks["pairs"] += [scores(sampler=sampler) for sampler in variants]
+        elif job.scorer:
             if evaluation is None:  # only now, so that errors of a source come before the download of a scorer
                 scorer = main_first(partial(build_scorer, job.scorer, device, console, job.scorer_precision))
                 evaluation = Evaluation(scorer, job.request, cache, console)
@@ -98,6 +104,9 @@ def _model_sources(paths: Sequence[Path | None], job: EvaluationJob, device: str
     reference = texts.read_samples(job.reference, texts.REAL) if job.reference else None
     for path, label in zip(paths, texts.names_of(paths), strict=True):
         model = load(path, device)
+        pairs = model.config.data.source_len > 0
+        if job.task == "pairs" and not pairs:
+            raise UsageError(f"'{label}' reads no sources: --task pairs needs models that were trained with --data.source-len.")
         for variant in job.request.variants(model.config.sampler):
             model.sampler_options(**variant)  # rejects wrong options early
         for option, values in (("steps", job.request.steps), ("solver", job.request.solvers)):
@@ -105,7 +114,9 @@ def _model_sources(paths: Sequence[Path | None], job: EvaluationJob, device: str
                 console.say(f"{label} has no --{option}: it is evaluated without it.")
         unmeasured = job.likelihood and not job.scorer and not has_likelihood(model.method)
         unprepared = not texts.is_prepared(Path(job.data or model.config.data.source))
-        heldout = None if unmeasured or (reference and unprepared) else texts.heldout_blocks(model, job.data, console)
+        heldout = (
+            None if unmeasured or (reference and unprepared and not pairs) else texts.heldout_blocks(model, job.data, console)
+        )
         yield ModelSource(model, label, job.batch, heldout, reference)
 
 

@@ -24,6 +24,9 @@ INFILL = ("model", "sampler", "seed", *(Column(name, 1, percent=True) for name i
 AFTER_PROMPT = (Column("perplexity given its prompt", 1), Column("95% interval", 1), Column("given another prompt", 1))
 CONTINUATION = ("text", "sampler", "seed", *AFTER_PROMPT, MAUVE, REPEATED)
 RATES = (Column("nats/token", 4), Column("bits/character", 4), Column("unigram perplexity", 2))
+BLEU = (Column("BLEU", 1), Column("95% interval", 1), Column("chrF", 1), Column("ROUGE-L", 1), Column("exact", 1, percent=True))
+CONTROLS = (Column("BLEU against another source's references", 1), Column("BLEU between seeds", 1))
+PAIRS = ("model", "sampler", *BLEU, *CONTROLS, "evaluations", Column("texts/s", 2))
 LIKELIHOOD = ("model", Column("perplexity", 2), "", Column("95% interval", 2), *RATES)
 
 
@@ -32,6 +35,7 @@ def evaluation_tables(result: Mapping[str, Any]) -> list[Table]:
     tables = [texts_table(result)] if result["entries"] else []
     tables += [continuation_table(rows, result["scorer"])] if (rows := result.get("continue")) else []
     tables += [infill_table(rows, result["scorer"])] if (rows := result.get("infill")) else []
+    tables += [pairs_table(rows)] if (rows := result.get("pairs")) else []
     return tables + ([likelihood_table(rows)] if (rows := result.get("likelihood")) else [])
 
 
@@ -149,6 +153,18 @@ def continuation_table(rows: Sequence[Mapping[str, Any]], scorer: str) -> Table:
             mauve = row["mauve"].get("mauve") if kind == "written" else None
             cells.append([*head, *_perplexity(row["scores"][kind]), elsewhere, mauve, row["repetition"][kind]])
     return Table.of(f"Continuation of held-out text, scored by {scorer}.", CONTINUATION, cells)
+
+
+def pairs_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a row for each model and sampler."""
+    figures = ("chrf", "rouge_l", "exact", "bleu_other_references", "self_bleu", "evaluations", "texts_per_second")
+    cells = []
+    for row in rows:
+        sampler = row["sampler_label"] + (f", best of {row['candidates']}" if row["candidates"] > 1 else "")
+        name = _named(row["name"], row["title"], f"{len(row['seeds'])} x {counted(row['n'], 'source')}")
+        cells.append([name, sampler, row["bleu"], (row["bleu_low"], row["bleu_high"]), *map(row.get, figures)])
+    head = "Targets of held-out sources against all references of these; the interval is over sources, evaluations per target."
+    return Table.of(head, PAIRS, cells)
 
 
 def _perplexity(score: Mapping[str, float]) -> list[Cell]:

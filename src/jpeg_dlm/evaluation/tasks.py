@@ -21,11 +21,12 @@ from jpeg_dlm.evaluation.metrics import TextScore, perplexity, perplexity_interv
 from jpeg_dlm.evaluation.scorer import Scorer
 from jpeg_dlm.evaluation.texts import ModelSource, SourceTexts, batches
 from jpeg_dlm.flow.guidance import keep_fixed
-from jpeg_dlm.methods.base import FREE, Batch, Method, require_capability
+from jpeg_dlm.methods.base import FREE, Method, require_capability
 from jpeg_dlm.options import to_dict
 from jpeg_dlm.sampling.prompts import FixedTokenCounter
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.packing import RowLayout
+from jpeg_dlm.training.data import batch_of
 from jpeg_dlm.util.console import Console
 from jpeg_dlm.util.distributed import shared
 from jpeg_dlm.util.errors import DataError, counted
@@ -319,8 +320,7 @@ def row_nats(
 
     def score(rows: range) -> tuple[np.ndarray, np.ndarray]:
         nats, tokens = np.zeros(len(rows)), np.zeros(len(rows))
-        tokens_BL = blocks.rows(rows).to(device)
-        examples = Batch(tokens_BL, blocks.mask(tokens_BL))
+        examples = batch_of(blocks, rows, device, joined=method.sources == "before")
         for draw in range(draws):
             noise = RowNoise(seed, [draws * row + draw for row in rows], 0, device, draws)
             likelihood = method.likelihood(examples, noise)

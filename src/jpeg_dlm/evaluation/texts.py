@@ -96,14 +96,17 @@ class ModelSource:
             "sampler": to_dict(self.model.sampler_options(**sampler)),
             "dtype": self.model.dtype,
             "device": self.model.method.device.type,
+            **({"sources": self.blocks.fingerprint} if self.model.config.data.source_len else {}),
         }
 
     def write(self, run: int, n: int | None, sampler: dict[str, Any], specials: bool) -> SourceTexts:
-        """Return the texts of a run."""
+        """Return the texts of a run; those of a model of pairs are targets of the sources of held-out rows, in order."""
 
         def sample(rows: range) -> tuple[Tensor, float]:
+            pairs = self.model.config.data.source_len > 0
+            source = self.blocks.sources([row % len(self.blocks) for row in rows]) if pairs else None
             began = time.perf_counter()
-            tokens = self.model.sample(len(rows), seed=run, first=rows.start, batch=self.batch, **sampler)
+            tokens = self.model.sample(len(rows), seed=run, first=rows.start, batch=self.batch, source=source, **sampler)
             return tokens, time.perf_counter() - began
 
         parts, seconds = zip(*shared(batches(n or 1, self.batch), sample), strict=True)
@@ -277,7 +280,8 @@ def heldout_blocks(model: Model, source: str | None, console: Console) -> Blocks
         folder = cache_dir() / "prepared" / f"{folder.name}-{data.token_len}-{key[:16]}"
         on_main(lambda: prepare(data, folder, console, model.tokenizer))
     blocks = Blocks(folder, "heldout")
-    if (blocks.index["tokenizer"], blocks.token_len) != (model.tokenizer.fingerprint, data.token_len):
+    sizes = (blocks.token_len, blocks.source_len)
+    if (blocks.index["tokenizer"], *sizes) != (model.tokenizer.fingerprint, data.token_len, data.source_len):
         raise DataError(f"'{folder}' was prepared for another model: name the text itself with --data.")
     blocks.verify()
     return blocks

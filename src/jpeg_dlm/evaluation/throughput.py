@@ -20,6 +20,8 @@ from jpeg_dlm.config import Config
 from jpeg_dlm.evaluation.paper import paper_figures
 from jpeg_dlm.evaluation.table import Column, Table
 from jpeg_dlm.flow.sampler import TextSampler
+from jpeg_dlm.methods.base import Batch
+from jpeg_dlm.methods.sources import sample
 from jpeg_dlm.options import to_dict
 from jpeg_dlm.util.rng import RowNoise
 
@@ -32,6 +34,7 @@ class Subject:
     method: TextSampler
     config: Config
     origin: str
+    source: Batch | None = None  # of pairs, one for each text of a batch
 
 
 def measure(
@@ -98,7 +101,7 @@ def _seconds(subject: Subject, batch: int, round_: int, clock: Callable[[], floa
     noise = RowNoise(0, range(round_ * batch, (round_ + 1) * batch), 0, device)
     wait()
     began = clock()
-    subject.method.sample(subject.config.sampler, noise)
+    sample(subject.method, subject.config.sampler, noise, source=subject.source)
     wait()
     return clock() - began
 

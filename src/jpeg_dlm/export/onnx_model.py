@@ -93,6 +93,8 @@ def exportable(parts: ModelParts) -> JpegDlm:
     method = parts.method
     if not isinstance(method, JpegDlm) or type(method).greedy is not JpegDlm.greedy:
         raise UsageError(f"Only jpeg-dlm has an ONNX form, not {parts.config.method}: use the torch backend.")
+    if parts.config.data.source_len:
+        raise UsageError("A model of pairs has no ONNX form, as its encoder reads sources: use the torch backend.")
     return method
 
 

@@ -20,7 +20,7 @@ from jpeg_dlm.flow.path import make_grid
 from jpeg_dlm.util.rng import RowNoise
 
 # Kinds of requests that a sampler of text takes; `methods.base.require_capability` refuses the others.
-Capability = Literal["prompts", "templates", "guides", "edits", "long text"]
+Capability = Literal["prompts", "templates", "guides", "edits", "long text", "sources"]
 
 # Called at each step of a sampler with the step, their number, the time, and a function that decodes the current prediction.
 Watch = Callable[[int, int, float, Callable[[], Tensor]], None]

@@ -143,7 +143,7 @@ class Ar(DditMethod):
     @torch.no_grad()
     def sample(self, sampler: ArSampler, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None) -> Tensor:
         """Sample exactly L tokens per row; an end token does not stop a row."""
-        B, L = len(noise.rows), self.config.data.token_len
+        B, L = len(noise.rows), self.config.data.row_len
         if fixed_BL is None:
             fixed_BL = torch.full((B, L), FREE, device=noise.device)
         if self.unpredicted:

@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ class Batch:
     features_BLF: Tensor | None = None
     before: Batch | None = None
     present_BK: Tensor | None = None
+    source: Batch | None = None  # of pairs, for methods that read it beside the row
+    source_len: int = 0  # of pairs, for the others: tokens at the beginning of rows that are not noised and have no loss
     # Real tokens at each position of an average micro-batch of the optimizer step; None: of this batch.
     step_counts_L: Tensor | None = None
 
@@ -70,6 +72,14 @@ class Batch:
     def _mean_count(self, mask_BL: Tensor, first: int = 0) -> Tensor:
         counts = all_mean(mask_BL.float().sum()) if self.step_counts_L is None else self.step_counts_L[first:].sum()
         return counts.clamp_min(1)
+
+    def joined(self) -> Batch:
+        """Return rows with their sources before them, of which only the targets are real tokens."""
+        if self.source is None:
+            return self
+        tokens_BL = torch.cat([self.source.tokens_BL, self.tokens_BL], 1)
+        mask_BL = torch.cat([torch.zeros_like(self.source.real_BL), self.real_BL], 1)
+        return Batch(tokens_BL, mask_BL, source_len=self.source.tokens_BL.shape[1])
 
     def accuracy(self, tokens_BL: Tensor) -> Tensor:
         """Return the share of real tokens that equal these, which may be of the first rows only."""
@@ -146,6 +156,7 @@ class Trainable(nn.Module, ABC):
     groups: ClassVar[dict[str, type]]  # classes of the options `model`, `objective` and `sampler`
     rate_group: ClassVar[str] = "flow"  # key of the learning rate in the config, unless `parameter_groups` says otherwise
     uses_encoder: ClassVar[bool] = False  # whether `__init__` takes a frozen text encoder after the config
+    sources: ClassVar[Literal["none", "beside", "before"]] = "none"  # of pairs: `Batch.source`, or tokens before rows
     uses_context: ClassVar[bool] = False  # whether `model.context_blocks` rows before each row are given in a batch
     learns_latents: ClassVar[bool] = False  # whether evaluations measure its latents
     has_phases: ClassVar[bool] = False  # whether training ends in another way than it begins, after a share of its steps
@@ -255,6 +266,7 @@ def encoder_stage(config: Config) -> Config:
 class Method(Trainable):
     """A generative model of token rows: it also writes."""
 
+    config: Config
     supports: frozenset[Capability] = frozenset()  # requests that `sample` fulfils
     exact_likelihood: ClassVar[bool] = False  # whether `likelihood` is the model's own, not a bound with random times
     signature: ClassVar[CheckpointSignature | None] = None  # of the authors' checkpoints that `config_of` reads
@@ -272,10 +284,12 @@ class Method(Trainable):
         watch: Watch | None = None,
         fixed_BL: Tensor | None = None,
         guidance: Guidance | None = None,
+        source: Batch | None = None,
     ) -> Tensor:
         """Write token ids (B, L), a row for each of the noise; `fixed_BL` holds ids to keep and FREE elsewhere.
 
-        `guidance` is passed only to methods that support guides or edits; the others may leave it out of their signature.
+        `guidance` is passed only to methods that support guides or edits, and `source` to those that read sources beside rows;
+        the others may leave them out of their signature.
         """
 
     def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood | None:

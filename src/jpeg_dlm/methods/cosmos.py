@@ -27,6 +27,7 @@ from jpeg_dlm.methods.discrete import CE_CHUNK
 from jpeg_dlm.methods.jpeg_dlm_config import CodecSizes
 from jpeg_dlm.methods.layout import copy_tensors
 from jpeg_dlm.methods.regularizers import VARIANCE_FLOOR, Standardization
+from jpeg_dlm.nn.dit import Context
 from jpeg_dlm.nn.perceiver import Compressor, Decompressor
 from jpeg_dlm.nn.token_loss import most_probable, token_nll
 from jpeg_dlm.nn.unet_transformer import UNetTransformer
@@ -117,6 +118,7 @@ class CosmosCodec(Trainable):
     groups = GROUPS
     rate_group = "codec"
     uses_encoder = True
+    sources = "beside"  # it is of targets alone
 
     def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
         super().__init__()
@@ -199,13 +201,14 @@ class Cosmos(Standardization, Method):
     groups = GROUPS
     uses_encoder = True
     learns_latents = True
+    sources = "beside"
     supports = GUIDE
 
     def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
         super().__init__()
         self.config, self.encoder = config, encoder
         self.codec = Codec(config).requires_grad_(False)
-        self.network = UNetTransformer(config.model)
+        self.network = UNetTransformer(config.model, config.encoder.feature_dim if config.data.source_len else 0)
         self.start_statistics(config.model.latent_len, config.model.latent_dim)
         self.loss_weights = {"x0": 1.0}
 
@@ -257,11 +260,11 @@ class Cosmos(Standardization, Method):
         t = T_MIN + (1 - T_MIN) * noise.uniform("time")
         alpha, sigma = alpha_sigma(per_row(t, z_0))
         z_t = alpha * z_0 + sigma * noise.normal("latent", *z_0.shape[1:])
-        s = None
+        s, source = None, self.source_context(batch.source)
         if noise.shared_coin("self_condition", SC_PROB):
             with torch.no_grad():
-                s = self.network(z_t, t, None)
-        return {"x0": F.mse_loss(self.network(z_t, t, s), z_0)}
+                s = self.network(z_t, t, None, source)
+        return {"x0": F.mse_loss(self.network(z_t, t, s, source), z_0)}
 
     # ------------------------------------------------------------ sampling
 
@@ -273,21 +276,23 @@ class Cosmos(Standardization, Method):
         watch: Watch | None = None,
         fixed_BL: Tensor | None = None,
         guidance: Guidance | None = None,
+        source: Batch | None = None,
     ) -> Tensor:
         """Run Euler steps of the reverse SDE from noise or a text, self-conditioned; the last step adds no noise.
 
         `watch` sees what the latents themselves decode to.
         """
+        context = self.source_context(source)
         guided, draw = guided_decoder(self.logits, fixed_BL, guidance), noise.streams("sample")
         mean, std, x0, begin = torch.zeros(()), 1.0, None, 1.0
-        if guidance and (source := guidance.source):
-            begin = vp_time(source.noise / source.time) if source.time else 1.0
+        if guidance and (edit := guidance.source):
+            begin = vp_time(edit.noise / edit.time) if edit.time else 1.0
             alpha, std = alpha_sigma_at(begin) if begin > T_END else (1.0, 0.0)
-            mean = alpha * source.clean(self.logits)
+            mean = alpha * edit.clean(self.logits)
         times = torch.linspace(begin, T_END, sampler.steps + 1, dtype=torch.float64).tolist() if begin > T_END else []
         for step, (t, after) in enumerate(pairwise(times)):
             z = mean + std * draw.normal(*self.latent_mean.shape)
-            x0 = self.network(z, per_sample(t, z), x0)
+            x0 = self.network(z, per_sample(t, z), x0, context)
             alpha, sigma = alpha_sigma_at(t)
             linear_time = alpha / (alpha + sigma)  # at which the linear path has the same ratio of noise and signal
             x0 = guided.nudge(x0, linear_time) if guided else x0
@@ -300,6 +305,10 @@ class Cosmos(Standardization, Method):
         return keep_fixed(tokens, fixed_BL)
 
     # ------------------------------------------------------------ the codec
+
+    def source_context(self, source: Batch | None) -> Context | None:
+        """Return the features of sources, which the network reads."""
+        return None if source is None else Context(self.features(source), source.real_BL)
 
     def latents(self, batch: Batch) -> Tensor:
         """Encode clean text to unstandardized latents."""

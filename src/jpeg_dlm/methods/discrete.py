@@ -89,6 +89,7 @@ class DditMethod(Method):
     """A system on the shared transformer."""
 
     supports = FILL
+    sources = "before"
     tokenizer: ClassVar[str] = ""  # at the paper's sizes, if it is not that of the comparison
 
     @classmethod
@@ -191,6 +192,11 @@ def training_times(noise: RowNoise, objective: DiscreteObjective) -> Tensor:
 def sampling_times(steps: int) -> Tensor:
     """Return evenly spaced times from 1 down to the last time (MDLM, SEDD, Duo), in float64."""
     return torch.linspace(1, T_MIN_SAMPLING, steps + 1, dtype=torch.float64)
+
+
+def with_source(noisy: Tensor, clean: Tensor) -> Tensor:
+    """Return noisy rows (B, L, ...) whose first positions are those of a clean source (B, S, ...)."""
+    return torch.cat([clean, noisy[:, clean.shape[1] :]], 1) if clean.shape[1] else noisy
 
 
 def reduce_loss(nll_BL: Tensor, batch: Batch, reduction: str, first: int = 0) -> Tensor:

@@ -37,6 +37,7 @@ from jpeg_dlm.methods.discrete import (
     reduce_loss,
     sampling_times,
     training_times,
+    with_source,
 )
 from jpeg_dlm.nn.ddit import DDiT
 from jpeg_dlm.nn.token_loss import in_parts
@@ -125,7 +126,7 @@ class Duo(DditMethod):
         o: DuoObjective = self.config.objective
         t_B = training_times(noise, o).double()
         corrupt = self.gaussian_noised if self.in_curriculum(noise.step) else self.noised
-        nats_BL = self.nelbo(batch.tokens_BL, corrupt(batch.tokens_BL, t_B, noise))
+        nats_BL = self.nelbo(batch.tokens_BL, self.beginning_clean(corrupt(batch.tokens_BL, t_B, noise), batch))
         return {"nelbo": reduce_loss(nats_BL, batch, o.reduction).float()}
 
     def in_curriculum(self, step: int) -> bool:
@@ -154,6 +155,12 @@ class Duo(DditMethod):
         x_t = w_BLK.argmax(-1)
         return Noised(x_t, w_BLK.div_(self.config.objective.tau).softmax(-1), alpha_B, (high - low) * slope_B)
 
+    def beginning_clean(self, noised: Noised, batch: Batch) -> Noised:
+        """Return rows whose sources have no noise."""
+        source_BS = batch.tokens_BL[:, : batch.source_len]
+        seen = source_BS if noised.seen.ndim == 2 else F.one_hot(source_BS, self.ids).to(noised.seen)
+        return replace(noised, x_t_BL=with_source(noised.x_t_BL, source_BS), seen=with_source(noised.seen, seen))
+
     def nelbo(self, x0_BL: Tensor, noised: Noised) -> Tensor:
         """Return nats at every position (B, L), per unit of time, in float64."""
         alpha_B1, dalpha_B1 = noised.alpha_B[:, None], noised.dalpha_B[:, None]
@@ -175,7 +182,7 @@ class Duo(DditMethod):
         the vocabularies of the paper. Below T_MIN_SAMPLING the integrand is taken as constant.
         """
         t_B = noise.stratified("time").double().clamp_min(T_MIN_SAMPLING)
-        nats_BL = self.nelbo(batch.tokens_BL, self.noised(batch.tokens_BL, t_B, noise))
+        nats_BL = self.nelbo(batch.tokens_BL, self.beginning_clean(self.noised(batch.tokens_BL, t_B, noise), batch))
         return Likelihood.over(nats_BL + prior_divergence(self.schedule.eps, self.ids), batch.real_BL)
 
     # ------------------------------------------------------------ sampling
@@ -184,7 +191,7 @@ class Duo(DditMethod):
     def sample(
         self, sampler: DuoSampler, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None
     ) -> Tensor:
-        streams, length = noise.streams("sample"), self.config.data.token_len
+        streams, length = noise.streams("sample"), self.config.data.row_len
         x_BL = keep_fixed(self.uniform_ids(streams.uniform(length)), fixed_BL)
         grid, last_id = F.pad(sampling_times(sampler.steps), (0, 1)), self.config.data.vocab_size - 1
         for k, (alpha_t, alpha_s) in enumerate(pairwise(self.schedule.alpha(grid).tolist())):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from jpeg_dlm.config import Config
@@ -23,11 +24,22 @@ KEEP_WEIGHT = 0.2  # weight of predicting the others, which preserves token iden
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1  # of the chosen tokens; the remaining tenth is unchanged (BERT)
 
 
+def paired(batch: Batch, source: Batch, alone: bool) -> Batch:
+    """Return rows of sources and targets: both in one, so that a word is guessed from its translation, or half of them each."""
+    if not alone:
+        return Batch(batch.joined().tokens_BL, torch.cat([source.real_BL, batch.real_BL], 1))
+    half, size = len(batch.tokens_BL) // 2, max(source.tokens_BL.shape[1], batch.tokens_BL.shape[1])
+    sides = (source.tokens_BL[:half], batch.tokens_BL[half:]), (source.real_BL[:half], batch.real_BL[half:])
+    tokens_BL, mask_BL = (torch.cat([F.pad(x, (0, size - x.shape[1])) for x in side]) for side in sides)
+    return Batch(tokens_BL, mask_BL)
+
+
 class EncoderPretraining(Trainable):
     """Masked language modeling of a trainable `SmallEncoder`, as a method."""
 
     title = "text encoder"
     groups = GROUPS  # those of the methods that its runs are part of
+    sources = "beside"
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -50,6 +62,8 @@ class EncoderPretraining(Trainable):
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         """Return the mean cross-entropy of chosen tokens ('masked') and of the other real tokens ('kept')."""
+        if batch.source is not None:
+            batch = paired(batch, batch.source, alone=noise.step % 2 == 0)
         seen_BL, chosen_BL = self.corrupt(batch.tokens_BL, batch.mask_BL, noise)
         nll_BL = token_nll(self.model.logits, self.model.hidden(seen_BL, batch.mask_BL), batch.tokens_BL)
         chosen = {"masked": chosen_BL, "kept": batch.real_BL & ~chosen_BL}

@@ -18,7 +18,7 @@ from jpeg_dlm.config import Config, opt
 from jpeg_dlm.flow.path import per_row
 from jpeg_dlm.methods.argmax_noise import TimeMap
 from jpeg_dlm.methods.base import Batch, CheckpointSignature, Watch
-from jpeg_dlm.methods.discrete import CE_CHUNK, DIFFUSION_TENSORS, DditMethod, DditSampler, ExtendedDdit
+from jpeg_dlm.methods.discrete import CE_CHUNK, DIFFUSION_TENSORS, DditMethod, DditSampler, ExtendedDdit, with_source
 from jpeg_dlm.nn.ddit import DDiT
 from jpeg_dlm.nn.token_loss import token_nll
 from jpeg_dlm.util.rng import RowNoise
@@ -61,7 +61,9 @@ class Flm(DditMethod):
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         tau_B = noise.stratified("time").float()
-        states = self.backbone.states(self.noisy(batch.tokens_BL, self.times(tau_B), noise), tau_B)
+        z_BLV = self.noisy(batch.tokens_BL, self.times(tau_B), noise)
+        z_BLV = with_source(z_BLV, F.one_hot(batch.tokens_BL[:, : batch.source_len], self.ids).to(z_BLV))
+        states = self.backbone.states(z_BLV, tau_B)
         nll_BL = token_nll(self.backbone.head, states, batch.tokens_BL, self.config.objective.ce_chunk)
         return {"ce": batch.token_mean(nll_BL)}
 
@@ -81,11 +83,13 @@ class Flm(DditMethod):
     def sample(
         self, sampler: DditSampler, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None
     ) -> Tensor:
-        """Integrate from noise to tokens, with given ones certain."""
-        z, steps = noise.normal("sample", self.config.data.token_len, self.ids), sampler.steps
+        """Integrate from noise to tokens, with given ones certain and those of a source never noisy."""
+        z, steps = noise.normal("sample", self.config.data.row_len, self.ids), sampler.steps
         taus = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device=z.device)
         t = self.times(taus)
-        p = z
+        p, source_len = z, self.config.data.source_len
+        if fixed_BL is not None:  # a step is a mixture of z and p, both of which are then certain of the source
+            z = with_source(z, F.one_hot(fixed_BL[:, :source_len], self.ids).to(z))
         for k in range(steps):
             p = self.denoise(z, taus[k].expand(len(z)).to(z.dtype))
             if fixed_BL is not None:

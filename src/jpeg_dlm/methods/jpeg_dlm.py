@@ -151,7 +151,10 @@ class JpegDlm(JpegDlmNetworks):
         guidance: Guidance | None = None,
         context: Context | None = None,
         context_scale: float = 1.0,
+        source: Batch | None = None,
     ) -> Tensor:
+        if source is not None:
+            context, context_scale = self.source_context(source), sampler.source_scale
         denoise = partial(self.denoise, context=context, context_scale=context_scale)
         return sample(self, sampler, noise, watch, fixed_BL, guidance, denoise)
 

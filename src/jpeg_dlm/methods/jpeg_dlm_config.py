@@ -47,13 +47,17 @@ class JpegDlmModel(DitSizes, CodecSizes):
     decode_residual: bool = opt(False, "z_hat = z_c + head in the decode branch: helps small budgets, not in the paper")
     denoise_skip: bool = opt(False, "x = c_skip(t) z_t + c_out(t) head, after EDM: helps small budgets, not in the paper")
     context_blocks: int = opt(0, "blocks before in a document whose latents the DiT sees (not in the paper)", ge=0, le=1000)
+    source: Literal["features", "latents"] = opt("features", "what the DiT sees of a pair's source (not in the paper)")
 
     def checks(self, config: Config) -> Checks:
         d = config.data
         several = not self.context_blocks or (d.packing == "padded" and not d.whole and not d.frame)
         remedy = "use --data.packing padded without data.whole and data.frame"
         context = (several, f"model.context_blocks needs documents of several rows: {remedy}")
-        return [*codec_checks(self, d.token_len), *super().checks(config), context]
+        both = (not (self.context_blocks and d.source_len), "model.context_blocks and data.source_len exclude each other")
+        same = self.source == "features" or d.source_len in (0, d.token_len)
+        latents = (same, "model.source latents needs data.source_len to be data.token_len: one codec compresses both")
+        return [*codec_checks(self, d.token_len), *super().checks(config), context, both, latents]
 
 
 @dataclass(frozen=True)
@@ -94,16 +98,17 @@ class SamplerConfig:
     grid: Literal["quantile", "random", "uniform"] = opt("quantile", "placement of the K+1 times (released)")
     w: float = opt(3.0, "self-conditioning guidance scale (paper: 3 on LM1B and OWT-128, 2 on OWT-1024)", gt=0, le=1000)
     gamma: float = opt(1.5, "distance that 'sde' goes back in time, in steps (ELF: 1.5 at 32 steps, 2 at 8)", ge=0, le=1000)
+    source_scale: float = opt(1.0, "guidance over the source of a pair; 1 is none (ELF: 2)", ge=0, le=1000)
     grid_mean: float = opt(-1.5, "mean of logit(t) of the grid (released)", ge=-100, le=100)
     grid_std: float = opt(0.8, "deviation of logit(t) of the grid (released)", gt=0, le=100)
 
     def label(self) -> str:
         """Return the name in tables."""
-        return f"{self.steps} {self.solver} steps"
+        return f"{self.steps} {self.solver} steps" + (f", scale {self.source_scale:g}" if self.source_scale != 1 else "")
 
     def evaluations(self, token_len: int) -> int:
-        """Return the network evaluations of one sample: K steps and the decode evaluation."""
-        return self.steps + 1
+        """Return the network evaluations of one sample: K steps, twice if the source guides, and the decode evaluation."""
+        return self.steps * (1 if self.source_scale == 1 else 2) + 1
 
 
 JpegDlmConfig = Config[JpegDlmModel, JpegDlmObjective, SamplerConfig]

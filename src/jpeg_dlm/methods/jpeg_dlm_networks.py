@@ -38,6 +38,7 @@ from jpeg_dlm.util.distributed import all_mean
 from jpeg_dlm.util.rng import RowNoise
 
 STATISTICS_MOMENTUM = 0.99  # of the latent statistics (paper)
+SOURCE_DROP = 0.1  # share of rows that are trained without their source (ELF)
 CONTEXT_DROP = 0.15  # share of rows that are trained without their context (assumed)
 
 
@@ -59,6 +60,7 @@ class JpegDlmNetworks(Standardization, Method):
     signature = CheckpointSignature(not_in_tensors=(), preset="lm1b")
     uses_encoder = True
     uses_context = True
+    sources = "beside"
     learns_latents = True
     supports = GUIDE_LONG
 
@@ -69,10 +71,12 @@ class JpegDlmNetworks(Standardization, Method):
         length, width = config.data.token_len, config.encoder.feature_dim
         self.config = config
         self.supports = GUIDE_LONG if m.context_blocks else GUIDE
+        reads_features = config.data.source_len and m.source == "features"
+        sources = config.data.source_len if reads_features else m.latent_len if config.data.source_len else 0
         self.encoder = encoder
         self.compressor = Compressor(m, length, width)
         self.target = copy.deepcopy(self.compressor).requires_grad_(False)
-        self.dit = DiT(m, m.context_blocks)
+        self.dit = DiT(m, sources or m.context_blocks * m.latent_len, width if reads_features else 0)
         self.predictor = None if m.shared else DiT(m)  # the 'sep. nets' ablation; decoding has no context
         if self.predictor is not None:
             # The unused heads never run, and distributed training would wait for their gradients forever.
@@ -175,6 +179,11 @@ class JpegDlmNetworks(Standardization, Method):
 
         Before the beginning of a text latents are zero; a dropped context is not present, as it may be anything.
         """
+        if batch.source is not None:
+            context = self.source_context(batch.source)
+            draws = self.config.objective.flow_draws
+            kept = (noise.uniform("context_drop") >= SOURCE_DROP)[:, None]
+            return Context(context.z_BCD.repeat(draws, 1, 1), context.present_BC.repeat(draws, 1) & kept)
         if batch.before is None or batch.present_BK is None:
             return None
         z_BKND = self.encode(batch.before).view(*batch.present_BK.shape, *self.latent_shape)
@@ -182,6 +191,14 @@ class JpegDlmNetworks(Standardization, Method):
         z_BCD = z_BCD.repeat(self.config.objective.flow_draws, 1, 1)
         kept = noise.uniform("context_drop") >= CONTEXT_DROP
         return Context(z_BCD, kept[:, None].expand(z_BCD.shape[:2]))
+
+    @torch.no_grad()
+    def source_context(self, source: Batch) -> Context:
+        """Return what the network reads of sources: their features, or their latents."""
+        if self.config.model.source == "features":
+            return Context(self.features(source), source.real_BL)
+        z_BND = self.encode(source)
+        return Context(z_BND, torch.ones_like(z_BND[..., 0], dtype=torch.bool))
 
     # ------------------------------------------------------------ files
 

@@ -19,7 +19,7 @@ from jpeg_dlm.config import LARGEST_STEPS, Config, logit_rows, opt
 from jpeg_dlm.flow.guidance import keep_fixed
 from jpeg_dlm.flow.path import per_row
 from jpeg_dlm.methods.base import Batch, CheckpointSignature, ParameterGroup, Watch, rounded_up_share
-from jpeg_dlm.methods.discrete import CE_CHUNK, DIFFUSION_TENSORS, PAPER_TOKENIZERS, DditMethod, DditSampler
+from jpeg_dlm.methods.discrete import CE_CHUNK, DIFFUSION_TENSORS, PAPER_TOKENIZERS, DditMethod, DditSampler, with_source
 from jpeg_dlm.nn.ddit import DDiT, DditConfig
 from jpeg_dlm.nn.layers import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll
@@ -164,8 +164,9 @@ class LangFlow(DditMethod):
         clean_BLH = F.embedding(batch.tokens_BL, E)
         alpha, sigma = alpha_sigma(per_row(gamma_B, clean_BLH))
         z_BLH = alpha * clean_BLH + sigma * noise.normal("state", *clean_BLH.shape[1:])
+        z_BLH = with_source(z_BLH, clean_BLH[:, : batch.source_len])
         skip = self.skip_weight(noise.step)
-        x_BLH = self.self_condition(z_BLH, gamma_B, E, skip, noise)
+        x_BLH = self.self_condition(z_BLH, gamma_B, E, skip, noise, batch.source_len)
         states = self.states(z_BLH, gamma_B, x_BLH, skip)
         nll_BL = token_nll(lambda s: self.logits(s, E), states, batch.tokens_BL, self.config.objective.ce_chunk)
         real_BL = batch.real_BL
@@ -177,13 +178,15 @@ class LangFlow(DditMethod):
         return ((nll_B - self.proposal.predicted_loss(gamma_B)) ** 2).mean()
 
     @torch.no_grad()
-    def self_condition(self, z_BLH: Tensor, gamma_B: Tensor, E: Tensor, skip: float, noise: RowNoise) -> Tensor:
-        """Return a first prediction for some of the rows, zeros for the others."""
+    def self_condition(
+        self, z_BLH: Tensor, gamma_B: Tensor, E: Tensor, skip: float, noise: RowNoise, source_len: int
+    ) -> Tensor:
+        """Return a first prediction for some of the rows, zeros for the others; a source is known, as in sampling."""
         x_BLH = torch.zeros_like(z_BLH)
         _, rows = chosen_rows(noise.coins("self_condition", self.config.objective.sc_prob), z_BLH.device)
         if len(rows):
             states = self.states(z_BLH[rows], gamma_B[rows], x_BLH[rows], skip)
-            x_BLH[rows] = self.guess(states, E)[0]
+            x_BLH[rows] = with_source(self.guess(states, E)[0], z_BLH[rows, :source_len])
         return x_BLH
 
     def skip_weight(self, step: int) -> float:
@@ -243,12 +246,14 @@ class LangFlow(DditMethod):
         self, sampler: DditSampler, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None
     ) -> Tensor:
         """Integrate from noise to tokens, each evaluation conditioned on the previous one; given tokens are predicted."""
-        z, steps = noise.normal("sample", self.config.data.token_len, self.config.model.hidden), sampler.steps
+        z, steps = noise.normal("sample", self.config.data.row_len, self.config.model.hidden), sampler.steps
         E = self.backbone.embeddings()
+        source = z[:, :0] if fixed_BL is None else F.embedding(fixed_BL[:, : self.config.data.source_len], E)
         q = torch.linspace(1 - CUTOFF, CUTOFF, steps, dtype=torch.float64)
         gammas = self.proposal.quantile(q.to(z.device)).tolist()
         x, tokens = torch.zeros_like(z), torch.empty(0)
         for k, gamma in enumerate(gammas):
+            z = with_source(z, source)
             x, tokens = self.guess(self.states(z, z.new_full((len(z),), gamma), x), E)
             if fixed_BL is not None:
                 tokens = keep_fixed(tokens, fixed_BL)

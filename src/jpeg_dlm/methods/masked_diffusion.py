@@ -119,6 +119,7 @@ class MaskedDiffusion(DditMethod):
         o, host = self.config.objective, noise.on_host  # the host has to know how many tokens are masked
         t_B = training_times(host, o)
         masked_BL = host.uniform("mask", batch.tokens_BL.shape[1]) < 1 - self.schedule.alpha(t_B)[:, None]
+        masked_BL[:, : batch.source_len] = False
         _, places_N = chosen_rows(masked_BL.flatten().numpy(), noise.device)
         t_B = on_device(t_B, noise.device)
         weight_B = self.schedule.dsigma(t_B) / self.schedule.sigma(t_B).expm1()  # 1 / t
@@ -142,11 +143,11 @@ class MaskedDiffusion(DditMethod):
         numbers: this pair has density n / L times that of the integral, hence the weight L / n. Shares above 1 - eps, which
         the schedule never reaches, are passed to the network as t = 1. Padding is noised like text but does not count.
         """
-        x0_BL = batch.tokens_BL
-        length = x0_BL.shape[1]
+        x0_BL, first = batch.tokens_BL, batch.source_len
+        length = x0_BL.shape[1] - first  # of the target, as a source is never masked
         u_BL, order_BL = noise.uniform("mask", length).sort(1)
         n_B1 = (noise.stratified("time") * length).long().clamp_max(length - 1)[:, None] + 1
-        masked_BL = order_BL.argsort(1) < n_B1
+        masked_BL = F.pad(order_BL.argsort(1) < n_B1, (first, 0))
         t_B = self.schedule.time(1 - u_BL.gather(1, n_B1 - 1).squeeze(1)).clamp_max(1)
         places_N = masked_BL.flatten().nonzero().squeeze(1)
         return Likelihood.over(length / n_B1 * self.costs(x0_BL, places_N, t_B), batch.real_BL)
@@ -156,7 +157,7 @@ class MaskedDiffusion(DditMethod):
     @torch.no_grad()
     def sample(self, sampler: Any, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None) -> Tensor:
         """Sample rows; unmasked tokens never change, so given tokens are simply not masked."""
-        masked_BL = torch.full((len(noise.rows), self.config.data.token_len), self.mask_id, device=noise.device)
+        masked_BL = torch.full((len(noise.rows), self.config.data.row_len), self.mask_id, device=noise.device)
         x_BL = keep_fixed(masked_BL, fixed_BL)
         streams = noise.streams("sample")
         states = RowCache(self.states_at, self.mask_id) if getattr(sampler, "cache", False) else self.states_at

@@ -129,9 +129,11 @@ class Head(nn.Module):
 class LatentTransformer(nn.Module):
     """The DiT without its heads, with the sizes of the options `m`. A subclass adds them and then calls `initialize`."""
 
-    def __init__(self, m: Any, latent_len: int, dim: int, context_len: int = 0) -> None:
+    def __init__(self, m: Any, latent_len: int, dim: int, context_len: int = 0, source_dim: int = 0) -> None:
         super().__init__()
         self.context_len, hidden = context_len, m.hidden
+        # Features of a source have a projection of their own; latents of a context have that of the latents.
+        self.source_proj = nn.Linear(source_dim, hidden) if source_dim else None
         self.prefix = m.time_tokens + m.sc_tokens + m.mode_tokens + context_len
         self.t_emb_tokens = nn.Parameter(torch.empty(1, m.time_tokens, hidden))
         self.sc_tokens = nn.Parameter(torch.empty(1, m.sc_tokens, hidden))
@@ -196,7 +198,10 @@ class LatentTransformer(nn.Module):
         if context is None:
             return none_BCH
         z_BCD = context.z_BCD.detach().float()
-        x_BCH = self.in_proj(self.self_cond_proj(torch.cat([z_BCD, torch.zeros_like(z_BCD)], dim=-1))) + self.context_kind
+        if self.source_proj is not None:
+            x_BCH = self.source_proj(z_BCD) + self.context_kind
+        else:
+            x_BCH = self.in_proj(self.self_cond_proj(torch.cat([z_BCD, torch.zeros_like(z_BCD)], dim=-1))) + self.context_kind
         without = rows - len(z_BCD)
         return torch.cat([none_BCH[:without], torch.where(context.present_BC[..., None], x_BCH, none_BCH[without:])])
 
@@ -204,8 +209,8 @@ class LatentTransformer(nn.Module):
 class DiT(LatentTransformer):
     """f(z, t; s, w) in two modes: denoise (flow matching) and decode (joint-embedding prediction at t = 1)."""
 
-    def __init__(self, m: Any, context_blocks: int = 0) -> None:
-        super().__init__(m, m.latent_len, m.latent_dim, context_blocks * m.latent_len)
+    def __init__(self, m: Any, context_len: int = 0, source_dim: int = 0) -> None:
+        super().__init__(m, m.latent_len, m.latent_dim, context_len, source_dim)
         self.denoise_skip, self.decode_residual = m.denoise_skip, m.decode_residual
         self.denoise_head = Head(m.hidden, m.latent_dim)
         self.decode_head = Head(m.hidden, m.latent_dim)

@@ -24,7 +24,7 @@ from jpeg_dlm import __version__
 from jpeg_dlm.serve import codec, schemas
 from jpeg_dlm.serve.batching import MAX_BATCH, BatchingService
 from jpeg_dlm.serve.http import ApiError, Metrics, RequestMiddleware, all_done, api_error, check_key, while_connected
-from jpeg_dlm.serve.jobs import CompletionJob, TrajectoryJob
+from jpeg_dlm.serve.jobs import ChatJob, CompletionJob, TrajectoryJob
 from jpeg_dlm.serve.models import Served
 from jpeg_dlm.util.errors import JpegDlmError, UsageError
 
@@ -114,6 +114,11 @@ def api_routes(service: Service) -> APIRouter:
     async def completions(body: schemas.Completion, request: Request) -> Response:
         """Write texts, as the OpenAI conventions describe."""
         return await service.answer(CompletionJob(service.find(body.model), body, service.batching), request, body.stream)
+
+    @router.post("/v1/chat/completions")
+    async def chat(body: schemas.Chat, request: Request) -> Response:
+        """Write answers to the last message of a user, as the OpenAI conventions describe."""
+        return await service.answer(ChatJob(service.find(body.model), body, service.batching), request, body.stream)
 
     @router.post("/v1/trajectory")
     async def trajectory(body: schemas.Trajectory, request: Request) -> Response:

@@ -15,7 +15,7 @@ from jpeg_dlm.report.trajectory import Snapshot, TrajectoryRecorder
 from jpeg_dlm.serve.batching import BatchingService
 from jpeg_dlm.serve.http import ApiError, all_done, as_done, out_of_time
 from jpeg_dlm.serve.models import Served
-from jpeg_dlm.serve.schemas import MOST_TEXTS, Completion, Trajectory, as_list
+from jpeg_dlm.serve.schemas import MOST_TEXTS, Chat, Completion, Trajectory, as_list
 
 
 class CompletionJob:
@@ -80,8 +80,26 @@ class CompletionJob:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": "stop" if ended else "length"}
 
     def _usage(self) -> dict[str, Any]:
-        read = sum(map(len, self.prompt_ids))
+        source = self.served.model.tokenizer.encode(self.request.source) if self.request.source else []
+        read = sum(map(len, self.prompt_ids)) + len(source)
         return {"prompt_tokens": read, "completion_tokens": self.written, "total_tokens": read + self.written}
+
+
+class ChatJob(CompletionJob):
+    """One request for chat completions: completions of the last message of a user, in the form of messages."""
+
+    def __init__(self, served: Served, request: Chat, service: BatchingService) -> None:
+        text = request.text()
+        if text is None:
+            raise ApiError(422, "`messages` has no text of a user: send a message with the role user.", "messages")
+        super().__init__(served, request.completion(**{"source" if served.reads_sources else "prompt": text}), service)
+        kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        self.head |= {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind}
+
+    def _choice(self, index: int, prompt: int, row: list[int], text: str) -> dict[str, Any]:
+        choice = super()._choice(index, prompt, row, text)
+        message = {"role": "assistant", "content": choice.pop("text")}
+        return {**choice, "delta" if self.request.stream else "message": message}
 
 
 class TrajectoryJob:

@@ -39,6 +39,11 @@ class Served:
     def title(self) -> str:
         return self.model.writer.title
 
+    @property
+    def reads_sources(self) -> bool:
+        """Whether it is a model of pairs, which writes targets of sources."""
+        return self.model.config.data.source_len > 0
+
     @cached_property
     def option_names(self) -> list[str]:
         """The fields of a request that the sampler has."""
@@ -54,15 +59,31 @@ class Served:
                 raise ApiError(422, sentence, name, "unsupported_parameter")
         return self.model.sampler_options(**options)
 
+    def source_row(self, request: Writing) -> Tensor | None:
+        """Return the ids (1, S) of a request's source; refuse one that has no meaning for the model, or is missing."""
+        if not self.reads_sources:
+            if request.source is not None:
+                sentence = f"`source` has no meaning for '{self.name}', which was not trained on pairs: leave it out."
+                raise ApiError(422, sentence, "source", "unsupported_parameter")
+            return None
+        if request.source is None:
+            raise ApiError(422, f"'{self.name}' writes targets of sources: send one as `source`.", "source")
+        for name in ("prompt", "template"):
+            if getattr(request, name):
+                raise ApiError(422, f"`{name}` has no meaning beside a source: leave it out.", name, "unsupported_parameter")
+        return self.model.source_rows(request.source)
+
     def submit(
         self, service: BatchingService, request: Writing, fixed: Tensor | None, watch: Watch | None = None
     ) -> list[Future[Tensor]]:
         """Request the token ids of n texts, in one future or in several.
 
-        Texts that are watched or guided do not share batches: those need decodings of their own, these more than the networks.
+        Texts that are watched, guided or targets do not share batches: they need decodings of their own, more than the
+        networks, or an encoder.
         """
-        n, seed, sampler = request.n, request.seed, self.sampler(request)
-        if watch is None and (fixed is None or "guides" not in self.model.supports):
+        n, seed, sampler, row = request.n, request.seed, self.sampler(request), self.source_row(request)
+        source = None if row is None else row.expand(n, -1)
+        if watch is None and source is None and (fixed is None or "guides" not in self.model.supports):
             return service.submit(self.model.writer, range(n), sampler, seed, fixed)
 
         def sample(future: Future[Tensor]) -> Tensor:
@@ -72,7 +93,7 @@ class Served:
                 if watch:
                     watch(*step)
 
-            return self.model.sample(n, seed=seed, fixed=fixed, watch=watch_or_stop, **vars(sampler))
+            return self.model.sample(n, seed=seed, fixed=fixed, watch=watch_or_stop, source=source, **vars(sampler))
 
         return [service.call(sample, n)]
 
@@ -80,8 +101,9 @@ class Served:
     def can(self) -> dict[str, bool]:
         """The kinds of requests that the model answers."""
         codec = dict.fromkeys(("embed", "reconstruct", "interpolate"), self.has_codec)
-        prompts, edits = ("prompts" in self.model.supports), ("edits" in self.model.supports)
-        return {"prompt": prompts, "long_text": False, **codec, "edit": self.has_codec and edits}
+        source = self.reads_sources
+        prompts, edits = ((kind in self.model.supports and not source) for kind in ("prompts", "edits"))
+        return {"prompt": prompts, "source": source, "long_text": False, **codec, "edit": self.has_codec and edits}
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of `/v1/models`."""
@@ -118,13 +140,15 @@ def load_models(
 
 
 def serve_model(name: str, model: Model) -> Served:
-    """Load what requests will need: the tokenizer, and the encoder if texts can be encoded."""
+    """Load what requests will need: the tokenizer, and the encoder if texts can be encoded or sources are read."""
     model.tokenizer  # noqa: B018 - a missing tokenizer shall stop the start, not a request
-    codec = isinstance(model.parts.trained, JpegDlm)
-    if codec:
+    codec, reads_sources = isinstance(model.parts.trained, JpegDlm), model.config.data.source_len > 0
+    if codec or reads_sources:
         try:
             model.complete_method()
         except JpegDlmError as error:
+            if reads_sources:
+                raise
             codec = False
             print(f"{name} will write but not encode texts: {error}", file=sys.stderr)
     return Served(name, model, int(time.time()), codec)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import secrets
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 LONGEST_TEXT = 20_000  # characters
 LARGEST = (1 << 63) - 1
 MOST_TEXTS = 64  # of one request
+MOST_MESSAGES = 1024  # of a chat (assumed)
 MOST_STEPS = 1024
 MOST_WATCHED = 4
 DRAWN_SEEDS = 2**31  # a seed that nobody chose is below it, so that people can copy it
@@ -44,11 +46,9 @@ class Request(BaseModel):
         return {name: value for name, value in values.items() if value is not None}
 
 
-class Writing(Request):
-    """The fields of completions and trajectories: the texts to write, and options of the sampler."""
+class Sampling(Request):
+    """The fields of all requests that write: the number of texts, and options of the sampler."""
 
-    prompt: Texts | None = Field(None, description="how each text begins, for models that support prompts")
-    template: Text | None = Field(None, description="text with holes [MASK] or [MASK:n] to fill")
     n: int = Field(1, ge=1, le=MOST_TEXTS, description="texts for each prompt")
     seed: Seed
     stream: bool = Field(False, description="send each text, or each step, when it is done, as server-sent events")
@@ -61,29 +61,73 @@ class Writing(Request):
     top_p: float | None = Field(None, ge=0, le=1, description="draw from the most probable tokens")
 
 
+class Writing(Sampling):
+    """The fields of completions and trajectories: what the texts are made of."""
+
+    prompt: Texts | None = Field(None, description="how each text begins, for models that support prompts")
+    template: Text | None = Field(None, description="text with holes [MASK] or [MASK:n] to fill")
+    source: Text | None = Field(None, description="what each text is the target of, for models of pairs, which need one")
+
+
 class StreamOptions(BaseModel):
     """Options of a stream."""
 
     include_usage: bool = Field(False, description="send the numbers of tokens at the end")
 
 
-class Completion(Writing):
-    """Texts, at once or each when it is done."""
+class Answering(Request):
+    """The fields of completions and chats: where texts are cut, and how they are sent."""
 
     max_tokens: int | None = Field(None, ge=1, le=LARGEST, description="cut texts after so many tokens")
     stop: Text | Annotated[list[Text], Field(min_length=1, max_length=4)] | None = Field(
         None, description="cut texts before these strings"
     )
-    echo: bool = Field(False, description="return texts with their prompt")
     stream_options: StreamOptions | None = None
     # Fields of the conventions that have no meaning here, at the values that say nothing.
-    best_of: Literal[1] | None = None
     frequency_penalty: float | None = Field(None, ge=0, le=0)
     logit_bias: dict[str, float] | None = Field(None, max_length=0)
-    logprobs: Literal[0] | None = None
     presence_penalty: float | None = Field(None, ge=0, le=0)
     service_tier: Literal["auto", "default"] | None = None
+
+
+class Completion(Writing, Answering):
+    """Texts, at once or each when it is done."""
+
+    echo: bool = Field(False, description="return texts with their prompt")
+    best_of: Literal[1] | None = None
+    logprobs: Literal[0] | None = None
     suffix: str | None = Field(None, max_length=0)
+
+
+class Message(BaseModel):
+    """A message of a chat; its other fields are ignored."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _is_text(cls, content: Any) -> Any:
+        if not isinstance(content, str | None):
+            raise PydanticCustomError("text", "the content of a message must be text")
+        return content
+
+
+class Chat(Sampling, Answering):
+    """Answers to the last message of a user, the only one that is read: a source of a model of pairs, else a prompt."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST, description="the newer name of `max_tokens`")
+    logprobs: Literal[False] | None = None
+
+    def text(self) -> str | None:
+        """Return the last message of a user."""
+        return next((message.content for message in reversed(self.messages) if message.role == "user"), None)
+
+    def completion(self, **given: str) -> Completion:
+        """Return the request for completions with the same fields, and these."""
+        fields = self.model_dump(exclude={"messages", "max_completion_tokens", "logprobs"})
+        return Completion.model_validate(fields | {"max_tokens": self.max_completion_tokens or self.max_tokens} | given)
 
 
 class Trajectory(Writing):

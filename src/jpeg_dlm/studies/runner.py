@@ -24,6 +24,7 @@ from jpeg_dlm.cost.plan import stages
 from jpeg_dlm.encoders.frozen import tensors_sha256
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.metrics import TrainingTextStats
+from jpeg_dlm.evaluation.pairs import pair_scores
 from jpeg_dlm.evaluation.results import SystemResult, mean_std
 from jpeg_dlm.evaluation.scorer import Scorer
 from jpeg_dlm.evaluation.texts import BASELINES, ModelSource, Source, TextBaseline
@@ -31,8 +32,9 @@ from jpeg_dlm.evaluation.throughput import Subject, measure
 from jpeg_dlm.options import to_dict
 from jpeg_dlm.studies.plan import Plan, Point, all_steps
 from jpeg_dlm.studies.training_cache import TrainingCache, minutes, training_seconds
-from jpeg_dlm.studies.verdicts import CACHED, MEASURES, OVERLAP, judge
+from jpeg_dlm.studies.verdicts import CACHED, MEASURES, OVERLAP, PAIRS, judge
 from jpeg_dlm.text.blocks import Blocks
+from jpeg_dlm.training.data import batch_of
 from jpeg_dlm.util.distributed import on_main
 from jpeg_dlm.util.errors import UsageError
 
@@ -129,7 +131,7 @@ def evaluate(
     if not points:  # most likely for one reason: raise it before a scorer is downloaded
         raise UsageError(f"No variant could be trained: {next(iter(planned.errors.values()), 'nothing is trained yet')}")
     records: list[dict[str, Any]] = []
-    last: dict[str, Model] = {}
+    last: dict[str, tuple[Model, Blocks]] = {}
     with cache.alone(request.name):  # other processes with the same command then reuse the results
         scores = Scores(Evaluation(scorer(), evaluation, cache.parts, cache.console))
         for point in points:
@@ -137,7 +139,7 @@ def evaluate(
                 model = load(cache.model_of(point.config, point.step), str(cache.ranks.device))
                 records.append(_record(point, model, cache, scores))
                 if request.study.x == "speed" and point.config.train.seed == points[0].config.train.seed:
-                    last[point.variant.label] = model
+                    last[point.variant.label] = model, cache.blocks(Path(point.config.data.source), "heldout")
         speed = {"speed": _timed(last, cache, batch, repeats)} if last else {}
     return scores.evaluation.conditions | {
         "study": request.name,
@@ -165,6 +167,11 @@ def _record(point: Point, model: Model, cache: TrainingCache, scores: Scores) ->
     source = ModelSource(model, f"{point.variant.label}-{point.budget}-{config.train.seed}", 64, heldout)
     result, measures = scores.score(source, heldout)
     scores.score_baselines(source, heldout)
+    if heldout.source_len:
+        request = scores.evaluation.request
+        n, seeds = request.n or request.protocol.n, request.seeds
+        pairs = pair_scores(source, scores.evaluation.cache, cache.console, n, seeds, {})
+        measures |= {name: pairs[name] for name in PAIRS}
     return {
         "label": point.variant.label,
         "method": config.method,
@@ -195,17 +202,20 @@ def parameter_count(model: Model) -> int:
     return sum(t.numel() for t in model.method.export_state().values() if t.data_ptr() in parameters)  # names may differ
 
 
-def _timed(models: Mapping[str, Model], cache: TrainingCache, batch: int, repeats: int) -> dict[str, Any]:
+def _timed(models: Mapping[str, tuple[Model, Blocks]], cache: TrainingCache, batch: int, repeats: int) -> dict[str, Any]:
     """Time all models in turns; those with a KV cache twice, because the paper's speeds are relative to AR without one."""
     subjects, identities = [], []
-    for label, model in models.items():
-        sampler = model.config.sampler
+    for label, (model, heldout) in models.items():
+        sampler, data = model.config.sampler, model.config.data
         sha256 = tensors_sha256(model.method.export_state())
         samplers = {label: sampler}
         if hasattr(sampler, "kv_cache"):
             samplers = {label: replace(sampler, kv_cache=False), label + CACHED: replace(sampler, kv_cache=True)}
+        source = None
+        if data.source_len:
+            source = batch_of(heldout, [i % len(heldout) for i in range(batch)], model.complete_method().device).source
         for name, options in samplers.items():
-            subjects.append(Subject(name, model.method, replace(model.config, sampler=options), "trained"))
+            subjects.append(Subject(name, model.method, replace(model.config, sampler=options), "trained", source))
             identities.append([name, to_dict(options), sha256])
     device = str(cache.ranks.device)
     depends = {"kind": "speed", "batch": batch, "repeats": repeats, "device": device, "samplers": identities}

@@ -15,6 +15,8 @@ from jpeg_dlm.studies.verdicts import CACHED, MEASURES, Record, at_end, by_varia
 Result = Mapping[str, Any]
 Row = dict[str, Cell]  # by the keys of COLUMNS; those that no row has are left out
 MEASURED = {
+    "bleu": Column("BLEU", 1),
+    "exact": Column("exact", 1, percent=True),
     "gen_ppl": Column("Gen-PPL", 1),
     "entropy": Column("entropy (nats)", 3),
     "mauve": Column("MAUVE", 3),

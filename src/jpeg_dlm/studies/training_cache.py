@@ -196,7 +196,7 @@ class TrainingCache:
             encoder = build_encoder(config.encoder, config.data.vocab_size, config.train.seed, None).to(ranks.device)
         method = build_method(config, encoder).to(ranks.device)
         blocks = self.blocks(Path(config.data.source), "train")
-        stream = BatchStream(blocks, config.train, ranks.device, ranks.rank, ranks.world)
+        stream = BatchStream(blocks, config.train, ranks.device, ranks.rank, ranks.world, joined=method.sources == "before")
         spent = []
         with tempfile.TemporaryDirectory() as scratch:
             trainer = Trainer(config, method, stream, Path(scratch), ranks)

@@ -16,6 +16,7 @@ from jpeg_dlm.studies.catalog import Claim
 
 LEVEL = 0.05
 RATIOS = frozenset({"gen_ppl"})  # judged by the quotient, since its deviation grows with it
+PAIRS = ("bleu", "exact")  # of models of pairs
 OVERLAP = ("words", "distinct", "copied")  # by the training text
 MEASURES = ("gen_ppl", "entropy", "mauve", *OVERLAP, "texts_per_second")
 CACHED = ", KV cache"  # after the label of a system that is timed with its cache too

@@ -46,7 +46,7 @@ def _check_index(index: dict[str, Any]) -> None:
     """Check the types and sizes of all fields that are read from an index; raise whatever error a bad field causes."""
     if index["dtype"] not in DTYPES or any(type(index[name]) is not kind for name, kind in FIELDS.items()):
         raise ValueError("a description is of the wrong type")
-    numbers = [(index[name], least) for name, least in NUMBERS.items()]
+    numbers = [(index[name], least) for name, least in NUMBERS.items()] + [(index.get("source_len", 0), 0)]
     for split in (index["splits"]["train"], index["splits"]["heldout"]):
         numbers += [(shard["rows"], 1) for shard in split["shards"]]
         if split["rows"] != sum(shard["rows"] for shard in split["shards"]):
@@ -65,6 +65,7 @@ class Blocks:
         self.folder, self.split = folder, split
         self.index = read_index(folder)
         self.token_len: int = self.index["token_len"]
+        self.source_len: int = self.index.get("source_len", 0)
         self.vocab_size: int = self.index["vocab_size"]
         self.pad_id: int = self.index["pad_id"]
         self._files: list[dict[str, Any]] = self.index["splits"][split]["shards"]
@@ -73,7 +74,7 @@ class Blocks:
 
     def _open(self, shard: dict[str, Any]) -> np.ndarray:
         path, dtype = self.folder / shard["file"], np.dtype(self.index["dtype"]).newbyteorder("<")
-        shape = (shard["rows"], self.token_len)
+        shape = (shard["rows"], self.source_len + self.token_len)
         try:
             size = path.stat().st_size
             if size != shape[0] * shape[1] * dtype.itemsize:
@@ -106,11 +107,18 @@ class Blocks:
                 raise DataError(f"The shard '{path}' is damaged (wrong hash): delete '{self.folder}' and prepare it again.")
 
     def rows(self, indices: Sequence[int] | np.ndarray) -> Tensor:
-        """Return the rows with the given indices, in the given order, as int64 (B, L)."""
+        """Return the rows with the given indices, in the given order, as int64 (B, L); of pairs, the targets."""
+        return self._rows(indices)[:, self.source_len :]
+
+    def sources(self, indices: Sequence[int] | np.ndarray) -> Tensor:
+        """Return the sources of rows (B, S)."""
+        return self._rows(indices)[:, : self.source_len]
+
+    def _rows(self, indices: Sequence[int] | np.ndarray) -> Tensor:
         wanted = np.asarray(indices, np.int64)
         if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
             raise IndexError(f"rows {wanted.min()} to {wanted.max()} asked of {len(self)}")
-        out = np.empty((len(wanted), self.token_len), np.int64)
+        out = np.empty((len(wanted), self.source_len + self.token_len), np.int64)
         shard_of = np.searchsorted(self._ends, wanted, side="right")
         for s in np.unique(shard_of):
             here = shard_of == s

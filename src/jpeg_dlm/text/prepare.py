@@ -18,6 +18,7 @@ import math
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ import numpy as np
 from jpeg_dlm.config import DataConfig
 from jpeg_dlm.text.blocks import FORMAT, read_index
 from jpeg_dlm.text.packing import Carry, layout_of, pack_document, sentences
-from jpeg_dlm.text.sources import Corpus, Document, Stream, budgeted, open_corpus
+from jpeg_dlm.text.pairs import TAB, PairSplit, open_text, sides
+from jpeg_dlm.text.sources import Corpus, Document, Stream, budgeted
 from jpeg_dlm.text.split import START, DocumentPiece, Place, Split, choose_split
 from jpeg_dlm.text.tokenizer import TRAINED, TextTokenizer, load_tokenizer
 from jpeg_dlm.util.console import Console
@@ -77,11 +79,12 @@ def prepare(
         return _reuse(data, out, tokenizer)
     if tokenizer is None and data.tokenizer not in TRAINED:
         tokenizer = load_tokenizer(data.tokenizer)
-    corpus = open_corpus(data, bool(tokenizer and tokenizer.keeps_white_space), console)
+    corpus = open_text(data, bool(tokenizer and tokenizer.keeps_white_space), console)
     try:
         out.mkdir(parents=True, exist_ok=True)
         with console.progress("Preparing text", "bytes") as progress:
-            preparation = _Preparation(data, out, corpus, tokenizer, check, shard_bytes)
+            kind = _PairPreparation if data.source_len else _Preparation
+            preparation = kind(data, out, corpus, tokenizer, check, shard_bytes)
             return preparation.run(lambda: progress(preparation.done_bytes, corpus.total_bytes))
     except OSError as error:
         full = error.errno in FULL_DISK
@@ -108,7 +111,7 @@ def _reuse(data: DataConfig, out: Path, tokenizer: TextTokenizer | None) -> Prep
     source = index["source"]
     if not source.startswith("asset:"):  # assets are pinned
         with contextlib.suppress(DataError):  # the text may be gone, but its blocks remain
-            source = open_corpus(data).fingerprint
+            source = open_text(data).fingerprint
     if source != index["source"]:
         raise DataError(f"The text '{data.source}' has changed since '{out}' was prepared: delete it or name another folder.")
     return _describe(out, index, reused=True)
@@ -119,7 +122,8 @@ def _describe(out: Path, index: dict[str, Any], reused: bool) -> Prepared:
     train, heldout = (index["splits"][name]["rows"] for name in SPLITS)
     remarks = []
     if unknown := sum(index["splits"][name]["left_out"] for name in SPLITS):
-        remarks.append(f"Left out: {counted(unknown, 'document')} with words outside the vocabulary.")
+        kind, reason = ("pair", "too long for a row, or ") if index.get("source_len") else ("document", "")
+        remarks.append(f"Left out: {counted(unknown, kind)} {reason}with words outside the vocabulary.")
     if index["long_documents"]:
         remarks.append(
             f"Cut: {counted(index['long_documents'], 'document')} longer than all the text to hold out, so parts of long "
@@ -171,7 +175,7 @@ class _Preparation:
             raise UsageError(f"The tokenizer has {size} ids but data.vocab_size is {data.vocab_size}: set it to {size}.")
         self.layout = layout_of(data, self.tokenizer)
         self.dtype = np.dtype("<u2") if size <= 1 << 16 else np.dtype("<u4")
-        self.shard_rows = max(1, shard_bytes // (data.token_len * self.dtype.itemsize))
+        self.shard_rows = max(1, shard_bytes // (data.row_len * self.dtype.itemsize))
         self.place, self.done_bytes, self.long = START, 0, 0  # `long`: number of documents that were cut
         self.parts = {name: SplitState() for name in SPLITS}
         compared = {k: v for k, v in asdict(data).items() if k not in UNCOMPARED}
@@ -219,7 +223,7 @@ class _Preparation:
     def _train_tokenizer(self) -> TextTokenizer:
         # The tokenizer is not trained on held-out text.
         texts = (str(piece.content) for piece in self._pieces(START) if piece.split == "train")
-        lines = (line for text in budgeted(texts, TOKENIZER_SAMPLE, len) for line in text.split("\n"))
+        lines = (line for text in budgeted(texts, TOKENIZER_SAMPLE, len) for line in text.replace(TAB, "\n").split("\n"))
         return TRAINED[self.data.tokenizer](lines, self.data.vocab_size, self.check)
 
     def _encode(self, batch: list[Document]) -> list[list[list[int]]]:
@@ -234,13 +238,15 @@ class _Preparation:
                     "name the one that made the rows with --data.tokenizer."
                 )
             return [[list(row)] for row in rows]
-        by_sentence = self.data.packing == "sentences"
-        by_line = by_sentence or self.data.frame and self.tokenizer.boundary_id is not None
-        units = [text.split("\n") if by_line else [text] for text in texts]
-        if by_sentence:
-            units = [[sentence for line in lines for sentence in sentences(line)] for lines in units]
+        by_sentence, units = self.data.packing == "sentences", [self._units(text) for text in texts]
         flat = iter(self.tokenizer.encode_batch(list(itertools.chain.from_iterable(units)), following=by_sentence))
         return [list(itertools.islice(flat, len(u))) for u in units]
+
+    def _units(self, text: str) -> list[str]:
+        """Split a document into what is tokenized separately."""
+        if self.data.packing == "sentences":
+            return [sentence for line in text.split("\n") for sentence in sentences(line)]
+        return text.split("\n") if self.data.frame and self.tokenizer.boundary_id is not None else [text]
 
     def _add(self, name: str, document: list[list[int]]) -> None:
         part, unk, pad = self.parts[name], self.tokenizer.unk_id, self.tokenizer.pad_id
@@ -257,12 +263,16 @@ class _Preparation:
                 part.padded = True
                 part.tokens -= rows[0].count(pad)
         else:
-            rows, part.carry = pack_document(self.layout, part.carry, document)
+            rows = self._packed(part, document)
         if rows:
             part.pending.append(np.asarray(rows, self.dtype))
 
+    def _packed(self, part: SplitState, document: list[list[int]]) -> list[list[int]]:
+        rows, part.carry = pack_document(self.layout, part.carry, document)
+        return rows
+
     def _joined(self, chunks: Iterable[np.ndarray]) -> np.ndarray:
-        return np.concatenate([np.zeros((0, self.data.token_len), self.dtype), *chunks])
+        return np.concatenate([np.zeros((0, self.data.row_len), self.dtype), *chunks])
 
     def _flush(self, finish: bool) -> bool:
         """Write full shards, and the last partial ones if `finish`; return True if anything was written."""
@@ -332,9 +342,12 @@ class _Preparation:
 
     def _write_heldout_text(self) -> None:
         shards = (np.fromfile(self.out / shard["file"], self.dtype) for shard in self.parts["heldout"].shards)
-        rows = (row for shard in shards for row in shard.reshape(-1, self.data.token_len).tolist())
-        texts = ({"text": self.tokenizer.decode(row)} for row in itertools.islice(rows, TEXT_ROWS))
+        rows = (row for shard in shards for row in shard.reshape(-1, self.data.row_len).tolist())
+        texts = itertools.islice(self._heldout_records(rows), TEXT_ROWS)
         write_atomic(self.out / "heldout.jsonl", "".join(json.dumps(t, ensure_ascii=False) + "\n" for t in texts))
+
+    def _heldout_records(self, rows: Iterable[list[int]]) -> Iterator[dict[str, Any]]:
+        return ({"text": self.tokenizer.decode(row)} for row in rows)
 
     def _index(self) -> dict[str, Any]:
         names, data = ("documents", "left_out", "tokens", "unk", "rows", "shards"), self.data
@@ -347,6 +360,7 @@ class _Preparation:
             "tokenizer": self.tokenizer.fingerprint,
             "vocab_size": self.tokenizer.vocab_size,
             "token_len": self.data.token_len,
+            **({"source_len": self.data.source_len} if self.data.source_len else {}),
             "dtype": self.dtype.name,
             "pad_id": self.layout.pad_id,
             "eos_id": self.layout.eos_id,
@@ -355,6 +369,40 @@ class _Preparation:
             "long_documents": self.long,
             "splits": {name: {k: getattr(part, k) for k in names} for name, part in self.parts.items()},
         }
+
+
+class _PairPreparation(_Preparation):
+    """The preparation of pairs: a row is the padded source, then the padded target, each with an end token."""
+
+    @cached_property
+    def _pair_split(self) -> PairSplit:
+        documents = lambda: map(str, () if self.corpus.heldout else self.corpus.stream(0))  # noqa: E731
+        return PairSplit(documents, self.data.holdout)
+
+    def _pieces(self, start: Place) -> Iterator[DocumentPiece]:
+        for number, document in enumerate(map(str, self.corpus.stream(start.document)), start.document):
+            if name := self._pair_split.of(document):
+                yield DocumentPiece(document, "train" if self.corpus.heldout else name, Place(number + 1), True)
+
+    def _units(self, text: str) -> list[str]:
+        return list(sides(text))
+
+    def _packed(self, part: SplitState, document: list[list[int]]) -> list[list[int]]:
+        lengths = (self.data.source_len, self.data.token_len)
+        if not all(0 < len(ids) < length for ids, length in zip(document, lengths, strict=True)):
+            part.left_out += 1
+            return []
+        return [[i for ids, n in zip(document, lengths, strict=True) for i in replace(self.layout, token_len=n).text_row(ids)]]
+
+    def _heldout_records(self, rows: Iterable[list[int]]) -> Iterator[dict[str, Any]]:
+        """Yield each held-out source once, with all its targets."""
+        size, seen = self.data.source_len, set()
+        for row in rows:
+            source, target = (self.tokenizer.decode(ids) for ids in (row[:size], row[size:]))
+            if source not in seen:
+                seen.add(source)
+                targets = [target, *self._pair_split.references.get(source, [])]
+                yield {"text": target, "source": source, "references": list(dict.fromkeys(targets))}
 
 
 def _head(stream: Iterator[Document], share: float) -> tuple[list[Document], bool]:

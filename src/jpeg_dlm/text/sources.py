@@ -64,10 +64,10 @@ def open_corpus(data: DataConfig, verbatim: bool = False, console: Console | Non
     if source in HUB_SETS or source.startswith("hf:"):
         name = HUB_SETS.get(source, source.removeprefix("hf:"))
         train, _, heldout = name.partition(":")[2].partition(",")
-        held = _detokenized(_hub_split(name, heldout, reader), data) if heldout else None
-        return Corpus(_detokenized(_hub_split(name, train or "train", reader), data), None, f"hub:{name}", held)
+        held = _detokenized(hub_split(name, heldout, reader), data) if heldout else None
+        return Corpus(_detokenized(hub_split(name, train or "train", reader), data), None, f"hub:{name}", held)
     path = Path(os.path.expanduser(source))  # Path.expanduser fails for an unknown user
-    if data.field and not path.is_dir() and not _is_records(path):
+    if data.field and not path.is_dir() and not is_records(path):
         raise UsageError(f"data.field names a field of records, and '{source}' has no records: leave it out.")
     if source == "captions":
         files, mark = text_files(fetch(source, console)), f"asset:{ASSETS[source].archive_sha256}"
@@ -76,7 +76,7 @@ def open_corpus(data: DataConfig, verbatim: bool = False, console: Console | Non
         raise DataError(f"'{path}' is already prepared: pass it as the prepared folder, or prepare from the original text.")
     elif path.is_file() or path.is_dir():
         files = text_files(path) if path.is_dir() else [path]
-        mark, documents = _fingerprint(files, path), lambda: file_documents(files, reader, path.is_dir())
+        mark, documents = file_fingerprint(files, path), lambda: file_documents(files, reader, path.is_dir())
         # For a progress bar: compressed text is about a third of its size.
         size = sum(file.stat().st_size * (3 if file.name.endswith(".gz") else 1) for file in files)
     else:
@@ -114,7 +114,7 @@ class RecordReader:
         """Return the text or token ids of a record; raise ValueError if it has none, or several texts to choose from."""
         if not isinstance(record, dict):
             raise ValueError("not an object")
-        fields = dict(_fields(record))
+        fields = dict(record_fields(record))
         value = fields.get(self.field or self._choose(fields))
         if isinstance(value, list):
             if not all(type(i) is int and i >= 0 for i in value):
@@ -135,11 +135,11 @@ class RecordReader:
         return texts[0] if texts else "text"
 
 
-def _fields(record: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def record_fields(record: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the names and values of all fields, those of nested records with dots in their names."""
     for name, value in record.items():
         if isinstance(value, dict):
-            yield from _fields(value, f"{prefix}{name}.")
+            yield from record_fields(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -158,12 +158,12 @@ def _kind(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 
-def _is_records(path: Path) -> bool:
+def is_records(path: Path) -> bool:
     """Return True if a file holds one record per line."""
     return _kind(path) == ".jsonl"
 
 
-def _fingerprint(files: list[Path], source: Path) -> str:
+def file_fingerprint(files: list[Path], source: Path) -> str:
     """Hash the names, sizes and both ends of all files: cheap, and changes with nearly every edit."""
     digest = hashlib.sha256()
     for path in files:
@@ -179,11 +179,11 @@ def _fingerprint(files: list[Path], source: Path) -> str:
 def file_documents(files: Iterable[Path], reader: RecordReader, whole: bool) -> Iterator[Document]:
     """Yield the documents of files; with `whole`, each is one, unless it holds records or is too large."""
     for path in files:
-        if whole and not _is_records(path) and path.stat().st_size <= BIG_FILE:
+        if whole and not is_records(path) and path.stat().st_size <= BIG_FILE:
             yield "".join(text_lines(path)) if reader.verbatim else paragraphs(text_lines(path))
             continue
         empty = True
-        for document in _records(path, reader) if _is_records(path) else _parts(path):
+        for document in _records(path, reader) if is_records(path) else _parts(path):
             empty = False
             yield document
         if empty:
@@ -242,7 +242,7 @@ def _records(path: Path, reader: RecordReader) -> Iterator[Document]:
 # ---------------------------------------------------------------- Hugging Face data sets
 
 
-def _hub_split(name: str, split: str, reader: RecordReader) -> Stream:
+def hub_split(name: str, split: str, reader: RecordReader) -> Stream:
     """Return the stream of a split, or of a range of it, of the data set NAME[/CONFIG][@REVISION][:SPLIT[,HELDOUT]]."""
     match = SPLIT.fullmatch(split)
     if not match:

@@ -28,6 +28,7 @@ class BatchStream:
     world: int = 1
     cache: FeatureCache | None = None
     context_blocks: int = 0  # rows before each row that a batch holds too
+    joined: bool = False  # pairs are rows of source and target
 
     def __post_init__(self) -> None:
         self.order = EpochOrder(self.train.seed, len(self.blocks))
@@ -68,7 +69,9 @@ class BatchStream:
         rows = [row for micro in range(self.train.accumulation) for row in self.row_numbers(step, micro)[1]]
         mask_BL = self.blocks.mask(self.blocks.rows(rows))
         assert mask_BL is not None
-        return all_mean(on_device(mask_BL.sum(0).float() / self.train.accumulation, self.device))
+        counts_L = mask_BL.sum(0).float() / self.train.accumulation
+        counts_L = torch.cat([counts_L.new_zeros(self.blocks.source_len), counts_L]) if self.joined else counts_L
+        return all_mean(on_device(counts_L, self.device))
 
     def _prefetched(self, step: int, micro: int) -> Batch:
         """Return a batch that a thread gathered during the one before, and let it begin with the next one."""
@@ -81,19 +84,28 @@ class BatchStream:
         return self._thread.submit(self.batch, self.row_numbers(step, micro)[1])
 
     def batch(self, rows: list[int]) -> Batch:
-        return batch_of(self.blocks, rows, self.device, self.context_blocks, self.cache)
+        return batch_of(self.blocks, rows, self.device, self.context_blocks, self.cache, self.joined)
 
 
 def batch_of(
-    blocks: Blocks, rows: Sequence[int], device: torch.device, context_blocks: int = 0, cache: FeatureCache | None = None
+    blocks: Blocks,
+    rows: Sequence[int],
+    device: torch.device,
+    context_blocks: int = 0,
+    cache: FeatureCache | None = None,
+    joined: bool = False,
 ) -> Batch:
-    """Return rows as a batch, with their features if they are cached, and with the rows before them."""
+    """Return rows as a batch, with their features if they are cached, and with their sources or the rows before them."""
 
     def batch(tokens_BL: Tensor, numbers: Sequence[int]) -> Batch:
         optional = (blocks.mask(tokens_BL), cache.rows(numbers) if cache else None)
         mask_BL, features_BLF = (t if t is None else on_device(t, device) for t in optional)
         return Batch(on_device(tokens_BL, device), mask_BL, features_BLF)
 
+    if blocks.source_len:
+        source_BS = on_device(blocks.sources(rows), device)
+        pairs = replace(batch(blocks.rows(rows), rows), source=Batch(source_BS, blocks.mask(source_BS)))
+        return pairs.joined() if joined else pairs
     if not context_blocks:
         return batch(blocks.rows(rows), rows)
     tokens_BKL, present_BK = blocks.before(rows, context_blocks)

@@ -31,6 +31,7 @@ from jpeg_dlm.methods.base import Method, Trainable
 from jpeg_dlm.methods.encoder_pretraining import EncoderPretraining
 from jpeg_dlm.methods.latent_geometry import latent_measures
 from jpeg_dlm.methods.registry import build_method, method_class
+from jpeg_dlm.methods.sources import sample
 from jpeg_dlm.options import from_dict, read_json_file, to_dict
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.packing import end_rows
@@ -147,6 +148,12 @@ def fit_to_data(config: Config, blocks: Blocks, world: int) -> Config:
             f"The prepared blocks have {blocks.token_len} tokens but data.token_len is {config.data.token_len}: "
             f"use --data.token-len {blocks.token_len} or prepare the text again."
         )
+    if blocks.source_len and method_class(config.method).sources == "none":
+        raise UsageError(f"{method_class(config.method).title} reads no sources: choose another method for pairs.")
+    if config.data.source_len != blocks.source_len:
+        raise UsageError(
+            f"The prepared rows have sources of {blocks.source_len} tokens: use --data.source-len {blocks.source_len}."
+        )
     train = config.train
     if train.steps == 0:
         rows = train.batch * train.accumulation * world
@@ -196,7 +203,8 @@ def train_stage(
     train, ranks, console = config.train, context.ranks, context.console
     folder.mkdir(parents=True, exist_ok=True)
     context_blocks = config.model.context_blocks if method_class(config.method).uses_context else 0
-    stream = BatchStream(context.blocks, train, ranks.device, ranks.rank, ranks.world, context.cache, context_blocks)
+    joined = method_class(config.method).sources == "before"
+    stream = BatchStream(context.blocks, train, ranks.device, ranks.rank, ranks.world, context.cache, context_blocks, joined)
     checkpoint = latest_checkpoint(folder, console.warn)
     method = build_method(config, context.encoder).to(ranks.device)
     if not checkpoint and (start := named_model(train.init).method if train.init else previous):
@@ -281,7 +289,7 @@ def evaluation(trainer: Trainer, context: RunContext) -> dict[str, float]:
     with trainer.averaged(), trainer.autocast():
         values = heldout_losses(method, context.heldout, ranks, trainer.stream.context_blocks)
         if isinstance(method, Method):
-            rows_BL = sample_rows(method, config, tokenizer, ranks, SAMPLE_TEXTS)
+            rows_BL = sample_rows(method, config, tokenizer, ranks, SAMPLE_TEXTS, context.heldout)
     if ranks.is_main:
         if rows_BL is not None:
             trainer.background.start(partial(write_samples, rows_BL, tokenizer, trainer.run, trainer.step))
@@ -301,7 +309,7 @@ def heldout_losses(method: Trainable, blocks: Blocks, ranks: Ranks, context_bloc
     n, batch = min(HELDOUT_ROWS, len(blocks)) // world * world, max(1, HELDOUT_BATCH // world) * world
     for start in range(0, n, batch):
         rows = range(start, min(start + batch, n))[ranks.rank :: world]
-        b = batch_of(blocks, rows, device, context_blocks)
+        b = batch_of(blocks, rows, device, context_blocks, joined=method.sources == "before")
         noise = RowNoise(0, rows, 0, device, n)
         values = {k: float(v) for k, v in method.losses(b, noise).items()}
         accuracy = method.reconstruction(b)
@@ -318,11 +326,18 @@ def heldout_losses(method: Trainable, blocks: Blocks, ranks: Ranks, context_bloc
     return dict(zip(totals, means.tolist(), strict=True))
 
 
-def sample_rows(method: Method, config: Config, tokenizer: TextTokenizer, ranks: Ranks, n: int) -> torch.Tensor:
-    """Return token ids of the first n samples of seed 0, each drawn by one process; if rows end, padded after the end token."""
+def sample_rows(
+    method: Method, config: Config, tokenizer: TextTokenizer, ranks: Ranks, n: int, heldout: Blocks | None = None
+) -> torch.Tensor:
+    """Return token ids of the first n samples of seed 0, each drawn by one process; if rows end, padded after the end token.
+
+    The samples of a model of pairs are targets of the sources of held-out rows, evenly spread.
+    """
     rows_BL = torch.zeros(n, config.data.token_len, dtype=torch.long, device=ranks.device)
     if own := range(n)[ranks.rank :: ranks.world]:
-        rows_BL[ranks.rank :: ranks.world] = method.sample(config.sampler, RowNoise(0, own, 0, ranks.device))
+        rows = [i * len(heldout) // n for i in own] if heldout else []
+        source = batch_of(heldout, rows, ranks.device).source if heldout else None
+        rows_BL[ranks.rank :: ranks.world] = sample(method, config.sampler, RowNoise(0, own, 0, ranks.device), source=source)
     rows_BL = all_sum(rows_BL)
     return end_rows(rows_BL, tokenizer.eos_id, tokenizer.pad_id) if config.data.rows_end else rows_BL
 

@@ -122,7 +122,7 @@
   function understood(model, found) {
     const body = { model: model.id, seed: found.seed };
     for (const name of Object.keys(model.options)) if (found[name] !== undefined) body[name] = found[name];
-    if (found.prompt && model.can.prompt) body.prompt = found.prompt;
+    for (const name of ["prompt", "source"]) if (found[name] && model.can[name]) body[name] = found[name];
     return body;
   }
 
@@ -218,6 +218,7 @@
         const having = chosen.some(model => model.can[label.dataset.needs]), field = find("input", label);
         field.disabled = !having;
         if (label.dataset.needs === "prompt") {
+          label.hidden = chosen.every(model => model.can.source);
           field.placeholder = having ? "how the text begins" : `${chosen[0].title} here writes whole texts, without a prompt`;
         } else label.hidden = !having;
       }
