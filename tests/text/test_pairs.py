@@ -1,9 +1,11 @@
 """Pairs: what is read, what is held out, and rows that hold both sides."""
 
 import json
+import sys
 import zipfile
 
 import pytest
+from hub_stand_in import HubStandIn
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,3 +105,18 @@ def test_named_corpora_are_read_from_their_files(tmp_path):
     assert list(snli(tmp_path)) == [pair("neutral: A man rides a red bike.", "The man is very tired.")]
     words = dict(map(reversed, map(sides, keywords(tmp_path))))
     assert set(words["A man rides a red bike."].split()) == {"man", "rides", "red", "bike"}
+
+
+def test_a_data_set_with_a_held_out_split_keeps_all_its_references(tmp_path, monkeypatch):
+    def records(pairs):
+        return [{"translation": {"de": source, "en": target}} for source, target in pairs]
+
+    train = [(f"a {i // 10} {i % 10}", f"x {i % 10} {i // 10}") for i in range(60)]
+    test = [("a 1 2", "x 1"), ("a 1 2", "x 2"), ("a 3 3", "x 3")]
+    splits = {"train": records(train), "test": records(test)}
+    monkeypatch.setitem(sys.modules, "datasets", HubStandIn({"default": splits}))
+    fields = {"source_field": "translation.de", "target_field": "translation.en"}
+    prepare(data("hf:owner/name:train,test", **fields), tmp_path / "out")
+    assert (len(Blocks(tmp_path / "out", "train")), len(Blocks(tmp_path / "out", "heldout"))) == (60, 3)
+    lines = (tmp_path / "out" / "heldout.jsonl").read_text("utf-8").splitlines()
+    assert {(r["source"], *r["references"]) for r in map(json.loads, lines)} == {("a 1 2", "x 1", "x 2"), ("a 3 3", "x 3")}

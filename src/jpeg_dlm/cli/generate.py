@@ -81,6 +81,8 @@ def run_generate(args: argparse.Namespace) -> None:
     if args.source is not None or args.sources:
         write_targets(args, model, options)
         return
+    if args.candidates > 1:
+        raise UsageError("--candidates chooses among targets of a source: give one with --source.")
     args.n = args.n or 4
     is_long = args.length or args.stream or args.context_scale != 1 or (args.prompt is not None and model.context_blocks)
     (write_long if is_long else write_blocks)(args, model, options)

@@ -24,7 +24,6 @@ from jpeg_dlm.text.sources import (
     RecordReader,
     file_documents,
     file_fingerprint,
-    hub_split,
     is_records,
     open_corpus,
     record_fields,
@@ -161,9 +160,9 @@ def open_text(data: DataConfig, verbatim: bool = False, console: Console | None 
     source, reader = data.source, PairReader(data.source_field, target=data.target_field)
     if not data.source_len:
         if source in NAMED:
-            raise UsageError(f"'{source}' has pairs of a source and a target: set --data.source-len, or use its preset.")
+            raise UsageError(f"'{source}' has pairs of a source and a target: set --data.source-len.")
         return open_corpus(data, verbatim, console)
-    path, size, heldout = Path(os.path.expanduser(source)), None, None
+    path, size = Path(os.path.expanduser(source)), None
     if source in CORPORA:
         asset, read = CORPORA[source]
         folder, mark = fetch(asset, console), f"asset:{ASSETS[asset].archive_sha256}:{source}"
@@ -171,15 +170,12 @@ def open_text(data: DataConfig, verbatim: bool = False, console: Console | None 
     elif source in NAMED:
         mark, stream = f"asset:{source}", restarted(lambda: task(source.partition(":")[2]))
     elif source.startswith("hf:"):
-        name = source.removeprefix("hf:")
-        train, _, held = name.partition(":")[2].partition(",")
-        mark, stream = f"hub:{name}", hub_split(name, train or "train", reader)
-        heldout = hub_split(name, held, reader) if held else None
+        return open_corpus(data, console=console, reader=reader)
     elif path.is_file():
         size, mark, stream = path.stat().st_size, file_fingerprint([path], path), restarted(lambda: file_pairs(path, reader))
     else:
         raise DataError(f"No pairs at '{source}': no such file; the named corpora are {', '.join(NAMED)} and hf:NAME.")
-    return Corpus(stream, size, mark, heldout)
+    return Corpus(stream, size, mark)
 
 
 def restarted(documents: Callable[[], Iterator[str]]) -> Callable[[int], Iterator[str]]:

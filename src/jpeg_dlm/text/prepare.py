@@ -376,8 +376,9 @@ class _PairPreparation(_Preparation):
 
     @cached_property
     def _pair_split(self) -> PairSplit:
-        documents = lambda: map(str, () if self.corpus.heldout else self.corpus.stream(0))  # noqa: E731
-        return PairSplit(documents, self.data.holdout)
+        heldout = self.corpus.heldout  # if there is such a split, all of its pairs and no others are held out
+        documents = lambda: map(str, (heldout or self.corpus.stream)(0))  # noqa: E731
+        return PairSplit(documents, 1.0 if heldout else self.data.holdout)
 
     def _pieces(self, start: Place) -> Iterator[DocumentPiece]:
         for number, document in enumerate(map(str, self.corpus.stream(start.document)), start.document):

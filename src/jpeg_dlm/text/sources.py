@@ -56,9 +56,11 @@ class Corpus:
     heldout: Stream | None = None  # documents of a held-out split, which are not in the stream
 
 
-def open_corpus(data: DataConfig, verbatim: bool = False, console: Console | None = None) -> Corpus:
+def open_corpus(
+    data: DataConfig, verbatim: bool = False, console: Console | None = None, reader: RecordReader | None = None
+) -> Corpus:
     """Find `data.source`, and download it if it is a corpus of the package; `verbatim` keeps all white space of documents."""
-    source, reader = data.source, RecordReader(data.field, verbatim)
+    source, reader = data.source, reader or RecordReader(data.field, verbatim)
     if not source:
         raise UsageError("data.source is not set: name a file or folder of text, 'captions' or hf:NAME.")
     if source in HUB_SETS or source.startswith("hf:"):
