@@ -9,7 +9,6 @@ from micro import micro_config, micro_model
 from jpeg_dlm.methods import jpeg_dlm_networks
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
-from jpeg_dlm.options import override
 from jpeg_dlm.util.errors import UsageError
 from jpeg_dlm.util.rng import RowNoise
 
@@ -54,25 +53,23 @@ def test_before_the_beginning_of_a_text_latents_are_zero_and_given(monkeypatch):
     monkeypatch.setattr(jpeg_dlm_networks, "CONTEXT_DROP", 0.0)
     method, data = build(), batch()
     first = torch.tensor([[False, False], [False, True], [True, True]]).repeat(2, 1)
-    context = context_of(method, dataclasses.replace(data, present_BK=first), noise())
-    z_BKND, whole_BKND = (z.view(B, K, N, -1) for z in (context.z_BCD, context_of(method, data, noise()).z_BCD))
+    context = method.blocks_before(dataclasses.replace(data, present_BK=first))
+    z_BKND, whole_BKND = (z.view(B, K, N, -1) for z in (context.z_BCD, method.blocks_before(data).z_BCD))
     assert context.present_BC.all() and not z_BKND[~first].any()
     torch.testing.assert_close(z_BKND[first], whole_BKND[first])
 
 
-def context_of(method, data, noise):
+def memory_of(method, data, noise):
     return method.draw_context(data, noise.repeated(method.config.objective.flow_draws))
 
 
 def test_gradients_go_into_the_dit_alone(monkeypatch):
     monkeypatch.setattr(jpeg_dlm_networks, "CONTEXT_DROP", 0.5)
     method, data = build(), batch()
-    context = context_of(method, data, noise())
-    assert not context.z_BCD.requires_grad
     flow = method.losses(data, noise())["flow"]
     flow.backward()
     touched = {name.split(".")[0] for name, p in method.named_parameters() if p.grad is not None and p.grad.any()}
-    assert touched == {"dit"} and method.dit.context_kind.grad.any() and method.dit.no_context.grad.any()
+    assert touched == {"dit"} and method.dit.context_kind.grad.any()
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -89,31 +86,24 @@ def test_a_share_of_rows_has_no_context_whatever_their_batch():
     data = Batch(torch.zeros(1, L).long().expand(4000, -1), None, before=None)
     present = torch.ones(4000, K).bool()
     method.encode = lambda before: torch.zeros(4000 * K, N, 16)  # type: ignore[method-assign]
-    found = context_of(method, dataclasses.replace(data, before=data, present_BK=present), RowNoise(0, rows, 50))
+    found = memory_of(method, dataclasses.replace(data, before=data, present_BK=present), RowNoise(0, rows, 50))
     kept = found.present_BC.view(3, 4000, K * N)
     assert torch.equal(kept.all(2), kept.any(2))  # of a row all or nothing
     for draw in kept[..., 0].float():
         assert draw.mean().item() == pytest.approx(0.85, abs=0.02)
     assert not torch.equal(kept[0], kept[1])  # each draw has a chance of its own
-    few = context_of(build(), batch(), noise([5, 2, 0, 1, 3, 4]))
-    again = context_of(build(), batch(), noise())
+    few = memory_of(build(), batch(), noise([5, 2, 0, 1, 3, 4]))
+    again = memory_of(build(), batch(), noise())
     assert few.present_BC[[2, 3, 1, 4, 5, 0]].equal(again.present_BC)
 
 
 def test_latents_of_the_context_are_those_of_the_text_itself():
     method, data = build(), batch()
-    z = context_of(method, data, noise()).z_BCD
+    z = method.blocks_before(data).z_BCD
     expected = method.encode(data.before)  # (B K, N, D)
     for row in range(B):
         for k in range(K):
             torch.testing.assert_close(z[row, k * N : (k + 1) * N], expected[row * K + k])
-
-
-def test_a_checkpoint_tells_how_many_blocks_its_model_sees():
-    method = build()
-    found = JpegDlm.config_of(method.export_state(), override(method.config, {"model.context_blocks": 0}))
-    assert found.model.context_blocks == K
-    assert JpegDlm.config_of(build(model__context_blocks=0).export_state(), method.config).model.context_blocks == 0
 
 
 @pytest.mark.parametrize("changes", [{"data__packing": "continuous"}, {"data__whole": True}, {"data__frame": True}])

@@ -131,44 +131,53 @@ def context(rows=4, seed=2):
 def test_context_latents_have_the_positions_before_the_first():
     network = build(context=C // N)
     cos, sin = network.rope_cos, network.rope_sin
-    assert torch.equal(cos[:6], torch.ones(6, 8)) and cos.shape[0] == 6 + C + N
-    turns = torch.complex(cos[6:, ::2], sin[6:, ::2])
+    assert torch.equal(cos[:6], torch.ones(6, 8)) and len(cos) == 6 + N and len(network.context_cos) == C
+    turns = torch.cat([torch.complex(network.context_cos, network.context_sin), torch.complex(cos[6:], sin[6:])])[:, ::2]
     step = turns[1:] * turns[:-1].conj()  # a turn by one position leads from each to the next, as in one long sequence
     torch.testing.assert_close(step, step[:1].expand_as(step))
-    torch.testing.assert_close(cos[6 + C :], build().rope_cos[6:])
 
 
 def test_each_latent_of_the_context_matters_and_its_place_too():
     network, given, before = build(context=C // N), inputs(4), context()
-    out = network(*given, context=before)
+    out = network(*given, memory=network.read(before))
     for place in range(C):
         z = before.z_BCD.clone()
         z[:, place] += 1
-        assert (network(*given, context=Context(z, before.present_BC)) - out).abs().max() > 1e-4
+        assert (network(*given, memory=network.read(Context(z, before.present_BC))) - out).abs().max() > 1e-4
     swapped = Context(before.z_BCD.flip(1), before.present_BC)
-    assert (network(*given, context=swapped) - out).abs().max() > 1e-4
+    assert (network(*given, memory=network.read(swapped)) - out).abs().max() > 1e-4
+
+
+def test_a_memory_is_what_attention_to_one_long_sequence_gives():
+    """The layers over context and latents together, under a mask in which the context sees only itself."""
+    network, (z, t, s, w), before = build(context=C // N), inputs(4), context()
+    seen = []
+    network.blocks[0].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    out = network.states(z, t, s, w, torch.zeros(4).bool(), network.read(before))
+    x, size = torch.cat(seen, 1), C + 6 + N
+    mask = torch.ones(size, size, dtype=torch.bool)
+    mask[:C, C:] = False
+    cos, sin = (torch.cat(pair) for pair in ((network.context_cos, network.rope_cos), (network.context_sin, network.rope_sin)))
+    for block in network.blocks:
+        x, _ = block(x, cos, sin, mask)
+    torch.testing.assert_close(x[:, C + 6 :], out)
 
 
 def test_absent_latents_are_not_seen():
     network, given, before = build(context=C // N), inputs(4), context()
-    nothing = Context(before.z_BCD, torch.zeros_like(before.present_BC))
-    torch.testing.assert_close(network(*given, context=nothing), network(*given))
+    nothing = network.read(Context(before.z_BCD, torch.zeros_like(before.present_BC)))
+    torch.testing.assert_close(network(*given, memory=nothing), network(*given))
     half = before.present_BC.clone()
     half[:, : C // 2] = False
     other = before.z_BCD.clone()
     other[:, : C // 2] = 100.0
-    torch.testing.assert_close(
-        network(*given, context=Context(other, half)), network(*given, context=Context(before.z_BCD, half))
-    )
+    found, expected = (network(*given, memory=network.read(Context(z, half))) for z in (other, before.z_BCD))
+    torch.testing.assert_close(found, expected)
 
 
-def test_a_row_sees_its_own_context_alone_and_rows_in_decode_mode_see_none():
-    network, (z, t, s, w), before = build(context=C // N), inputs(4), context()
-    out = network(z, t, s, w, context=before)
+def test_a_row_sees_its_own_context_alone():
+    network, (z, t, s, w) = build(context=C // N), inputs(4)
+    memory = network.read(context())
     rows = torch.tensor([2, 0])
-    torch.testing.assert_close(network(z[rows], t[rows], s[rows], w[rows], context=before.of(rows)), out[rows])
-    decoded = network(z, torch.ones(4), None, w, decode_rows=4)
-    both = network(
-        torch.cat([z, z]), torch.cat([torch.ones(4), t]), torch.cat([torch.zeros_like(s), s]), torch.cat([w, w]), 4, before
-    )
-    torch.testing.assert_close(both, torch.cat([decoded, out]))
+    found = network(z[rows], t[rows], s[rows], w[rows], memory=memory.of(rows))
+    torch.testing.assert_close(found, network(z, t, s, w, memory=memory)[rows])

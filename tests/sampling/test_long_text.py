@@ -23,7 +23,7 @@ L, N, D, K = 12, 3, 16, 2
 @pytest.fixture(scope="module")
 def model(micro_folders, tmp_path_factory) -> Model:
     model = load(micro_folders(data__packing="padded", model__context_blocks=K), "cpu")
-    perturb(model.method, 0.3)
+    perturb(model.method, 0.5)
     with torch.no_grad():
         model.method.decompressor.pos_emb.weight.mul_(4)  # so that places differ in their tokens
     return load(model.save(tmp_path_factory.mktemp("context") / "model"), "cpu")

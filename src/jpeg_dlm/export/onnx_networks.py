@@ -213,9 +213,8 @@ def states(g: Graph, dit: DiT, z: str, s: str | None, time: str, w: str, mode: s
     of_z, of_s = outer.weight.chunk(2, dim=1)
     x = g.linear(z, narrow @ of_z, narrow @ outer.bias)
     x = x if s is None else g.op("Add", x, g.linear(s, narrow @ of_s))
-    none = [g.for_each_row(dit.no_context, z)] if dit.context_len else []
     scale = scalar_tokens(g, dit.sc_tokens, dit.sc_embedder, w)
-    x = g.op("Concat", time, scale, mode, *none, g.linear(x, widen.weight, widen.bias), axis=1)
+    x = g.op("Concat", time, scale, mode, g.linear(x, widen.weight, widen.bias), axis=1)
     cos, sin = cast(Tensor, dit.rope_cos), cast(Tensor, dit.rope_sin)
     for module in dit.blocks:
         block = cast(DitBlock, module)

@@ -115,18 +115,20 @@ class Ar(DditMethod):
     # ------------------------------------------------------------ reading
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
-        nll = self.token_nll(batch.tokens_BL)
-        return {"ce": reduce_loss(nll, batch, self.config.objective.reduction, self.unpredicted)}
+        first = batch.source_len or self.unpredicted
+        nll = self.token_nll(batch.tokens_BL, first)
+        return {"ce": reduce_loss(nll, batch, self.config.objective.reduction, first)}
 
     @torch.no_grad()
     def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
         """Compute the exact likelihood; a first token that is never predicted does not count."""
-        return Likelihood.over(self.token_nll(batch.tokens_BL).double(), batch.real_BL[:, self.unpredicted :])
+        first = batch.source_len or self.unpredicted
+        return Likelihood.over(self.token_nll(batch.tokens_BL, first).double(), batch.real_BL[:, first:])
 
-    def token_nll(self, tokens_BL: Tensor) -> Tensor:
-        """Return -log p(x_i | x_<i) of the predicted tokens of rows of any length."""
-        h_BSH = self.backbone.states(self._with_start(tokens_BL)[:, :-1])
-        return token_nll(self.logits, h_BSH, tokens_BL[:, self.unpredicted :], self.config.objective.ce_chunk)
+    def token_nll(self, tokens_BL: Tensor, first: int) -> Tensor:
+        """Return -log p(x_i | x_<i) of the tokens from position `first` of rows of any length."""
+        h_BSH = self.backbone.states(self._with_start(tokens_BL)[:, :-1])[:, first - self.unpredicted :]
+        return token_nll(self.logits, h_BSH, tokens_BL[:, first:], self.config.objective.ce_chunk)
 
     def logits(self, h: Tensor) -> Tensor:
         """Map states (..., H) to logits of the next token (..., V)."""

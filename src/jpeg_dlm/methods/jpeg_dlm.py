@@ -23,7 +23,7 @@ from jpeg_dlm.methods.base import Batch, linear_ramp
 from jpeg_dlm.methods.jpeg_dlm_config import SamplerConfig
 from jpeg_dlm.methods.jpeg_dlm_networks import JpegDlmNetworks
 from jpeg_dlm.methods.regularizers import latent_regularizers
-from jpeg_dlm.nn.dit import Context
+from jpeg_dlm.nn.dit import Context, Memory
 from jpeg_dlm.nn.token_loss import linear_cross_entropy
 from jpeg_dlm.util.distributed import all_mean
 from jpeg_dlm.util.rng import RowNoise, chosen_rows
@@ -39,7 +39,7 @@ class Noisy:
     s: Tensor
     w: Tensor
     chosen: Tensor
-    context: Context | None = None
+    memory: Memory | None = None
 
 
 class JpegDlm(JpegDlmNetworks):
@@ -85,8 +85,8 @@ class JpegDlm(JpegDlmNetworks):
         z_t = interpolate(z_1, noise.normal("latent", *z_1.shape[1:]), t)
         w = guidance_scale(noise.uniform("scale"))
         chosen, rows = chosen_rows(noise.coins("self_condition", SC_PROB), z_t.device)
-        context = self.draw_context(batch, noise)
-        return Noisy(z_1, z_t, t, self.self_condition(z_t, t, w, rows, context), w, chosen, context)
+        memory = self.draw_context(batch, noise)
+        return Noisy(z_1, z_t, t, self.self_condition(z_t, t, w, rows, memory), w, chosen, memory)
 
     def draw_times(self, noise: RowNoise) -> Tensor:
         """Draw t ~ pi: logit-normal (paper), optionally mixed with a share of uniform times."""
@@ -98,22 +98,22 @@ class JpegDlm(JpegDlmNetworks):
         return torch.where(chance < o.time_uniform, uniform, t)
 
     @torch.no_grad()
-    def self_condition(self, z_t: Tensor, t: Tensor, w: Tensor, rows: Tensor, context: Context | None) -> Tensor:
+    def self_condition(self, z_t: Tensor, t: Tensor, w: Tensor, rows: Tensor, memory: Memory | None) -> Tensor:
         """Return s: a first prediction f(z_t, t; 0, w) for the chosen rows, and zeros for the others (appendix)."""
         s = torch.zeros_like(z_t)
         if len(rows):
-            s[rows] = self.dit(z_t[rows], t[rows], None, w[rows], context=context.of(rows) if context else None)
+            s[rows] = self.dit(z_t[rows], t[rows], None, w[rows], memory=memory.of(rows) if memory else None)
         return s
 
     def both_branches(self, z_c: Tensor, n: Noisy) -> tuple[Tensor, Tensor]:
         """Return (zhat_tgt, zhat_1) = (f(z_c, t=1) in decode mode, f(z_t, t; s, w)), in one pass if the network is shared."""
         rows = len(z_c)
         w_c = n.w[:rows]  # the decode branch has the w of a row's first draw
-        if self.predictor is not None:
-            return self.decode_latents(z_c, w_c), self.dit(n.z_t, n.t, n.s, n.w, context=n.context)
+        if self.predictor is not None or n.memory is not None:  # decoding is about a single block
+            return self.decode_latents(z_c, w_c), self.dit(n.z_t, n.t, n.s, n.w, memory=n.memory)
         z, t = torch.cat([z_c, n.z_t]), torch.cat([torch.ones_like(w_c), n.t])
         s, w = torch.cat([torch.zeros_like(z_c), n.s]), torch.cat([w_c, n.w])
-        both = self.dit(z, t, s, w, decode_rows=rows, context=n.context)
+        both = self.dit(z, t, s, w, decode_rows=rows)
         return both[:rows], both[rows:]
 
     def flow_loss(self, zhat_1: Tensor, n: Noisy) -> Tensor:
@@ -155,16 +155,17 @@ class JpegDlm(JpegDlmNetworks):
     ) -> Tensor:
         if source is not None:
             context, context_scale = self.source_context(source), sampler.source_scale
-        denoise = partial(self.denoise, context=context, context_scale=context_scale)
+        memory = None if context is None else self.dit.read(context)
+        denoise = partial(self.denoise, memory=memory, context_scale=context_scale)
         return sample(self, sampler, noise, watch, fixed_BL, guidance, denoise)
 
     def denoise(
-        self, z: Tensor, t: float, s: Tensor | None, w: float, context: Context | None = None, context_scale: float = 1.0
+        self, z: Tensor, t: float, s: Tensor | None, w: float, memory: Memory | None = None, context_scale: float = 1.0
     ) -> Tensor:
         """Return x = f(z, t; s, w) in denoise mode; after a context, with classifier-free guidance if the scale is not 1."""
         t_B, w_B = per_sample(t, z), per_sample(w, z)
-        x = self.dit(z, t_B, s, w_B, context=context)
-        return x if context is None or context_scale == 1 else torch.lerp(self.dit(z, t_B, s, w_B), x, context_scale)
+        x = self.dit(z, t_B, s, w_B, memory=memory)
+        return x if memory is None or context_scale == 1 else torch.lerp(self.dit(z, t_B, s, w_B), x, context_scale)
 
     def tokens(self, z: Tensor, w: float) -> Tensor:
         """Return the most probable tokens of one decode evaluation."""

@@ -31,7 +31,7 @@ from jpeg_dlm.methods.base import (
 from jpeg_dlm.methods.jpeg_dlm_config import GROUPS, JpegDlmConfig, JpegDlmModel, JpegDlmObjective
 from jpeg_dlm.methods.layout import CheckpointSignature, copy_tensors, repeated, shapes_of
 from jpeg_dlm.methods.regularizers import VARIANCE_FLOOR, Standardization
-from jpeg_dlm.nn.dit import Context, DiT
+from jpeg_dlm.nn.dit import Context, DiT, Memory
 from jpeg_dlm.nn.perceiver import Compressor, Decompressor
 from jpeg_dlm.nn.token_loss import most_probable
 from jpeg_dlm.util.distributed import all_mean
@@ -174,23 +174,24 @@ class JpegDlmNetworks(Standardization, Method):
         h = self.features(text)
         return text, h, self.target_latents(h, text.mask_BL)
 
-    def draw_context(self, batch: Batch, noise: RowNoise) -> Context | None:
-        """Return the clean latents of the blocks before each row, which a share of the rows does not see.
-
-        Before the beginning of a text latents are zero; a dropped context is not present, as it may be anything.
-        """
+    def draw_context(self, batch: Batch, noise: RowNoise) -> Memory | None:
+        """Return what each draw of a row remembers of its source or of the blocks before: nothing, for a share of them."""
         if batch.source is not None:
-            context = self.source_context(batch.source)
-            draws = self.config.objective.flow_draws
-            kept = (noise.uniform("context_drop") >= SOURCE_DROP)[:, None]
-            return Context(context.z_BCD.repeat(draws, 1, 1), context.present_BC.repeat(draws, 1) & kept)
-        if batch.before is None or batch.present_BK is None:
+            context, share = self.source_context(batch.source), SOURCE_DROP
+        elif batch.before is not None:
+            context, share = self.blocks_before(batch), CONTEXT_DROP
+        else:
             return None
+        memory = self.dit.read(context).of(torch.arange(len(batch.tokens_BL), device=noise.device).repeat(noise.copies))
+        kept_B1 = (noise.uniform("context_drop") >= share)[:, None]
+        return replace(memory, present_BC=memory.present_BC & kept_B1)
+
+    def blocks_before(self, batch: Batch) -> Context:
+        """Return the clean latents of the blocks before each row; before the beginning of a text they are zero."""
+        assert batch.before is not None and batch.present_BK is not None
         z_BKND = self.encode(batch.before).view(*batch.present_BK.shape, *self.latent_shape)
         z_BCD = torch.where(batch.present_BK[..., None, None], z_BKND, 0.0).flatten(1, 2)
-        z_BCD = z_BCD.repeat(self.config.objective.flow_draws, 1, 1)
-        kept = noise.uniform("context_drop") >= CONTEXT_DROP
-        return Context(z_BCD, kept[:, None].expand(z_BCD.shape[:2]))
+        return Context(z_BCD, torch.ones_like(z_BCD[..., 0], dtype=torch.bool))
 
     @torch.no_grad()
     def source_context(self, source: Batch) -> Context:
@@ -237,7 +238,6 @@ class JpegDlmNetworks(Standardization, Method):
             sc_tokens=shape("dit.sc_tokens", 3)[1],
             mode_tokens=shape("dit.mode_tokens", 3)[1],
             shared=not any(name.startswith("predictor.") for name in tensors),
-            context_blocks=shape("dit.no_context", 3)[1] // latent_len if "dit.no_context" in tensors else 0,
         )
         data = replace(base.data, token_len=token_len, vocab_size=shape("lm_head.weight")[0])
         return replace(base, data=data, model=model, encoder=replace(base.encoder, feature_dim=feature_dim))

@@ -1,9 +1,9 @@
-"""The latent DiT f: a transformer over [time, scale and mode tokens, context, N latents] with two heads (paper, after ELF).
+"""The latent DiT f: a transformer over [time, scale and mode tokens, N latents] with two heads (paper, after ELF).
 
-The context, which the paper does not have, is the clean latents of the blocks before in the same document.
+Its latents may also attend to a context, which the paper does not have: the source of a pair, or the blocks before in the
+same document. A context attends to itself alone, so that it is read once for all times and draws of a row.
 `export.onnx_networks` mirrors the DiT: a change here belongs there too.
-Shapes: B batch, N latents, C latents of the context, D latent width, H hidden width, P prefix tokens with the context,
-S = P + N.
+Shapes: B batch, N latents, C positions of the context, D latent width, H hidden width, P prefix tokens, S = P + N.
 """
 
 from __future__ import annotations
@@ -23,14 +23,25 @@ MLP_RATIO = 4  # of the SwiGLU, before the two-thirds rule (paper)
 
 @dataclass(frozen=True)
 class Context:
-    """Clean standardized latents of the blocks before, oldest first, and a mask of those that are given."""
+    """Features of a source, or clean latents of the blocks before, oldest first, and a mask of those that are given."""
 
     z_BCD: Tensor
     present_BC: Tensor
 
-    def of(self, rows: Tensor) -> Context:
-        """Return the context of these rows."""
-        return Context(self.z_BCD[rows], self.present_BC[rows])
+
+KeysValues = tuple[Tensor, Tensor]  # of one layer (B, heads, S, head_dim)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A context as the layers have read it: keys and values of each layer, and a mask of the positions that are given."""
+
+    layers: list[KeysValues]
+    present_BC: Tensor
+
+    def of(self, rows: Tensor) -> Memory:
+        """Return the memory of these rows."""
+        return Memory([(k[rows], v[rows]) for k, v in self.layers], self.present_BC[rows])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -82,11 +93,15 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(hidden // heads, eps=NORM_EPS)
         self.proj = nn.Linear(hidden, hidden)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, memory: KeysValues | None = None
+    ) -> tuple[Tensor, KeysValues]:
+        """Attend to the memory and to x where the mask allows; also return the keys and values of x."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # B heads S head_dim
         q = rotate(self.q_norm(q.float()), cos, sin).to(v.dtype)
         k = rotate(self.k_norm(k.float()), cos, sin).to(v.dtype)
-        return self.proj(attend(q, k, v).transpose(1, 2).flatten(2))
+        keys, values = (torch.cat(pair, 2) for pair in zip(memory, (k, v), strict=True)) if memory else (k, v)
+        return self.proj(attend(q, keys, values, mask).transpose(1, 2).flatten(2)), (k, v)
 
 
 class SwiGLU(nn.Module):
@@ -109,9 +124,12 @@ class DitBlock(nn.Module):
         self.norm2 = nn.RMSNorm(hidden, eps=NORM_EPS)
         self.mlp = SwiGLU(hidden)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x), cos, sin)
-        return x + self.mlp(self.norm2(x))
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, memory: KeysValues | None = None
+    ) -> tuple[Tensor, KeysValues]:
+        y, own = self.attn(self.norm1(x), cos, sin, mask, memory)
+        x = x + y
+        return x + self.mlp(self.norm2(x)), own
 
 
 class Head(nn.Module):
@@ -134,7 +152,7 @@ class LatentTransformer(nn.Module):
         self.context_len, hidden = context_len, m.hidden
         # Features of a source have a projection of their own; latents of a context have that of the latents.
         self.source_proj = nn.Linear(source_dim, hidden) if source_dim else None
-        self.prefix = m.time_tokens + m.sc_tokens + m.mode_tokens + context_len
+        self.prefix = m.time_tokens + m.sc_tokens + m.mode_tokens
         self.t_emb_tokens = nn.Parameter(torch.empty(1, m.time_tokens, hidden))
         self.sc_tokens = nn.Parameter(torch.empty(1, m.sc_tokens, hidden))
         self.mode_tokens = nn.Parameter(torch.empty(1, m.mode_tokens, hidden))
@@ -145,12 +163,12 @@ class LatentTransformer(nn.Module):
         self.blocks = nn.ModuleList(DitBlock(hidden, m.heads) for _ in range(m.depth))
         if context_len:
             self.context_kind = nn.Parameter(torch.empty(1, 1, hidden))
-            self.no_context = nn.Parameter(torch.empty(1, context_len, hidden))
-        # Latents start at 0, those of a context end at -1, as in one long sequence; other prefix tokens are not rotated.
-        unrotated, rotated = torch.zeros(self.prefix - context_len), torch.arange(-context_len, latent_len).float()
-        angles = rotary_angles(torch.cat([unrotated, rotated]), hidden // m.heads).repeat_interleave(2, dim=-1)
-        self.register_buffer("rope_cos", angles.cos(), persistent=False)
-        self.register_buffer("rope_sin", angles.sin(), persistent=False)
+        # Latents start at 0, a context ends at -1, as in one long sequence; prefix tokens are not rotated.
+        own = torch.cat([torch.zeros(self.prefix), torch.arange(latent_len)])
+        for name, positions in (("rope", own), ("context", torch.arange(-context_len, 0))):
+            angles = rotary_angles(positions.float(), hidden // m.heads).repeat_interleave(2, dim=-1)
+            self.register_buffer(f"{name}_cos", angles.cos(), persistent=False)
+            self.register_buffer(f"{name}_sin", angles.sin(), persistent=False)
 
     def initialize(self) -> None:
         """Set Xavier-uniform weights and zero biases, N(0, 0.02) embedders and tokens, and zero heads (released)."""
@@ -162,25 +180,44 @@ class LatentTransformer(nn.Module):
         for embedder in (self.t_embedder, self.sc_embedder):
             nn.init.normal_(embedder.mlp_0.weight, std=0.02)
             nn.init.normal_(embedder.mlp_2.weight, std=0.02)
-        context = (self.context_kind, self.no_context) if self.context_len else ()
+        context = [self.context_kind] if self.context_len else []
         for tokens in (self.t_emb_tokens, self.sc_tokens, self.mode_tokens, *context):
             nn.init.normal_(tokens, std=0.02)
         for module in self.modules():
             if isinstance(module, Head):
                 nn.init.zeros_(module.linear.weight)
 
+    def read(self, context: Context) -> Memory:
+        """Return a context as latents attend to it; its inputs get no gradient."""
+        z_BCD = context.z_BCD.detach()
+        with fp32_island(z_BCD):
+            z_BCD = z_BCD.float()
+            if self.source_proj is not None:
+                x_BCH = self.source_proj(z_BCD) + self.context_kind
+            else:
+                x_BCH = self.in_proj(self.self_cond_proj(torch.cat([z_BCD, torch.zeros_like(z_BCD)], -1))) + self.context_kind
+        # A softmax over no keys would be NaN: in a row without any context all positions see each other, and nothing sees them.
+        present_BC = context.present_BC | ~context.present_BC.any(1, keepdim=True)
+        layers = []
+        for block in self.blocks:
+            x_BCH, own = block(x_BCH, self.context_cos, self.context_sin, present_BC[:, None, None])
+            layers.append(own)
+        return Memory(layers, context.present_BC)
+
     def states(
-        self, z_BND: Tensor, t_B: Tensor, s_BND: Tensor | None, w_B: Tensor, decode_B: Tensor, context: Context | None = None
+        self, z_BND: Tensor, t_B: Tensor, s_BND: Tensor | None, w_B: Tensor, decode_B: Tensor, memory: Memory | None = None
     ) -> Tensor:
         """Return fp32 hidden states (B, N, H) of the latents; rows with `decode_B` are in decode mode."""
         with fp32_island(z_BND):
             z_BND = z_BND.float()
             s_BND = torch.zeros_like(z_BND) if s_BND is None else s_BND.float()
             x_BNH = self.in_proj(self.self_cond_proj(torch.cat([z_BND, s_BND], dim=-1)))
-            before = [self._context(len(z_BND), context)] if self.context_len else []
-            x_BSH = torch.cat([self._prefix(t_B, w_B, decode_B), *before, x_BNH], dim=1)
-        for block in self.blocks:
-            x_BSH = block(x_BSH, self.rope_cos, self.rope_sin)
+            x_BSH = torch.cat([self._prefix(t_B, w_B, decode_B), x_BNH], dim=1)
+        mask = None
+        if memory:
+            mask = torch.cat([memory.present_BC, memory.present_BC.new_ones(x_BSH.shape[:2])], 1)[:, None, None]
+        for i, block in enumerate(self.blocks):
+            x_BSH, _ = block(x_BSH, self.rope_cos, self.rope_sin, mask, memory.layers[i] if memory else None)
         return x_BSH[:, self.prefix :].float()
 
     def _prefix(self, t_B: Tensor, w_B: Tensor, decode_B: Tensor) -> Tensor:
@@ -188,22 +225,6 @@ class LatentTransformer(nn.Module):
         scale = self.sc_tokens + self.sc_embedder(w_B)[:, None]
         # In denoise mode the mode tokens are zero, but stay in the sequence and are attended to (released).
         return torch.cat([time, scale, self.mode_tokens * decode_B.to(time.dtype)[:, None, None]], dim=1)
-
-    def _context(self, rows: int, context: Context | None) -> Tensor:
-        """Return the positions (B, C, H) of the context; the first rows have none if it has fewer rows.
-
-        A latent that is not given has a learned vector in its place, so that every row has the same cost.
-        """
-        none_BCH = self.no_context.expand(rows, -1, -1)
-        if context is None:
-            return none_BCH
-        z_BCD = context.z_BCD.detach().float()
-        if self.source_proj is not None:
-            x_BCH = self.source_proj(z_BCD) + self.context_kind
-        else:
-            x_BCH = self.in_proj(self.self_cond_proj(torch.cat([z_BCD, torch.zeros_like(z_BCD)], dim=-1))) + self.context_kind
-        without = rows - len(z_BCD)
-        return torch.cat([none_BCH[:without], torch.where(context.present_BC[..., None], x_BCH, none_BCH[without:])])
 
 
 class DiT(LatentTransformer):
@@ -223,14 +244,11 @@ class DiT(LatentTransformer):
         s_BND: Tensor | None,
         w_B: Tensor,
         decode_rows: int = 0,
-        context: Context | None = None,
+        memory: Memory | None = None,
     ) -> Tensor:
-        """Predict the clean embedding; the first `decode_rows` rows are in decode mode, the rest in denoise mode.
-
-        `context` is that of the rows in denoise mode: decoding is about a single block.
-        """
+        """Predict the clean embedding; the first `decode_rows` rows are in decode mode, the rest in denoise mode."""
         decode_B = torch.arange(len(t_B), device=t_B.device) < decode_rows
-        x_BNH = self.states(z_BND, t_B, s_BND, w_B, decode_B, context)
+        x_BNH = self.states(z_BND, t_B, s_BND, w_B, decode_B, memory)
         with fp32_island(x_BNH):
             if not decode_rows:
                 return self.denoised(x_BNH, z_BND.float(), t_B)

@@ -22,7 +22,7 @@ SLOTS = {AdamW: {"step", "exp_avg", "exp_avg_sq"}, Muon: {"momentum_buffer"}}  #
 
 # Learned tokens, queries and position tables are inputs, not maps, and get no weight decay (as in JiT and ELF).
 TABLES = ("pos_emb.weight", "pos_latent.weight", "embedding.weight")
-NOT_DECAYED = ("latents", "base_query", "tokens", "no_context", "context_kind", *TABLES)
+NOT_DECAYED = ("latents", "base_query", "tokens", "context_kind", *TABLES)
 
 
 def build_optimizers(groups: list[ParameterGroup], matrices: Collection[str], train: TrainConfig) -> list[Optimizer]:
