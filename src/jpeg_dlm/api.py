@@ -150,8 +150,7 @@ class Model:
         n, seed, first = whole_number(n, "n", 1), whole_number(seed, "seed"), whole_number(first, "first", 0)
         options, batch = self.sampler_options(**sampler), whole_number(batch, "batch", 1)
         guidance = guidance_for(guide, strength, edit)
-        free = fixed is None and guidance is None and source is None
-        writer = self.writer if free else self.parts.writer  # guidance needs gradients, and sources the encoder
+        writer = self.writer if fixed is None and guidance is None else self.parts.writer  # guidance needs gradients
         if guide is not None or strength != 1:
             require_capability("guides", writer)
         if edit is not None:
@@ -171,7 +170,9 @@ class Model:
                 guidance = replace(guidance, source=EditSource(z_BND, tokens_BL, edit.noise))
             more: dict[str, Any] = {} if guidance is None else {"guidance": guidance}
             if source is not None:
-                source_BS = source[rows].to(self.complete_method().device)
+                if writer is self.parts.trained:
+                    self.complete_method()  # its encoder reads the sources
+                source_BS = source[rows].to(writer.device)
                 more["source"] = Batch(source_BS, source_BS != self.tokenizer.pad_id)
             noise = RowNoise(seed, range(first + rows.start, first + rows.stop), 0, writer.device)
             fixed_BL = None if fixed is None else rows_of(fixed, rows).to(writer.device)

@@ -16,6 +16,7 @@ from jpeg_dlm.checkpoints.model_folder import ModelParts, write_model
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.export import onnx_model as onnx
 from jpeg_dlm.export.onnx_networks import Graph, logits
+from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.util.errors import CheckpointError, MissingPackageError, UsageError
 from jpeg_dlm.util.files import verify_manifest, write_manifest
@@ -85,6 +86,27 @@ def test_every_size_and_switch_of_the_networks_reaches_the_graphs(sizes):
         assert torch.allclose(output, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("layer", [-1, 1])
+def test_targets_of_sources_are_those_of_torch(micro_folders, tmp_path, layer):
+    """With padding in sources, guidance over them, and any layer of the encoder; and after a stay on the disk."""
+    method = micro(data__packing="padded", data__source_len=6, encoder__depth=2, encoder__layer=layer)
+    parts = ModelParts(method, method.config, tmp_path, micro_folders.tokenizer(), None)
+    folder = onnx.write_exported(parts, tmp_path / "out")
+    g = torch.Generator().manual_seed(0)
+    source = Batch(torch.randint(300, (9, 6), generator=g), torch.arange(6) <= torch.arange(9)[:, None])
+    for scale in (1.0, 2.5):
+        options = replace(parts.config.sampler, steps=5, source_scale=scale)
+        tokens = [w.sample(options, RowNoise(3, range(9)), source=source) for w in (onnx.read_exported(folder).writer, method)]
+        assert_same_tokens(*tokens)
+    with torch.no_grad():
+        memory = method.dit.read(method.source_context(source))
+    seen = onnx.onnx_backend(parts, "fp32").read(source)["memory"]
+    values = torch.stack([v for _, v in memory.layers], 1)
+    real = source.real_BL[:, None, None, :, None].expand_as(values)
+    torch.testing.assert_close(seen[:, 1::2][real], values[real], rtol=1e-4, atol=1e-4)
+    assert main(["benchmark", str(folder), "--batch", "2", "--repeats", "1", "--warmup", "0", "--quiet"]) == 0
+
+
 def test_int8_multiplies_in_integers_and_keeps_most_tokens(parts):
     graphs = onnx.build_graphs(parts.method, "int8")
     assert graphs["denoise"].count(b"MatMulInteger") >= 4 and b"MatMulInteger" not in graphs["decode"]
@@ -131,7 +153,7 @@ def test_networks_that_are_off_are_not_written(parts):
     right = onnx.OnnxNetworks
     for error, shift in ((float("nan"), 0), (0.1, 0), (0.0, 1)):
         off = onnx.onnx_backend(parts, "fp32")
-        off.denoise = lambda z, t, s, w, error=error, off=off: right.denoise(off, z, t, s, w) + error
+        off.denoise = lambda *given, error=error, off=off: right.denoise(off, *given) + error
         off.tokens = lambda z, w, shift=shift, off=off: right.tokens(off, z, w) + shift
         with pytest.raises(CheckpointError):
             onnx.compare(parts.method, off, "fp32")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ from torch import Tensor
 
 from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.export.onnx_model import exportable
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.registry import method_class, names
 from jpeg_dlm.methods.sources import sample
 from jpeg_dlm.nn.dit import Context
-from jpeg_dlm.util.errors import UsageError
 from jpeg_dlm.util.rng import RowNoise
 
 B, S, L, VOCAB = 4, 5, 12, 300
@@ -182,9 +179,3 @@ def test_a_command_trains_on_pairs_and_the_model_writes_targets(name, tmp_path):
     assert main([*words, *micro_flags(name, **sizes, **steps)]) == 0
     texts = load(tmp_path / "run", "cpu").generate(2, source=["1 2", "3 4"])
     assert len(texts) == 4 and set(" ".join(texts).split()) <= set("0123456789")
-
-
-def test_a_model_of_pairs_has_no_onnx_form():
-    method = reader("jpeg-dlm")
-    with pytest.raises(UsageError, match="sources"):
-        exportable(SimpleNamespace(method=method, config=method.config))

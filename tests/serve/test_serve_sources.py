@@ -30,7 +30,7 @@ def folders(micro_folders):
 def loaded(folder):
     """A model whose fresh zeros are moved, so that its texts depend on their source."""
     model = load(folder, "cpu")
-    perturb(model.method)
+    perturb(model.method, 1.2)
     return model
 
 

@@ -74,8 +74,9 @@ def _subjects(args: argparse.Namespace, methods: Sequence[str]) -> Iterator[Subj
     A system that may have a KV cache is measured without and with it.
     """
     from jpeg_dlm.api import load
-    from jpeg_dlm.evaluation.throughput import Subject
-    from jpeg_dlm.methods.registry import build_method, for_method
+    from jpeg_dlm.encoders.frozen import build_encoder
+    from jpeg_dlm.evaluation.throughput import Subject, any_sources
+    from jpeg_dlm.methods.registry import build_method, for_method, method_class
     from jpeg_dlm.options import override
     from jpeg_dlm.presets import preset
     from jpeg_dlm.util.distributed import read_ranks
@@ -83,10 +84,16 @@ def _subjects(args: argparse.Namespace, methods: Sequence[str]) -> Iterator[Subj
     for path in args.checkpoints or ([] if methods else [None]):
         model = load(path, args.device)
         name = path.resolve().name if path else "bundled"
-        yield Subject(name, model.parts.writer, model.config, str(path or "bundled"))
+        if model.config.data.source_len and model.parts.trained:
+            model.complete_method()  # its encoder reads the sources
+        source = any_sources(model.config, args.batch, model.parts.writer.device)
+        yield Subject(name, model.parts.writer, model.config, str(path or "bundled"), source)
     for name in methods:
         config = for_method(preset(args.preset or "lm1b"), name)
-        method: Any = build_method(config).to(read_ranks(args.device, {}).device)
+        random = replace(config.encoder, kind="random") if config.data.source_len and method_class(name).uses_encoder else None
+        encoder = build_encoder(random, config.data.vocab_size) if random else None
+        method: Any = build_method(config, encoder).to(read_ranks(args.device, {}).device)
         for cached in (False, True) if hasattr(config.sampler, "kv_cache") else (None,):
             changed = config if cached is None else override(config, {"sampler.kv_cache": cached})
-            yield Subject(name + (CACHED if cached else ""), method, changed, "random weights")
+            source = any_sources(config, args.batch, method.device)
+            yield Subject(name + (CACHED if cached else ""), method, changed, "random weights", source)

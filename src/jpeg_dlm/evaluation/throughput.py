@@ -23,7 +23,7 @@ from jpeg_dlm.flow.sampler import TextSampler
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.sources import sample
 from jpeg_dlm.options import to_dict
-from jpeg_dlm.util.rng import RowNoise
+from jpeg_dlm.util.rng import RowNoise, generator
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,13 @@ class Subject:
     config: Config
     origin: str
     source: Batch | None = None  # of pairs, one for each text of a batch
+
+
+def any_sources(config: Config, batch: int, device: torch.device) -> Batch | None:
+    """Return sources of random tokens for a model of pairs: reading them takes as long as reading text."""
+    g = generator(0, "sources")
+    tokens_BS = torch.randint(config.data.vocab_size, (batch, config.data.source_len), generator=g).to(device)
+    return Batch(tokens_BS, torch.ones_like(tokens_BS, dtype=torch.bool)) if config.data.source_len else None
 
 
 def measure(

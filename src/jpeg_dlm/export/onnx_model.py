@@ -1,6 +1,6 @@
-"""The two networks of Algorithm 2 in ONNX Runtime, and a folder of them that is complete for sampling.
+"""The networks of Algorithm 2 in ONNX Runtime, and a folder of them that is complete for sampling.
 
-It holds export.json, two ONNX graphs, tokenizer.json and manifest.json. export.json has the precision, the versions that wrote
+It holds export.json, ONNX graphs, tokenizer.json and manifest.json. export.json has the precision, the versions that wrote
 it, how closely it agreed with torch, and the config. Shapes: B batch, N latents, D latent width, L tokens.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +18,11 @@ from torch import Tensor
 
 from jpeg_dlm.checkpoints.model_folder import TOKENIZER_FILE, ModelParts, portable_config
 from jpeg_dlm.config import Config, validate
-from jpeg_dlm.export.onnx_networks import NETWORKS, build_graph, input_sizes, onnx_package
-from jpeg_dlm.flow.sampler import Capability, sample
+from jpeg_dlm.encoders.small import SmallEncoder
+from jpeg_dlm.export.onnx_networks import build_graph, input_sizes, network_names, onnx_package
+from jpeg_dlm.flow.guidance import Guidance
+from jpeg_dlm.flow.sampler import Capability, Watch, sample
+from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmModel
 from jpeg_dlm.options import from_dict, to_dict
@@ -65,7 +69,7 @@ def run(session: Any, **inputs: Tensor) -> Tensor:
 
 
 class OnnxNetworks:
-    """The networks of Algorithm 2 on two ONNX graphs, on the CPU; they have no gradient, so they take no guidance."""
+    """The networks of Algorithm 2 on ONNX graphs, on the CPU; they have no gradient, so they take no guidance."""
 
     title, device, supports = "JPEG-DLM", torch.device("cpu"), frozenset[Capability]()
     noise_scale, v_floor = JpegDlm.noise_scale, JpegDlm.v_floor
@@ -73,16 +77,39 @@ class OnnxNetworks:
     def __init__(self, config: Config, graphs: dict[str, bytes]) -> None:
         self.config = config
         self.latent_shape = (config.model.latent_len, config.model.latent_dim)
-        self._denoise, self._decode = (open_network(name, graphs[name], config) for name in NETWORKS)
+        self._sessions = {name: open_network(name, graphs[name], config) for name in network_names(config)}
 
-    sample = sample
+    def sample(
+        self,
+        sampler: Any,
+        noise: RowNoise,
+        watch: Watch | None = None,
+        fixed_BL: Tensor | None = None,
+        guidance: Guidance | None = None,
+        source: Batch | None = None,
+    ) -> Tensor:
+        denoise = partial(self.denoise, seen=self.read(source), scale=sampler.source_scale) if source else None
+        return sample(self, sampler, noise, watch, fixed_BL, guidance, denoise)
 
-    def denoise(self, z: Tensor, t: float, s: Tensor | None, w: float) -> Tensor:
-        t_B, w_B = torch.full((len(z),), t), torch.full((len(z),), w)
-        return run(self._denoise, z=z, t=t_B, s=torch.zeros_like(z) if s is None else s, w=w_B)
+    def read(self, source: Batch) -> dict[str, Tensor]:
+        """Return the inputs of `denoise` that tell it of sources."""
+        present_BC = source.real_BL.float()
+        return {"memory": run(self._sessions["read"], source=source.tokens_BL, present=present_BC), "present": present_BC}
+
+    def denoise(
+        self, z: Tensor, t: float, s: Tensor | None, w: float, seen: dict[str, Tensor] | None = None, scale: float = 1.0
+    ) -> Tensor:
+        t_B, w_B, seen = torch.full((len(z),), t), torch.full((len(z),), w), seen or {}
+        evaluate = partial(run, self._sessions["denoise"], z=z, t=t_B, s=torch.zeros_like(z) if s is None else s, w=w_B)
+        if not seen or scale == 1:
+            return evaluate(**seen)
+        unseen = seen | {"present": torch.zeros_like(seen["present"])}
+        return torch.lerp(evaluate(**unseen), evaluate(**seen), scale)
 
     def tokens(self, z: Tensor, w: float) -> Tensor:
-        return torch.cat([run(self._decode, z=part, w=torch.full((len(part),), w)) for part in z.split(DECODE_ROWS)])
+        return torch.cat(
+            [run(self._sessions["decode"], z=part, w=torch.full((len(part),), w)) for part in z.split(DECODE_ROWS)]
+        )
 
     def logits(self, z: Tensor, w: float) -> Tensor:
         raise UsageError("Exported networks have no gradient to guide them: use the model that they were exported from.")
@@ -94,13 +121,16 @@ def exportable(parts: ModelParts) -> JpegDlm:
     if not isinstance(method, JpegDlm) or type(method).greedy is not JpegDlm.greedy:
         raise UsageError(f"Only jpeg-dlm has an ONNX form, not {parts.config.method}: use the torch backend.")
     if parts.config.data.source_len:
-        raise UsageError("A model of pairs has no ONNX form, as its encoder reads sources: use the torch backend.")
+        method.encoder = encoder = parts.read_encoder().to(method.device)
+        if parts.config.model.source != "features" or not isinstance(encoder.model, SmallEncoder):
+            raise UsageError("Of models of pairs, those that read features of a small encoder have an ONNX form: use torch.")
     return method
 
 
 def build_graphs(networks: JpegDlm, precision: Precision) -> dict[str, bytes]:
-    """Return both networks as serialized ONNX graphs; int8 is that of the products in the blocks of the denoiser."""
-    return {name: build_graph(name, networks, int8=precision == "int8" and name == "denoise") for name in NETWORKS}
+    """Return the networks as serialized ONNX graphs; int8 is that of the products in the blocks of the denoiser."""
+    names = network_names(networks.config)
+    return {name: build_graph(name, networks, int8=precision == "int8" and name != "decode") for name in names}
 
 
 def onnx_backend(parts: ModelParts, precision: Precision) -> OnnxNetworks:
@@ -142,9 +172,14 @@ def compare(networks: JpegDlm, exported: OnnxNetworks, precision: Precision) -> 
     m, w, noise = networks.config.model, networks.config.sampler.w, RowNoise(0, range(CHECK_ROWS))
     z, s = (noise.normal(name, m.latent_len, m.latent_dim) for name in ("z", "s"))
     t_B, w_B = torch.full((CHECK_ROWS,), CHECK_TIME), torch.full((CHECK_ROWS,), w)
-    device = networks.latent_mean.device
-    x = networks.dit(*(value.to(device) for value in (z, t_B, s, w_B))).cpu()
-    error = float((exported.denoise(z, CHECK_TIME, s, w) - x).abs().max() / x.abs().max().clamp_min(1e-8))
+    device, memory, seen = networks.latent_mean.device, None, None
+    if length := networks.config.data.source_len:
+        tokens_BC = (noise.uniform("source", length) * networks.config.data.vocab_size).long()
+        source = Batch(tokens_BC.to(device), (torch.arange(length) < length - torch.arange(CHECK_ROWS)[:, None]).to(device))
+        memory = networks.dit.read(networks.source_context(source))
+        seen = exported.read(Batch(tokens_BC, source.real_BL.cpu()))
+    x = networks.dit(*(value.to(device) for value in (z, t_B, s, w_B)), memory=memory).cpu()
+    error = float((exported.denoise(z, CHECK_TIME, s, w, seen) - x).abs().max() / x.abs().max().clamp_min(1e-8))
     same = float((exported.tokens(z, w) == networks.tokens(z.to(device), w).cpu()).float().mean())
     if not (error <= LARGEST_ERROR[precision] and same >= LEAST_AGREEMENT):  # NaN does not
         raise CheckpointError(f"The exported networks do not compute what torch does ({error:g}, {same:g}): use safetensors.")
@@ -156,10 +191,11 @@ def read_exported(path: Path) -> ModelParts:
     verify_manifest(path)
     facts = load_json(path / EXPORT_FILE, EXPORT_BYTES)
     values, precision = facts.get("config"), facts.get("precision")
-    complete = all((path / f"{name}.onnx").is_file() for name in NETWORKS)
     config = validate(from_dict(values)) if isinstance(values, dict) else None
-    if not complete or config is None or not isinstance(config.model, JpegDlmModel) or precision not in PRECISIONS:
+    files = {name: path / f"{name}.onnx" for name in (network_names(config) if config else ())}
+    known = config is not None and isinstance(config.model, JpegDlmModel) and precision in PRECISIONS
+    if not known or not all(file.is_file() for file in files.values()):
         raise CheckpointError(f"'{path}' is not a whole folder of exported networks: export the model again.")
-    sampler = OnnxNetworks(config, {name: (path / f"{name}.onnx").read_bytes() for name in NETWORKS})
+    sampler = OnnxNetworks(config, {name: file.read_bytes() for name, file in files.items()})
     tokenizer = path / TOKENIZER_FILE if (path / TOKENIZER_FILE).is_file() else None
     return ModelParts(None, config, path, tokenizer, None, exported=sampler, precision=precision)

@@ -1,9 +1,11 @@
 """The two networks of Algorithm 2 as ONNX graphs, for texts of one block; `nn.dit` and `nn.perceiver` are the originals.
 
+A model of pairs has a third one, which reads sources with the small encoder and the layers of the DiT.
+
 They are written node by node: a trace takes most of a minute at the paper's sizes and fixes the batch size.
 Linears without anything between them become one, and gates go into the linear before them. The scale of attention goes into
 the gain of q, and pairs of rotary channels become halves.
-Shapes: B batch, N latents, D latent width, H hidden width, S prefix tokens and latents, L tokens.
+Shapes: B batch, N latents, D latent width, H hidden width, S prefix tokens and latents, L tokens, C tokens of a source.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from jpeg_dlm.config import Config
+from jpeg_dlm.encoders.frozen import FrozenEncoder
+from jpeg_dlm.encoders.small import SmallEncoder
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.nn.dit import NORM_EPS, Attention, DiT, DitBlock, Head, ScalarEmbedder
-from jpeg_dlm.nn.layers import scalar_frequencies
+from jpeg_dlm.nn.layers import SwiGluBlock, rotary_table, scalar_frequencies
 from jpeg_dlm.nn.perceiver import NORM_EPS as CODEC_EPS
 from jpeg_dlm.nn.perceiver import Decompressor, DecompressorLayer, PerceiverAttention
 from jpeg_dlm.util.errors import MissingPackageError, UsageError
 
-NETWORKS = ("denoise", "decode")
+HIDDEN = -1e9  # added to the scores of positions that are not attended to
 OPSET, IR_VERSION = 20, 9  # the first opset with Gelu
 LARGEST = (1 << 31) - (1 << 20)  # bytes of weights: a protobuf holds less than 2 GiB, nodes included
 BATCH = "batch"  # the name of the free size
@@ -52,8 +56,9 @@ class Graph:
         self.quantized: list[str] = []  # names of the products that int8 computes
 
     def input(self, name: str, *sizes: int) -> str:
-        """Add a float input of shape (batch, *sizes)."""
-        self.inputs.append(self.onnx.helper.make_tensor_value_info(name, self.onnx.TensorProto.FLOAT, [BATCH, *sizes]))
+        """Add an input of shape (batch, *sizes): floats, or token ids."""
+        kind = self.onnx.TensorProto.INT64 if name == "source" else self.onnx.TensorProto.FLOAT
+        self.inputs.append(self.onnx.helper.make_tensor_value_info(name, kind, [BATCH, *sizes]))
         return name
 
     def constant(self, value: Tensor | Sequence[int] | float) -> str:
@@ -118,9 +123,10 @@ class Graph:
         """(B, S, heads * C) to (B, heads, S, C)."""
         return self.op("Transpose", self.op("Reshape", x, self.constant([0, 0, heads, -1])), perm=[0, 2, 1, 3])
 
-    def attention(self, q: str, k: str, v: str) -> str:
-        """softmax(q k^T) v of (B, heads, S, C), heads side by side again; the caller scales."""
+    def attention(self, q: str, k: str, v: str, mask: str = "") -> str:
+        """softmax(q k^T + mask) v of (B, heads, S, C), heads side by side again; the caller scales."""
         scores = self.op("MatMul", q, self.op("Transpose", k, perm=[0, 1, 3, 2]))
+        scores = self.op("Add", scores, mask) if mask else scores
         y = self.op("Transpose", self.op("MatMul", self.op("Softmax", scores, axis=-1), v), perm=[0, 2, 1, 3])
         return self.op("Reshape", y, self.constant([0, 0, -1]))
 
@@ -162,10 +168,21 @@ def quantize(model: Any, products: list[str]) -> bytes:
 # ---------------------------------------------------------------- the networks
 
 
+def network_names(config: Config) -> tuple[str, ...]:
+    """Return the names of a model's networks."""
+    return ("denoise", "decode", "read") if config.data.source_len else ("denoise", "decode")
+
+
 def input_sizes(name: str, config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the inputs of a network and their sizes after the batch."""
-    latents = (config.model.latent_len, config.model.latent_dim)
-    return {"z": latents, "t": (), "s": latents, "w": ()} if name == "denoise" else {"z": latents, "w": ()}
+    """Return the inputs of a network and their sizes after the batch; `present` is 1 at tokens of a source and 0 at padding."""
+    m, length = config.model, config.data.source_len
+    latents = (m.latent_len, m.latent_dim)
+    if name == "decode":
+        return {"z": latents, "w": ()}
+    if name == "read":
+        return {"source": (length,), "present": (length,)}
+    memory = {"memory": (2 * m.depth, m.heads, length, m.hidden // m.heads), "present": (length,)} if length else {}
+    return {"z": latents, "t": (), "s": latents, "w": (), **memory}
 
 
 @torch.no_grad()
@@ -175,15 +192,18 @@ def build_graph(name: str, networks: JpegDlm, int8: bool) -> bytes:
     inputs = {key: g.input(key, *shape) for key, shape in sizes.items()}
     if name == "denoise":
         return g.serialized(denoise(g, networks.dit, **inputs), "x", sizes["z"], integers=False)
+    if name == "read":
+        memory = input_sizes("denoise", networks.config)["memory"]
+        return g.serialized(read(g, networks.dit, cast(FrozenEncoder, networks.encoder), **inputs), "memory", memory, False)
     tokens = g.op("ArgMax", logits(g, networks, **inputs), axis=-1, keepdims=0)
     return g.serialized(tokens, "tokens", [networks.config.data.token_len], integers=True)
 
 
-def denoise(g: Graph, dit: DiT, z: str, t: str, s: str, w: str) -> str:
-    """x = f(z, t; s, w)."""
+def denoise(g: Graph, dit: DiT, z: str, t: str, s: str, w: str, memory: str = "", present: str = "") -> str:
+    """x = f(z, t; s, w), for latents that may attend to the memory of a source."""
     time = scalar_tokens(g, dit.t_emb_tokens, dit.t_embedder, t)
     mode = g.for_each_row(torch.zeros_like(dit.mode_tokens), z)
-    out = head(g, dit.denoise_head, states(g, dit, z, s, time, w, mode))
+    out = head(g, dit.denoise_head, states(g, dit, z, s, time, w, mode, memory, present))
     if not dit.denoise_skip:
         return out
     t = g.op("Unsqueeze", t, g.constant([1, 2]))  # c_skip(t) z_t + c_out(t) F
@@ -207,7 +227,7 @@ def logits(g: Graph, networks: JpegDlm, z: str, w: str) -> str:
     return g.linear(g.op("Gelu", h), networks.lm_head.weight, networks.lm_head.bias)
 
 
-def states(g: Graph, dit: DiT, z: str, s: str | None, time: str, w: str, mode: str) -> str:
+def states(g: Graph, dit: DiT, z: str, s: str | None, time: str, w: str, mode: str, memory: str = "", present: str = "") -> str:
     """Hidden states (B, N, H) of the latents."""
     outer, narrow, widen = dit.self_cond_proj, dit.in_proj.proj1.weight, dit.in_proj.proj2
     of_z, of_s = outer.weight.chunk(2, dim=1)
@@ -216,14 +236,64 @@ def states(g: Graph, dit: DiT, z: str, s: str | None, time: str, w: str, mode: s
     scale = scalar_tokens(g, dit.sc_tokens, dit.sc_embedder, w)
     x = g.op("Concat", time, scale, mode, g.linear(x, widen.weight, widen.bias), axis=1)
     cos, sin = cast(Tensor, dit.rope_cos), cast(Tensor, dit.rope_sin)
-    for module in dit.blocks:
-        block = cast(DitBlock, module)
-        x = g.op("Add", x, self_attention(g, block.attn, g.rms_norm(x, block.norm1.weight, NORM_EPS), cos, sin))
-        w12, w3 = block.mlp.w12, block.mlp.w3
-        gate_up = g.block_linear(g.rms_norm(x, block.norm2.weight, NORM_EPS), w12.weight, w12.bias)
-        gate, up = g.split(gate_up, [w3.in_features] * 2)
-        x = g.op("Add", x, g.block_linear(g.op("Mul", g.silu(gate), up), w3.weight, w3.bias, level=False))
+    layers, mask = [("", "")] * len(dit.blocks), ""
+    if memory:
+        parts = g.ops("Split", memory, outputs=2 * len(layers), axis=1, num_outputs=2 * len(layers))
+        parts = [g.op("Squeeze", part, g.constant([1])) for part in parts]
+        layers = list(zip(parts[::2], parts[1::2], strict=True))
+        mask = hidden_positions(g, g.op("Concat", present, g.for_each_row(torch.ones(1, len(cos)), z), axis=1))
+    for module, seen in zip(dit.blocks, layers, strict=True):
+        x, _ = block(g, cast(DitBlock, module), x, cos, sin, mask, seen)
     return g.op("Slice", x, g.constant([dit.prefix]), g.constant([len(cos)]), g.constant([1]))
+
+
+def hidden_positions(g: Graph, present: str) -> str:
+    """What is added to scores (B, 1, 1, S): 0 where a position is present, and otherwise a large negative number."""
+    absent = g.op("Sub", g.constant(torch.ones(1)), present)
+    return g.op("Unsqueeze", g.op("Mul", absent, g.constant(HIDDEN)), g.constant([1, 2]))
+
+
+def block(
+    g: Graph, m: DitBlock, x: str, cos: Tensor, sin: Tensor, mask: str, memory: tuple[str, str]
+) -> tuple[str, tuple[str, str]]:
+    """The states after a layer, and the keys and values of its positions."""
+    y, own = self_attention(g, m.attn, g.rms_norm(x, m.norm1.weight, NORM_EPS), cos, sin, mask, memory)
+    x, w12, w3 = g.op("Add", x, y), m.mlp.w12, m.mlp.w3
+    gate, up = g.split(g.block_linear(g.rms_norm(x, m.norm2.weight, NORM_EPS), w12.weight, w12.bias), [w3.in_features] * 2)
+    return g.op("Add", x, g.block_linear(g.op("Mul", g.silu(gate), up), w3.weight, w3.bias, level=False)), own
+
+
+def read(g: Graph, dit: DiT, encoder: FrozenEncoder, source: str, present: str) -> str:
+    """Keys and values of all layers (B, 2 layers, heads, C, head width) of a source, which sees itself alone."""
+    mask, layers = hidden_positions(g, present), []
+    proj = cast(nn.Linear, dit.source_proj)
+    standard = encoder.scale != "none"
+    weight = proj.weight / encoder.feature_std if standard else proj.weight
+    bias = proj.bias + dit.context_kind.flatten() - (weight @ encoder.feature_mean if standard else 0)
+    x = g.linear(encoded(g, encoder, source, dit.context_len, mask), weight, bias)
+    cos, sin = cast(Tensor, dit.context_cos), cast(Tensor, dit.context_sin)
+    for module in dit.blocks:
+        x, own = block(g, cast(DitBlock, module), x, cos, sin, mask, ("", ""))
+        layers += [g.op("Unsqueeze", part, g.constant([1])) for part in own]
+    return g.op("Concat", *layers, axis=1)
+
+
+def encoded(g: Graph, encoder: FrozenEncoder, source: str, length: int, mask: str) -> str:
+    """Features of the small encoder before standardization (B, C, F)."""
+    m = cast(SmallEncoder, encoder.model)
+    width, size, last = m.feature_dim, m.feature_dim // m.heads, m.layer_index(encoder.layer)
+    cos, sin = rotary_table(length, size, torch.device("cpu"))
+    x = g.op("Gather", g.constant(m.embedding.weight * width**0.5), source)
+    scale = torch.cat([torch.full((width, 1), size**-0.5), torch.ones(2 * width, 1)])  # of attention, in the rows of q
+    for module in m.blocks[:last]:
+        b = cast(SwiGluBlock, module)
+        q, k, v = g.split(g.linear(g.rms_norm(x, b.norm_attention.weight, NORM_EPS), b.qkv.weight * scale), [width] * 3)
+        q, k = (rotary(g, g.heads(y, m.heads), cos, sin) for y in (q, k))
+        x = g.op("Add", x, g.linear(g.attention(q, k, g.heads(v, m.heads), mask), b.out.weight))
+        gate_up = g.linear(g.rms_norm(x, b.norm_mlp.weight, NORM_EPS), b.gate_up.weight)
+        gate, up = g.split(gate_up, [b.down.in_features] * 2)
+        x = g.op("Add", x, g.linear(g.op("Mul", g.silu(gate), up), b.down.weight))
+    return g.rms_norm(x, m.final_norm.weight, NORM_EPS) if last == m.depth else x
 
 
 def scalar_tokens(g: Graph, learned: Tensor, embedder: ScalarEmbedder, x_B: str) -> str:
@@ -236,7 +306,10 @@ def scalar_tokens(g: Graph, learned: Tensor, embedder: ScalarEmbedder, x_B: str)
     return g.op("Add", g.op("Unsqueeze", y, g.constant([1])), g.constant(learned))
 
 
-def self_attention(g: Graph, a: Attention, x: str, cos: Tensor, sin: Tensor) -> str:
+def self_attention(
+    g: Graph, a: Attention, x: str, cos: Tensor, sin: Tensor, mask: str, memory: tuple[str, str]
+) -> tuple[str, tuple[str, str]]:
+    """Attention to the memory, if there is one, and to x itself; also the keys and values of x."""
     width, size = a.proj.in_features, cos.shape[1]
     order = torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])
     rows = (torch.arange(a.heads)[:, None] * size + order).flatten()  # the channels of all heads, halves for pairs
@@ -246,7 +319,10 @@ def self_attention(g: Graph, a: Attention, x: str, cos: Tensor, sin: Tensor) -> 
         rotary(g, g.rms_norm(g.heads(y, a.heads), gain[order], NORM_EPS), cos[:, order], sin[:, order])
         for y, gain in ((q, a.q_norm.weight * size**-0.5), (k, a.k_norm.weight))
     )
-    return g.block_linear(g.attention(q, k, g.heads(v, a.heads)), a.proj.weight, a.proj.bias)
+    own = keys, values = k, g.heads(v, a.heads)
+    if memory[0]:
+        keys, values = (g.op("Concat", seen, new, axis=2) for seen, new in zip(memory, own, strict=True))
+    return g.block_linear(g.attention(q, keys, values, mask), a.proj.weight, a.proj.bias), own
 
 
 def rotary(g: Graph, x: str, cos: Tensor, sin: Tensor) -> str:

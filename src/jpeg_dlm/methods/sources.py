@@ -26,8 +26,7 @@ def sample(
     """Write token ids (B, L): targets of `source` if it is given."""
     if source is None:
         return writer.sample(sampler, noise, watch, fixed_BL, **more)
-    assert isinstance(writer, Method)  # exported networks read no sources
-    if writer.sources == "beside":
+    if not isinstance(writer, Method) or writer.sources == "beside":  # exported networks are those of JPEG-DLM
         return writer.sample(sampler, noise, watch, fixed_BL, source=source, **more)
     size = writer.config.data.token_len
     free_BL = torch.full((len(noise.rows), size), FREE, device=noise.device) if fixed_BL is None else fixed_BL
