@@ -9,9 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import assert_same_tokens
 from micro import micro_model
 
-from jpeg_dlm.methods.base import FREE
+from jpeg_dlm.methods.base import FREE, Batch
+from jpeg_dlm.methods.sources import sample
 from jpeg_dlm.serve.batching import BatchingService, StackedNoise
 from jpeg_dlm.util.errors import UsageError
 from jpeg_dlm.util.rng import RowNoise
@@ -172,3 +174,17 @@ def test_given_tokens_of_several_requests_share_a_batch(name):
     for seed, (row, tokens) in enumerate(zip(given, sampled, strict=True)):
         assert torch.equal(tokens, method.sample(sampler, RowNoise(seed, range(2)), fixed_BL=row.expand(2, -1)))
         assert torch.equal(tokens[:, row != FREE], row[row != FREE].expand(2, -1))
+
+
+@pytest.mark.parametrize("name", ["ar", "jpeg-dlm"])
+def test_sources_of_several_requests_share_a_batch(name):
+    method = micro_model(name, data__packing="padded", data__source_len=5)
+    sampler, batches = method.config.sampler, []
+    sources = [Batch(torch.full((1, 5), 20 + i), torch.arange(5)[None] <= i) for i in range(4)]
+    with closing(BatchingService(8, max_wait_s=60, observe=lambda rows, _: batches.append(rows))) as service:
+        futures = [service.submit(method, range(2), sampler, seed, source=one) for seed, one in enumerate(sources)]
+        sampled = [torch.tensor(rows(texts)) for texts in futures]
+    assert batches == [8]
+    for seed, (one, tokens) in enumerate(zip(sources, sampled, strict=True)):
+        both = Batch(one.tokens_BL.expand(2, -1), one.real_BL.expand(2, -1))
+        assert_same_tokens(tokens, sample(method, sampler, RowNoise(seed, range(2)), source=both))

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from jpeg_dlm.flow.sampler import TextSampler
+from jpeg_dlm.methods.base import Batch
+from jpeg_dlm.methods.sources import sample
 from jpeg_dlm.util.errors import JpegDlmError, UsageError
 from jpeg_dlm.util.rng import Law, RowNoise
 
@@ -66,6 +68,7 @@ class Request:
     seed: int = 0
     row: int = 0
     fixed_L: Tensor | None = None
+    source: Batch | None = None  # of one row
     call: Callable[[Future[Any]], Any] | None = None
     texts: int = 1
     arrived: float = field(default_factory=time.monotonic)
@@ -111,10 +114,19 @@ class BatchingService:
         self._thread.start()
 
     def submit(
-        self, writer: TextSampler, rows: range, sampler: Any, seed: int = 0, fixed_L: Tensor | None = None
+        self,
+        writer: TextSampler,
+        rows: range,
+        sampler: Any,
+        seed: int = 0,
+        fixed_L: Tensor | None = None,
+        source: Batch | None = None,
     ) -> list[Future[Tensor]]:
-        """Request the token ids (1, L) of each of these samples of `seed`, all or none; all of them keep `fixed_L`."""
-        return self._add([Request(writer, sampler, seed, row, fixed_L) for row in rows])
+        """Request the token ids (1, L) of each of these samples of `seed`, all or none.
+
+        All of them keep `fixed_L`; those of a model of pairs are targets of `source`, a batch of one row.
+        """
+        return self._add([Request(writer, sampler, seed, row, fixed_L, source) for row in rows])
 
     def call(self, function: Callable[[Future[Any]], Any], texts: int = 1) -> Future[Any]:
         """Request the result of a function that uses a writer's model; in the queue it counts as so many texts.
@@ -205,10 +217,15 @@ class BatchingService:
         seeds = itertools.groupby(batch, lambda request: request.seed)
         noise = StackedNoise.of([RowNoise(seed, [r.row for r in rows], 0, writer.device) for seed, rows in seeds])
         fixed = [request.fixed_L for request in batch if request.fixed_L is not None]
+        sources = [request.source for request in batch if request.source is not None]
 
         def stop_if_abandoned(*step: Any) -> None:
             if all(request.future.cancelled() for request in batch):
                 raise Abandoned
 
         fixed_BL = torch.stack(fixed).to(writer.device) if fixed else None
-        return writer.sample(sampler, noise, stop_if_abandoned, fixed_BL).cpu().split(1)
+        source = None
+        if sources:
+            tokens_BS, mask_BS = (torch.cat([getattr(s, name) for s in sources]) for name in ("tokens_BL", "real_BL"))
+            source = Batch(tokens_BS.to(writer.device), mask_BS.to(writer.device))
+        return sample(writer, sampler, noise, stop_if_abandoned, fixed_BL, source).cpu().split(1)

@@ -17,6 +17,7 @@ from jpeg_dlm.api import Backend, Model, load
 from jpeg_dlm.checkpoints.model_folder import BUNDLED
 from jpeg_dlm.export.onnx_model import Precision
 from jpeg_dlm.flow.sampler import Watch
+from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.jpeg_dlm import JpegDlm
 from jpeg_dlm.serve.batching import Abandoned, BatchingService
 from jpeg_dlm.serve.http import ApiError
@@ -59,8 +60,8 @@ class Served:
                 raise ApiError(422, sentence, name, "unsupported_parameter")
         return self.model.sampler_options(**options)
 
-    def source_row(self, request: Writing) -> Tensor | None:
-        """Return the ids (1, S) of a request's source; refuse one that has no meaning for the model, or is missing."""
+    def source_row(self, request: Writing) -> Batch | None:
+        """Return a request's source as a batch of one row; refuse one that has no meaning for the model, or is missing."""
         if not self.reads_sources:
             if request.source is not None:
                 sentence = f"`source` has no meaning for '{self.name}', which was not trained on pairs: leave it out."
@@ -71,20 +72,20 @@ class Served:
         for name in ("prompt", "template"):
             if getattr(request, name):
                 raise ApiError(422, f"`{name}` has no meaning beside a source: leave it out.", name, "unsupported_parameter")
-        return self.model.source_rows(request.source)
+        row_1S = self.model.source_rows(request.source)
+        return Batch(row_1S, row_1S != self.model.tokenizer.pad_id)
 
     def submit(
         self, service: BatchingService, request: Writing, fixed: Tensor | None, watch: Watch | None = None
     ) -> list[Future[Tensor]]:
         """Request the token ids of n texts, in one future or in several.
 
-        Texts that are watched, guided or targets do not share batches: they need decodings of their own, more than the
-        networks, or an encoder.
+        Texts that are watched or guided do not share batches: they need decodings of their own, or more than the networks.
         """
-        n, seed, sampler, row = request.n, request.seed, self.sampler(request), self.source_row(request)
-        source = None if row is None else row.expand(n, -1)
-        if watch is None and source is None and (fixed is None or "guides" not in self.model.supports):
-            return service.submit(self.model.writer, range(n), sampler, seed, fixed)
+        n, seed, sampler, source = request.n, request.seed, self.sampler(request), self.source_row(request)
+        if watch is None and (fixed is None or "guides" not in self.model.supports):
+            return service.submit(self.model.writer, range(n), sampler, seed, fixed, source)
+        sources_NS = None if source is None else source.tokens_BL.expand(n, -1)
 
         def sample(future: Future[Tensor]) -> Tensor:
             def watch_or_stop(*step: Any) -> None:
@@ -93,7 +94,7 @@ class Served:
                 if watch:
                     watch(*step)
 
-            return self.model.sample(n, seed=seed, fixed=fixed, watch=watch_or_stop, source=source, **vars(sampler))
+            return self.model.sample(n, seed=seed, fixed=fixed, watch=watch_or_stop, source=sources_NS, **vars(sampler))
 
         return [service.call(sample, n)]
 
@@ -143,7 +144,7 @@ def serve_model(name: str, model: Model) -> Served:
     """Load what requests will need: the tokenizer, and the encoder if texts can be encoded or sources are read."""
     model.tokenizer  # noqa: B018 - a missing tokenizer shall stop the start, not a request
     codec, reads_sources = isinstance(model.parts.trained, JpegDlm), model.config.data.source_len > 0
-    if codec or reads_sources:
+    if codec or (reads_sources and model.parts.trained):
         try:
             model.complete_method()
         except JpegDlmError as error:
