@@ -39,7 +39,7 @@ class PairRows:
         return cls(tokens_BJ.gather(1, from_BJ), source_BJ, place_J < ends_B1 + lengths_B1)
 
     def attention(self, dropped_B: Tensor) -> Tensor:
-        """Return what the encoder's queries see (B, J, J): a source itself, a target all but the filling or a dropped source."""
+        """Return what the encoder's queries see (B, J, J): a source itself, a target all but filling and a dropped source."""
         query_BJ1, key_B1J = self.source_BJ[:, :, None], self.source_BJ[:, None]
         hidden_BJJ = dropped_B[:, None, None] & ~query_BJ1 & key_B1J
         return torch.where(query_BJ1, key_B1J, self.real_BJ[:, None]) & ~hidden_BJJ
