@@ -115,8 +115,7 @@ def test_pairs_of_ids_are_taken_as_they_are(tmp_path):
     both = []
     for folder in ("texts", "out"):
         parts = [Blocks(tmp_path / folder, name) for name in ("train", "heldout")]
-        rows = [(*s, *t) for part in parts for s, t in zip(*(f(range(len(part))).tolist() for f in (part.sources, part.rows)))]
-        both.append(set(rows))
+        both.append({tuple(row) for part in parts for row in part._rows(range(len(part))).tolist()})
         lines = (tmp_path / folder / "heldout.jsonl").read_text("utf-8").splitlines()
         for record in map(json.loads, lines):
             assert f"{record['source']}\t{record['text']}" in text and record["references"] == [record["text"]]

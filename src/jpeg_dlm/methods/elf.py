@@ -163,10 +163,7 @@ class Elf(Method):
     def self_condition(
         self, x: Tensor, z: Tensor, t: Tensor, w: Tensor, rows: Tensor, clean: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return (s, target): the first prediction and the guided target for the chosen rows, zeros and x for the others.
-
-        Features of sources are in both as they are.
-        """
+        """Return (s, target): the first prediction and the guided target for the chosen rows, zeros and x for the others."""
         s, target = restored(torch.zeros_like(x), x, clean), x.clone()
         if len(rows):
             denoise = torch.zeros_like(rows, dtype=torch.bool)
@@ -187,7 +184,7 @@ class Elf(Method):
         guidance: Guidance | None = None,
         source: Batch | None = None,
     ) -> Tensor:
-        networks = self if source is None else PairNetworks.of(self, source, sampler.source_scale)
+        networks = self if source is None else PairNetworks(self, source, sampler.source_scale)
         return sample(networks, sampler, noise, watch, fixed_BL, guidance)
 
     def denoise(self, z: Tensor, t: float, s: Tensor | None, w: float) -> Tensor:
@@ -213,7 +210,7 @@ class Elf(Method):
         if batch.source is None:
             return batch.accuracy(self.tokens(self.features(batch)))
         x = self.pair_features(PairRows.of(batch), torch.zeros_like(batch.real_BL[:, 0]))
-        return batch.accuracy(PairNetworks.of(self, batch.source, 1.0).tokens(x, 1.0))
+        return batch.accuracy(PairNetworks(self, batch.source, 1.0).tokens(x, 1.0))
 
     def latent_model(self) -> LatentModel | None:
         """Return the functions that studies use, on the encoder's features as latents (not in the paper); not of pairs."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from jpeg_dlm.methods.base import Batch
@@ -45,35 +46,17 @@ class PairRows:
         return torch.where(query_BJ1, key_B1J, self.real_BJ[:, None]) & ~hidden_BJJ
 
 
-@dataclass(frozen=True)
 class PairNetworks:
     """ELF's networks as the sampler calls them, at the targets of given sources, which are put back into every input."""
 
-    elf: Elf
-    x_BJF: Tensor  # features of the sources, zero behind them
-    source_BJ1: Tensor
-    scale: float  # of classifier-free guidance over the source
-
-    @classmethod
-    def of(cls, elf: Elf, source: Batch, scale: float) -> PairNetworks:
-        """Return the networks for sources, which the encoder reads as it does before a target: alone."""
-        ends_B1, (size, width) = source.real_BL.sum(1, keepdim=True), elf.latent_shape
-        x_BSF = elf.features(source)
-        x_BJF = torch.cat([x_BSF, x_BSF.new_zeros(len(x_BSF), size - x_BSF.shape[1], width)], 1)
-        source_BJ1 = (torch.arange(size, device=x_BSF.device) < ends_B1)[..., None]
-        return cls(elf, torch.where(source_BJ1, x_BJF, 0.0), source_BJ1, scale)
-
-    @property
-    def noise_scale(self) -> float:
-        return self.elf.noise_scale
-
-    @property
-    def v_floor(self) -> float:
-        return self.elf.v_floor
-
-    @property
-    def latent_shape(self) -> tuple[int, int]:
-        return self.elf.latent_shape
+    def __init__(self, elf: Elf, source: Batch, scale: float) -> None:
+        """`scale` is that of classifier-free guidance over the source."""
+        self.elf, self.scale = elf, scale
+        self.noise_scale, self.v_floor, self.latent_shape = elf.noise_scale, elf.v_floor, elf.latent_shape
+        x_BSF = elf.features(source)  # alone, as the encoder sees a source before any target
+        place_J1 = torch.arange(elf.latent_shape[0], device=x_BSF.device)[:, None]
+        self.source_BJ1 = place_J1 < source.real_BL.sum(1)[:, None, None]
+        self.x_BJF = F.pad(x_BSF, (0, 0, 0, len(place_J1) - x_BSF.shape[1]))
 
     def _clean(self, z_BJF: Tensor) -> Tensor:
         return torch.where(self.source_BJ1, self.x_BJF, z_BJF)
