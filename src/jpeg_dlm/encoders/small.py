@@ -87,8 +87,9 @@ class SmallEncoder(FeatureStatistics):
         `mask` (B, L) is True at real tokens, or (B, L, L) at the keys that each query sees.
         """
         # A softmax over no keys would be NaN, so in a row of padding alone padding attends to padding.
-        keys = None if mask is None else (mask | ~mask.any(dim=-1, keepdim=True))[:, None]
-        keys = keys[:, None] if mask is not None and mask.ndim == 2 else keys
+        keys = None
+        if mask is not None:
+            keys = (mask | ~mask.any(dim=-1, keepdim=True)).reshape(len(mask), 1, -1, mask.shape[-1])
         index = self.layer_index(layer)
         # Embedding rows have norm about 1, which suits the tied head; scale them to unit variance.
         x_BLF = self.embedding(tokens_BL) * self.feature_dim**0.5
