@@ -59,6 +59,18 @@ def test_hf_encoder_equals_transformers(family, cls, layer, folders):
     torch.testing.assert_close(fixed(x, mask), output.hidden_states[layer] / 0.2, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["t5", "bert", "random"])
+def test_each_query_sees_its_own_keys(kind, folders):
+    """Where the first four tokens see each other and the others all of the row, the first are encoded as alone."""
+    encoder = build_encoder(RANDOM, 50) if kind == "random" else hf(folders[kind], scale="none")
+    x, seen = tokens(2, 9), torch.ones(2, 9, 9, dtype=torch.bool)
+    seen[:, :4, 4:] = False
+    torch.testing.assert_close(encoder(x, seen)[:, :4], encoder(x[:, :4]), rtol=0, atol=1e-5)
+    assert not torch.allclose(encoder(x, seen)[:, 4:], encoder(x[:, 4:]))
+    whole = padding([9, 5], 9)
+    torch.testing.assert_close(encoder(x, whole[:, None].expand(2, 9, 9)), encoder(x, whole), rtol=0, atol=1e-5)
+
+
 def test_hf_per_channel_needs_statistics_and_keeps_them(folders, tmp_path):
     encoder = hf(folders["t5"])
     x, mask = tokens(40, 8), padding([8, 5] * 20, 8)

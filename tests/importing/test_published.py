@@ -175,6 +175,18 @@ def test_continuous_systems_come_back_tensor_by_tensor(name, tmp_path, capsys):
     assert back.keys() == state.keys() and all(torch.equal(back[key], state[key]) for key in state)
 
 
+def test_elf_of_pairs_has_the_same_tensors_and_is_told_its_lengths(tmp_path, capsys):
+    """De-En and XSum: only positions differ, which are no tensors, so the command says how long sources and targets are."""
+    state = exported("elf")
+    elf_file(tmp_path / "checkpoint_3", state)
+    lengths = ["--data.source-len", 6, "--data.token-len", 4, "--data.packing", "padded", "--sampler.source-scale", 2]
+    assert run(tmp_path / "checkpoint_3", tmp_path / "model", *lengths) == 0, capsys.readouterr().err
+    method = read_model(tmp_path / "model").method
+    back = method.export_state()
+    assert all(torch.equal(back[key], state[key]) for key in state)
+    assert method.latent_shape[0] == 10 and method.config.sampler.source_scale == 2
+
+
 # ---------------------------------------------------------------- what is not told, and what else a command can say
 
 

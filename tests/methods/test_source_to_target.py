@@ -11,6 +11,7 @@ from torch import Tensor
 
 from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
+from jpeg_dlm.methods import elf
 from jpeg_dlm.methods.base import Batch
 from jpeg_dlm.methods.registry import method_class, names
 from jpeg_dlm.methods.sources import sample
@@ -53,7 +54,9 @@ def losses(method: Any, source: Tensor = SOURCE, step: int = 0) -> dict[str, flo
 
 def hide_source(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the network see zeros in place of any source."""
-    if method.sources == "before":
+    if isinstance(method, elf.Elf):
+        monkeypatch.setattr(elf, "SOURCE_DROP", 1.0)
+    elif method.sources == "before":
         places = S + getattr(method, "before", 0)
         method.backbone.blocks[0].register_forward_pre_hook(lambda block, args: (zeroed(args[0], places), *args[1:]))
     else:

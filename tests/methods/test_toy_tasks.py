@@ -1,4 +1,4 @@
-"""A task with exact answers is learned from sources beside and before the row, and only from a row's own source."""
+"""Tasks with exact answers are learned from sources, and only from a row's own source."""
 
 import json
 
@@ -8,29 +8,48 @@ from micro import as_flags
 from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
 
-# At most 8 letters and an end.
-SIZES = {"data.source_len": 9, "data.token_len": 9, "data.vocab_size": 16}
+# At most 8 letters and an end; two numbers of 3 digits, a sign and an end, and 4 digits and an end.
+SIZES = {
+    "copy": {"data.source_len": 9, "data.token_len": 9, "data.vocab_size": 16},
+    "reverse": {"data.source_len": 9, "data.token_len": 9, "data.vocab_size": 16},
+    "sum": {"data.source_len": 8, "data.token_len": 5, "data.vocab_size": 24},
+}
 # With AdamW, MDLM does not find the positions in 2,000 steps: 1.37 nats per token; with Muon, 0.07 after 200 (measured).
 MUON = {"train.optimizer": "muon", "train.lr": 1e-2}
-OPTIONS = {
-    "jpeg-dlm": {"train.steps": 1500},
-    "mdlm": MUON | {"train.steps": 1200},
-    "ar": MUON | {"train.steps": 500},
+# Sums are missing for JPEG-DLM, 0.5% exact and 44% of the digits after 1,500 steps, and for ELF, 14% and 63% after 2,400 steps
+# of 32 rows; answers to another source have 20% of the digits (measured).
+EXACT = {
+    ("jpeg-dlm", "reverse"): {"train.steps": 1500},
+    ("elf", "reverse"): {"train.steps": 1200},
+    ("mdlm", "reverse"): MUON | {"train.steps": 1200},
+    ("ar", "reverse"): MUON | {"train.steps": 500},
+    ("mdlm", "sum"): MUON | {"train.steps": 1200},
+    ("ar", "sum"): MUON | {"train.steps": 500},
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", OPTIONS)
-def test_letters_are_reversed(method, tmp_path):
-    run = tmp_path / "run"
-    words = ["train", "--preset", "smoke", "--method", method, "--data", "task:reverse", "--out", str(run), "--quiet"]
-    assert main([*words, *as_flags(SIZES | OPTIONS[method] | {"train.eval_every": 0})]) == 0
+def answers(method, task, options, folder):
+    """Train on a task; return the held-out pairs, at most 200, and what the model writes for their sources."""
+    run = folder / "run"
+    words = ["train", "--preset", "smoke", "--method", method, "--data", f"task:{task}", "--out", str(run), "--quiet"]
+    assert main([*words, *as_flags(SIZES[task] | options | {"train.eval_every": 0})]) == 0
     lines = (run / "data" / "heldout.jsonl").read_text("utf-8").splitlines()
     pairs = [json.loads(line) for line in lines[:200]]
-    texts = load(run, "cpu").generate(source=[pair["source"] for pair in pairs])
+    assert len(pairs) == 200
+    return pairs, load(run, "cpu").generate(source=[pair["source"] for pair in pairs])
 
-    def exact(answers):
-        return sum(text in pair["references"] for text, pair in zip(answers, pairs, strict=True)) / len(pairs)
 
-    assert len(pairs) == 200 and exact(texts) >= 0.95
-    assert exact(texts[1:] + texts[:1]) < 0.1  # of the sources of other rows
+def of_other_rows(texts):
+    return texts[1:] + texts[:1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "task"), EXACT)
+def test_answers_are_exact(method, task, tmp_path):
+    pairs, texts = answers(method, task, EXACT[method, task], tmp_path)
+
+    def exact(texts):
+        return sum(text in pair["references"] for text, pair in zip(texts, pairs, strict=True)) / len(pairs)
+
+    assert exact(texts) >= 0.95
+    assert exact(of_other_rows(texts)) < 0.1

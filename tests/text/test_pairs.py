@@ -40,7 +40,7 @@ def test_tasks_have_exact_answers(name):
         words = source.split()
         if name == "sum":
             a, b = "".join(words).split("+")
-            answer = str(int(a) + int(b))
+            answer = f"{int(a[::-1]) + int(b[::-1]):04}"[::-1]
         else:
             answer = "".join({"copy": words, "reverse": words[::-1], "sort": sorted(words)}[name])
         assert target.replace(" ", "") == answer
@@ -92,6 +92,37 @@ def test_records_name_their_sides(tmp_path):
         list(file_pairs(tmp_path / "plain.txt", PairReader()))
     with pytest.raises(UsageError, match="source-len"):
         prepare(DataConfig(source="snli"), tmp_path / "out")
+
+
+def test_pairs_of_ids_are_taken_as_they_are(tmp_path):
+    """Records of the form of ELF's data sets: their ids end with the end token, and one of these pairs is too long."""
+    text = [f"a {i // 10} {i % 10}\tx {i % 10} {i // 10}" for i in range(100)]
+    (tmp_path / "pairs.tsv").write_text("\n".join(text), "utf-8")
+    prepare(data(tmp_path / "pairs.tsv"), tmp_path / "texts")
+    tokenizer = Blocks(tmp_path / "texts").tokenizer()
+
+    def ids(side, repeated=1):
+        return tokenizer.encode(side) * repeated + [tokenizer.eos_id]
+
+    records = [{"input": s, "condition_input_ids": ids(s), "input_ids": ids(t)} for s, t in map(sides, text)]
+    records.append({"input": "", "condition_input_ids": ids("a", 12), "input_ids": ids("x")})
+    file = tmp_path / "ids.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
+    with pytest.raises(UsageError, match="--data.tokenizer"):
+        prepare(data(file), tmp_path / "out")
+    done = prepare(data(file, tokenizer=str(tmp_path / "texts" / "tokenizer.json")), tmp_path / "out")
+    assert "1 pair " in done.note and done.train_rows + done.heldout_rows == 100
+    both = []
+    for folder in ("texts", "out"):
+        parts = [Blocks(tmp_path / folder, name) for name in ("train", "heldout")]
+        both.append({tuple(row) for part in parts for row in part._rows(range(len(part))).tolist()})
+        lines = (tmp_path / folder / "heldout.jsonl").read_text("utf-8").splitlines()
+        for record in map(json.loads, lines):
+            assert f"{record['source']}\t{record['text']}" in text and record["references"] == [record["text"]]
+    assert both[0] == both[1]
+    file.write_text(json.dumps(records[0] | {"input_ids": [2, 64]}) + "\n", "utf-8")
+    with pytest.raises(DataError, match="the id 64"):
+        prepare(data(file, tokenizer=str(tmp_path / "texts" / "tokenizer.json")), tmp_path / "other")
 
 
 def test_named_corpora_are_read_from_their_files(tmp_path):

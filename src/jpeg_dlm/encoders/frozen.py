@@ -58,23 +58,28 @@ class FrozenEncoder(FeatureStatistics):
         """Stay in eval mode: dropout in a frozen encoder would make features random."""
         return super().train(False)
 
-    def raw_features(self, tokens_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
-        """Return the hidden states of the configured layer, before standardization."""
+    def raw_features(self, tokens_BL: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the hidden states of the configured layer, before standardization; see `forward` for the mask."""
         if isinstance(self.model, SmallEncoder):
-            return self.model.hidden(tokens_BL, mask_BL, self.layer)
-        inner, attention = self.layer != -1, None if mask_BL is None else mask_BL.long()
+            return self.model.hidden(tokens_BL, mask, self.layer)
+        inner, attention = self.layer != -1, None if mask is None else mask.long()
+        if mask is not None and mask.ndim == 3:  # transformers takes such masks as what is added to attention scores
+            attention = torch.where(mask, 0.0, torch.finfo(torch.float32).min)[:, None]
         output = self.model(input_ids=tokens_BL, attention_mask=attention, output_hidden_states=inner, return_dict=True)
         return output.hidden_states[self.layer] if inner else output.last_hidden_state
 
     @torch.no_grad()
-    def forward(self, tokens_BL: Tensor, mask_BL: Tensor | None = None) -> Tensor:
-        """Return standardized fp32 features h_BLF; `mask_BL` is True at real tokens, and only these are attended to."""
+    def forward(self, tokens_BL: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return standardized fp32 features h_BLF.
+
+        `mask` (B, L) is True at real tokens, and only these are attended to, or (B, L, L) at the keys that each query sees.
+        """
         if not self.has_statistics:
             raise UsageError(
                 "encoder.scale 'per_channel' has no feature statistics: measure them with measure_statistics(), "
                 "or choose --encoder.scale fixed."
             )
-        h_BLF = self.raw_features(tokens_BL, mask_BL).float()
+        h_BLF = self.raw_features(tokens_BL, mask).float()
         return h_BLF if self.scale == "none" else (h_BLF - self.feature_mean) / self.feature_std
 
     @cached_property

@@ -81,10 +81,15 @@ class SmallEncoder(FeatureStatistics):
                 parameter.copy_(torch.randn(parameter.shape, generator=g) * std)
         return self
 
-    def hidden(self, tokens_BL: Tensor, mask_BL: Tensor | None = None, layer: int = -1) -> Tensor:
-        """Return features h_BLF with gradients; `mask_BL` is True at real tokens, layer -1 is the last after the final norm."""
+    def hidden(self, tokens_BL: Tensor, mask: Tensor | None = None, layer: int = -1) -> Tensor:
+        """Return features h_BLF with gradients; layer -1 is the last after the final norm.
+
+        `mask` (B, L) is True at real tokens, or (B, L, L) at the keys that each query sees.
+        """
         # A softmax over no keys would be NaN, so in a row of padding alone padding attends to padding.
-        keys = None if mask_BL is None else (mask_BL | ~mask_BL.any(dim=1, keepdim=True))[:, None, None, :]
+        keys = None
+        if mask is not None:
+            keys = (mask | ~mask.any(dim=-1, keepdim=True)).reshape(len(mask), 1, -1, mask.shape[-1])
         index = self.layer_index(layer)
         # Embedding rows have norm about 1, which suits the tied head; scale them to unit variance.
         x_BLF = self.embedding(tokens_BL) * self.feature_dim**0.5

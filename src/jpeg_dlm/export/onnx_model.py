@@ -193,8 +193,8 @@ def read_exported(path: Path) -> ModelParts:
     values, precision = facts.get("config"), facts.get("precision")
     config = validate(from_dict(values)) if isinstance(values, dict) else None
     files = {name: path / f"{name}.onnx" for name in (network_names(config) if config else ())}
-    known = config is not None and isinstance(config.model, JpegDlmModel) and precision in PRECISIONS
-    if not known or not all(file.is_file() for file in files.values()):
+    complete = all(file.is_file() for file in files.values())
+    if not complete or config is None or not isinstance(config.model, JpegDlmModel) or precision not in PRECISIONS:
         raise CheckpointError(f"'{path}' is not a whole folder of exported networks: export the model again.")
     sampler = OnnxNetworks(config, {name: file.read_bytes() for name, file in files.items()})
     tokenizer = path / TOKENIZER_FILE if (path / TOKENIZER_FILE).is_file() else None

@@ -235,7 +235,7 @@ def states(g: Graph, dit: DiT, z: str, s: str | None, time: str, w: str, mode: s
     x = x if s is None else g.op("Add", x, g.linear(s, narrow @ of_s))
     scale = scalar_tokens(g, dit.sc_tokens, dit.sc_embedder, w)
     x = g.op("Concat", time, scale, mode, g.linear(x, widen.weight, widen.bias), axis=1)
-    cos, sin = cast(Tensor, dit.rope_cos), cast(Tensor, dit.rope_sin)
+    cos, sin = dit.rope_cos, dit.rope_sin
     layers, mask = [("", "")] * len(dit.blocks), ""
     if memory:
         parts = g.ops("Split", memory, outputs=2 * len(layers), axis=1, num_outputs=2 * len(layers))
@@ -271,7 +271,7 @@ def read(g: Graph, dit: DiT, encoder: FrozenEncoder, source: str, present: str) 
     weight = proj.weight / encoder.feature_std if standard else proj.weight
     bias = proj.bias + dit.context_kind.flatten() - (weight @ encoder.feature_mean if standard else 0)
     x = g.linear(encoded(g, encoder, source, dit.context_len, mask), weight, bias)
-    cos, sin = cast(Tensor, dit.context_cos), cast(Tensor, dit.context_sin)
+    cos, sin = dit.context_cos, dit.context_sin
     for module in dit.blocks:
         x, own = block(g, cast(DitBlock, module), x, cos, sin, mask, ("", ""))
         layers += [g.op("Unsqueeze", part, g.constant([1])) for part in own]

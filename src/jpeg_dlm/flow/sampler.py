@@ -38,7 +38,14 @@ class TextSampler(Protocol):
     def device(self) -> torch.device: ...
 
     def sample(
-        self, sampler: Any, noise: RowNoise, watch: Watch | None = None, fixed_BL: Tensor | None = None, *, guidance: Any = None
+        self,
+        sampler: Any,
+        noise: RowNoise,
+        watch: Watch | None = None,
+        fixed_BL: Tensor | None = None,
+        *,
+        guidance: Any = None,
+        source: Any = None,
     ) -> Tensor: ...
 
 

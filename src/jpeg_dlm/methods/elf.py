@@ -15,12 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jpeg_dlm.config import Config, TrainConfig, opt
+from jpeg_dlm.config import Checks, Config, TrainConfig, opt
+from jpeg_dlm.flow.guidance import Guidance
 from jpeg_dlm.flow.path import SC_PROB, guidance_scale, guided_target, logit_normal, per_row, per_sample
-from jpeg_dlm.flow.sampler import sample
+from jpeg_dlm.flow.sampler import Watch, sample
 from jpeg_dlm.methods.base import FROZEN, GUIDE, Batch, LatentModel, Method, linear_time
 from jpeg_dlm.methods.discrete import CE_CHUNK
+from jpeg_dlm.methods.elf_pairs import PairNetworks, PairRows
 from jpeg_dlm.methods.jpeg_dlm_config import DitSizes, SamplerConfig
+from jpeg_dlm.methods.jpeg_dlm_networks import SOURCE_DROP
 from jpeg_dlm.methods.layout import CheckpointSignature, repeated, shapes_of
 from jpeg_dlm.nn.dit import Head, LatentTransformer
 from jpeg_dlm.nn.layers import fp32_island
@@ -48,13 +51,18 @@ class ElfObjective:
     decode_noise_scale: float = opt(5.0, "deviation of the decode mode's noise (ELF: 5, conditional tasks 1)", ge=0, le=1e3)
     ce_chunk: int = opt(0, CE_CHUNK, ge=0, le=1 << 30)
 
+    def checks(self, config: Config) -> Checks:
+        d = config.data
+        changing = "data.cache_features needs features that stay, and ELF's of a target change with its source: leave it out"
+        return [(not (d.cache_features and d.source_len), changing)]
+
 
 class ElfNetwork(LatentTransformer):
     """f(z, t; s, w): predicts clean features, and hidden states that `logits` maps to tokens."""
 
     def __init__(self, config: Config) -> None:
         m, width = config.model, config.encoder.feature_dim
-        super().__init__(m, config.data.token_len, width)
+        super().__init__(m, config.data.row_len, width)
         self.denoise_head = Head(m.hidden, width)
         self.proj = nn.Linear(m.hidden, m.proj_dim)
         self.unembed = nn.Linear(m.proj_dim, config.data.vocab_size)
@@ -78,6 +86,7 @@ class Elf(Method):
     signature = CheckpointSignature(tensors=("unembed_kernel",), not_in_tensors=("data.token_len",))
     groups = {"model": DitSizes, "objective": ElfObjective, "sampler": SamplerConfig}
     uses_encoder = True
+    sources = "beside"
     supports = GUIDE
 
     def __init__(self, config: Config, encoder: nn.Module | None = None) -> None:
@@ -86,7 +95,7 @@ class Elf(Method):
         self.encoder = encoder
         self.dit = ElfNetwork(config)
         self.loss_weights = {"flow": 1.0, "ce": 1.0}
-        self.latent_shape = (config.data.token_len, config.encoder.feature_dim)
+        self.latent_shape = (config.data.row_len, config.encoder.feature_dim)
         self.noise_scale, self.v_floor = config.objective.noise_scale, V_FLOOR
 
     @classmethod
@@ -113,14 +122,20 @@ class Elf(Method):
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         """Return `flow` and `ce`, each summed over the rows of its mode and divided by the tokens of all rows (ELF)."""
         o = self.config.objective
-        x = self.features(batch)
         decodes = noise.coins("mode", DECODE_PROB)
-        decode, rows = chosen_rows(decodes, x.device)
+        decode, rows = chosen_rows(decodes, noise.device)
+        if batch.source is None:
+            x, clean = self.features(batch), None
+        else:
+            pairs = PairRows.of(batch)
+            x = self.pair_features(pairs, noise.uniform("context_drop") < SOURCE_DROP)
+            batch = Batch(pairs.tokens_BJ, ~pairs.source_BJ)
+            clean = (pairs.source_BJ & ~decode[:, None])[..., None]  # in decode mode sources are noisy too (ELF)
         t = logit_normal(noise.normal("time"), o.time_mean, o.time_std)
-        z = self.corrupted(x, t, decode, noise)
+        z = restored(self.corrupted(x, t, decode, noise), x, clean)
         w = guidance_scale(noise.uniform("scale"))
         _, conditioned = chosen_rows(~decodes & noise.coins("self_condition", SC_PROB), x.device)
-        s, target = self.self_condition(x, z, t, w, conditioned)
+        s, target = self.self_condition(x, z, t, w, conditioned, clean)
 
         xhat, hidden = self.dit(z, torch.where(decode, 1.0, t), s, w, decode)
 
@@ -131,6 +146,11 @@ class Elf(Method):
         nll[rows] = token_nll(self.dit.logits, hidden[rows], batch.tokens_BL[rows], o.ce_chunk)
         return {"flow": batch.token_mean(error * ~decode[:, None]), "ce": batch.token_mean(nll)}
 
+    def pair_features(self, pairs: PairRows, dropped: Tensor) -> Tensor:
+        """Return features of sources and targets; of a dropped source they are zero, and the target's do not depend on it."""
+        x = self.features(Batch(pairs.tokens_BJ, pairs.attention(dropped)))
+        return torch.where((pairs.source_BJ & dropped[:, None])[..., None], 0.0, x)
+
     def corrupted(self, x: Tensor, t: Tensor, decode: Tensor, noise: RowNoise) -> Tensor:
         """Return the network's input: one time per row in denoise mode, one share lambda per token in decode mode."""
         o = self.config.objective
@@ -140,19 +160,32 @@ class Elf(Method):
         return clean * x + (1 - clean) * per_row(scale, x) * noise.normal("latent", *x.shape[1:])
 
     @torch.no_grad()
-    def self_condition(self, x: Tensor, z: Tensor, t: Tensor, w: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def self_condition(
+        self, x: Tensor, z: Tensor, t: Tensor, w: Tensor, rows: Tensor, clean: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return (s, target): the first prediction and the guided target for the chosen rows, zeros and x for the others."""
-        s, target = torch.zeros_like(x), x.clone()
+        s, target = restored(torch.zeros_like(x), x, clean), x.clone()
         if len(rows):
             denoise = torch.zeros_like(rows, dtype=torch.bool)
-            first, _ = self.dit(z[rows], t[rows], None, w[rows], denoise)
+            first, _ = self.dit(z[rows], t[rows], s[rows], w[rows], denoise)
+            first = restored(first, x[rows], None if clean is None else clean[rows])
             second, _ = self.dit(z[rows], t[rows], first, w[rows], denoise)
             s[rows], target[rows] = first, guided_target(x[rows], second, first, w[rows])
         return s, target
 
     # ------------------------------------------------------------ sampling
 
-    sample = sample  # pyright: ignore[reportAssignmentType] - of any networks, such as these
+    def sample(
+        self,
+        sampler: SamplerConfig,
+        noise: RowNoise,
+        watch: Watch | None = None,
+        fixed_BL: Tensor | None = None,
+        guidance: Guidance | None = None,
+        source: Batch | None = None,
+    ) -> Tensor:
+        networks = self if source is None else PairNetworks(self, source, sampler.source_scale)
+        return sample(networks, sampler, noise, watch, fixed_BL, guidance)
 
     def denoise(self, z: Tensor, t: float, s: Tensor | None, w: float) -> Tensor:
         """Predict clean features from the state at time t."""
@@ -174,10 +207,15 @@ class Elf(Method):
     @torch.no_grad()
     def reconstruction(self, batch: Batch, sampler: SamplerConfig | None = None) -> Tensor:
         """Return the share of real tokens that are reconstructed from their own clean features."""
-        return batch.accuracy(self.tokens(self.features(batch)))
+        if batch.source is None:
+            return batch.accuracy(self.tokens(self.features(batch)))
+        x = self.pair_features(PairRows.of(batch), torch.zeros_like(batch.real_BL[:, 0]))
+        return batch.accuracy(PairNetworks(self, batch.source, 1.0).tokens(x, 1.0))
 
-    def latent_model(self) -> LatentModel:
-        """Return the functions that studies use, on the encoder's features as latents (not in the paper)."""
+    def latent_model(self) -> LatentModel | None:
+        """Return the functions that studies use, on the encoder's features as latents (not in the paper); not of pairs."""
+        if self.config.data.source_len:
+            return None
 
         def time(ratio: float) -> float:
             return linear_time(ratio / self.config.objective.noise_scale)  # the noise has this deviation at t = 0
@@ -240,6 +278,11 @@ def published_name(name: str) -> str:
         if name.startswith(ours):
             return theirs + name.removeprefix(ours)
     return name
+
+
+def restored(z: Tensor, x: Tensor, clean: Tensor | None) -> Tensor:
+    """Return z with the features x at clean positions, if there are any."""
+    return z if clean is None else torch.where(clean, x, z)
 
 
 # ---------------------------------------------------------------- recipes

@@ -147,6 +147,11 @@ class Head(nn.Module):
 class LatentTransformer(nn.Module):
     """The DiT without its heads, with the sizes of the options `m`. A subclass adds them and then calls `initialize`."""
 
+    rope_cos: Tensor
+    rope_sin: Tensor
+    context_cos: Tensor
+    context_sin: Tensor
+
     def __init__(self, m: Any, latent_len: int, dim: int, context_len: int = 0, source_dim: int = 0) -> None:
         super().__init__()
         self.context_len, hidden = context_len, m.hidden
@@ -216,8 +221,9 @@ class LatentTransformer(nn.Module):
         mask = None
         if memory:
             mask = torch.cat([memory.present_BC, memory.present_BC.new_ones(x_BSH.shape[:2])], 1)[:, None, None]
+        cos, sin = (table[: x_BSH.shape[1]] for table in (self.rope_cos, self.rope_sin))  # ELF reads targets alone too
         for i, block in enumerate(self.blocks):
-            x_BSH, _ = block(x_BSH, self.rope_cos, self.rope_sin, mask, memory.layers[i] if memory else None)
+            x_BSH, _ = block(x_BSH, cos, sin, mask, memory.layers[i] if memory else None)
         return x_BSH[:, self.prefix :].float()
 
     def _prefix(self, t_B: Tensor, w_B: Tensor, decode_B: Tensor) -> Tensor:

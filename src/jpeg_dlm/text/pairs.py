@@ -1,6 +1,7 @@
 """Pairs of a source and a target: named corpora, tasks with exact answers, and what is held out.
 
-A pair is a document with a tab between its source and its target, neither of which has one: white space is collapsed.
+A pair is a document with a tab between its source and its target, neither of which has one: white space is collapsed. A
+pair of token ids has SEPARATOR between them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from jpeg_dlm.text.cleaning import captions, sentence
 from jpeg_dlm.text.download import ASSETS, fetch
 from jpeg_dlm.text.sources import (
     Corpus,
+    Document,
     RecordReader,
     file_documents,
     file_fingerprint,
@@ -38,7 +40,7 @@ from jpeg_dlm.util.rng import derive_seed
 if TYPE_CHECKING:
     from jpeg_dlm.util.console import Console
 
-TAB = "\t"
+TAB, SEPARATOR = "\t", -1
 TASK_ROWS, TASK_SYMBOLS = 20_000, range(3, 9)  # pairs of a task, and the numbers of symbols of a source (assumed)
 # Words of captions that carry little meaning; the others are the keywords of a caption.
 FUNCTION_WORDS = frozenset(
@@ -53,39 +55,48 @@ def pair(source: str, target: str) -> str:
     return collapse(source) + TAB + collapse(target)
 
 
-def sides(document: str) -> tuple[str, str]:
-    """Return the source and the target of a pair."""
-    source, _, target = document.partition(TAB)
-    return source, target
+def sides(document: Document) -> tuple[Any, Any]:
+    """Return the source and the target of a pair: texts, or tuples of ids."""
+    if isinstance(document, str):
+        source, _, target = document.partition(TAB)
+        return source, target
+    end = document.index(SEPARATOR)
+    return document[:end], document[end + 1 :]
 
 
 # ---------------------------------------------------------------- files and data sets
 
+PLAIN = (("condition_input_ids", "input_ids"), ("source", "target"), ("input", "output"))  # fields that need no naming
+
 
 @dataclass(frozen=True)
 class PairReader(RecordReader):
-    """Reads two fields of records: the named ones, else "source" and "target", else "input" and "output" (ELF)."""
+    """Reads two fields of records: the named ones, else ids as in ELF's data sets, else "source" and "target", else ELF's."""
 
     target: str = ""
 
-    def document(self, record: Any) -> str:
-        """Return the pair of a record; raise ValueError if it has none."""
+    def document(self, record: Any) -> Document:
+        """Return the pair of a record, texts or token ids; raise ValueError if it has none."""
         if not isinstance(record, dict):
             raise ValueError("not an object")
         fields = dict(record_fields(record))
-        plain = ("source", "target") if "source" in fields else ("input", "output")
+        plain = next((names for names in PLAIN if names[0] in fields), PLAIN[-1])
         names = (self.field or plain[0], self.target or plain[1])
-        texts = [text for name in names if isinstance(text := fields.get(name), str)]
-        if len(texts) < 2:
-            named = "name them with --data.source-field and --data.target-field"
-            raise ValueError(f"no texts in {' and '.join(names)} among the fields {', '.join(fields)}: {named}")
-        return pair(texts[0], texts[1])
+        source, target = map(fields.get, names)
+        if isinstance(source, str) and isinstance(target, str):
+            return pair(source, target)
+        if isinstance(source, list) and isinstance(target, list):
+            if not all(type(i) is int and i >= 0 for i in source + target):
+                raise ValueError("the ids are not whole numbers from 0")
+            return (*source, SEPARATOR, *target)
+        named = "name them with --data.source-field and --data.target-field"
+        raise ValueError(f"no texts in {' and '.join(names)} among the fields {', '.join(fields)}: {named}")
 
 
-def file_pairs(path: Path, reader: PairReader) -> Iterator[str]:
+def file_pairs(path: Path, reader: PairReader) -> Iterator[Document]:
     """Yield the pairs of a file: records, or lines with a tab between source and target and perhaps before more columns."""
     if is_records(path):
-        yield from map(str, file_documents([path], reader, False))
+        yield from file_documents([path], reader, False)
         return
     for number, line in enumerate(text_lines(path), 1):
         source, tab, rest = line.rstrip("\n").partition(TAB)
@@ -132,12 +143,13 @@ def keywords(folder: Path) -> Iterator[str]:
 
 
 def task(name: str, rows: int = TASK_ROWS) -> Iterator[str]:
-    """Yield pairs of symbols and the answer: copied, reversed or sorted letters, or the sum of two numbers."""
+    """Yield pairs of symbols and the answer: copied, reversed or sorted letters, or the sum of two numbers, ones first."""
     for i in range(rows):
         random = Random(derive_seed(0, "task/" + name, i))
         if name == "sum":
             a, b = random.randrange(1000), random.randrange(1000)
-            yield pair(f"{' '.join(str(a))} + {' '.join(str(b))}", " ".join(str(a + b)))
+            # Ones first and zeros at the end: a digit of the sum then depends on digits at fixed places and before.
+            yield pair(" ".join(f"{a:03}"[::-1] + "+" + f"{b:03}"[::-1]), " ".join(f"{a + b:04}"[::-1]))
             continue
         letters = random.choices("abcdefghij", k=random.choice(TASK_SYMBOLS))
         answer = {"copy": letters, "reverse": letters[::-1], "sort": sorted(letters)}[name]
@@ -178,7 +190,7 @@ def open_text(data: DataConfig, verbatim: bool = False, console: Console | None 
     return Corpus(stream, size, mark)
 
 
-def restarted(documents: Callable[[], Iterator[str]]) -> Callable[[int], Iterator[str]]:
+def restarted(documents: Callable[[], Iterator[Document]]) -> Callable[[int], Iterator[Document]]:
     """Return a stream that reads from the beginning and skips."""
     return lambda skip: itertools.islice(documents(), skip, None)
 
@@ -192,17 +204,17 @@ class PairSplit:
     All pairs of a target are in one part. Other pairs of a held-out source belong to neither, but are its references too.
     """
 
-    def __init__(self, documents: Callable[[], Iterable[str]], share: float) -> None:
+    def __init__(self, documents: Callable[[], Iterable[Document]], share: float) -> None:
         self.share = share
-        self.references: dict[str, list[str]] = {s: [] for s, target in map(sides, documents()) if self._held(target)}
+        self.references: dict[Document, list[Document]] = {s: [] for s, target in map(sides, documents()) if self._held(target)}
         for source, target in map(sides, documents()):
             if source in self.references:
                 self.references[source].append(target)
 
-    def _held(self, target: str) -> bool:
-        return derive_seed(0, "pair/" + target) / 2**63 < self.share
+    def _held(self, target: Document) -> bool:
+        return derive_seed(0, f"pair/{target}") / 2**63 < self.share
 
-    def of(self, document: str) -> Name | None:
+    def of(self, document: Document) -> Name | None:
         """Return the part of a pair."""
         source, target = sides(document)
         if self._held(target):

@@ -232,15 +232,18 @@ class _Preparation:
         if texts if self.given else rows:
             raise DataError(f"'{self.data.source}' holds both text and token ids: prepare them separately.")
         if self.given:
-            if (largest := max(map(max, rows))) >= self.tokenizer.vocab_size:
-                raise DataError(
-                    f"A row of '{self.data.source}' holds the id {largest}, but the tokenizer has {self.tokenizer.vocab_size}: "
-                    "name the one that made the rows with --data.tokenizer."
-                )
+            self._refuse_unknown_ids(rows)
             return [[list(row)] for row in rows]
         by_sentence, units = self.data.packing == "sentences", [self._units(text) for text in texts]
         flat = iter(self.tokenizer.encode_batch(list(itertools.chain.from_iterable(units)), following=by_sentence))
         return [list(itertools.islice(flat, len(u))) for u in units]
+
+    def _refuse_unknown_ids(self, rows: Iterable[Iterable[int]]) -> None:
+        if (largest := max(map(max, rows))) >= self.tokenizer.vocab_size:
+            raise DataError(
+                f"A row of '{self.data.source}' holds the id {largest}, but the tokenizer has {self.tokenizer.vocab_size}: "
+                "name the one that made the rows with --data.tokenizer."
+            )
 
     def _units(self, text: str) -> list[str]:
         """Split a document into what is tokenized separately."""
@@ -374,16 +377,30 @@ class _Preparation:
 class _PairPreparation(_Preparation):
     """The preparation of pairs: a row is the padded source, then the padded target, each with an end token."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.given = False  # ids of sources and targets are laid out as those of texts
+
+    def _checked(self, stream: Stream, skip: int = 0) -> Iterator[Document]:
+        return stream(skip)  # pairs that do not fit a row are left out
+
     @cached_property
     def _pair_split(self) -> PairSplit:
         heldout = self.corpus.heldout  # if there is such a split, all of its pairs and no others are held out
-        documents = lambda: map(str, (heldout or self.corpus.stream)(0))  # noqa: E731
-        return PairSplit(documents, 1.0 if heldout else self.data.holdout)
+        return PairSplit(lambda: (heldout or self.corpus.stream)(0), 1.0 if heldout else self.data.holdout)
 
     def _pieces(self, start: Place) -> Iterator[DocumentPiece]:
-        for number, document in enumerate(map(str, self.corpus.stream(start.document)), start.document):
+        for number, document in enumerate(self.corpus.stream(start.document), start.document):
             if name := self._pair_split.of(document):
                 yield DocumentPiece(document, "train" if self.corpus.heldout else name, Place(number + 1), True)
+
+    def _encode(self, batch: list[Document]) -> list[list[list[int]]]:
+        rows = [document for document in batch if not isinstance(document, str)]
+        if len(rows) < len(batch):
+            return super()._encode(batch)
+        self._refuse_unknown_ids(rows)
+        eos_id = self.tokenizer.eos_id  # ELF's ids end with it, and a row adds its own
+        return [[list(ids[:-1] if ids[-1:] == (eos_id,) else ids) for ids in sides(row)] for row in rows]
 
     def _units(self, text: str) -> list[str]:
         return list(sides(text))
@@ -398,11 +415,13 @@ class _PairPreparation(_Preparation):
     def _heldout_records(self, rows: Iterable[list[int]]) -> Iterator[dict[str, Any]]:
         """Yield each held-out source once, with all its targets."""
         size, seen = self.data.source_len, set()
+        text = lambda side: side if isinstance(side, str) else self.tokenizer.decode(list(side))  # noqa: E731
+        references = {text(source): list(map(text, targets)) for source, targets in self._pair_split.references.items()}
         for row in rows:
             source, target = (self.tokenizer.decode(ids) for ids in (row[:size], row[size:]))
             if source not in seen:
                 seen.add(source)
-                targets = [target, *self._pair_split.references.get(source, [])]
+                targets = [target, *references.get(source, [])]
                 yield {"text": target, "source": source, "references": list(dict.fromkeys(targets))}
 
 
