@@ -9,7 +9,7 @@ import torch
 
 from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
-from jpeg_dlm.evaluation.tasks import heldout_likelihood, row_nats, token_counts, unigram_perplexity
+from jpeg_dlm.evaluation.likelihood import heldout_likelihood, row_nats, token_counts, unigram_perplexity
 from jpeg_dlm.evaluation.texts import ModelSource
 from jpeg_dlm.text.blocks import Blocks
 

@@ -9,8 +9,8 @@ from micro import MICRO, as_flags
 from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.evaluation.cache import DiskCache
+from jpeg_dlm.evaluation.likelihood import row_nats
 from jpeg_dlm.evaluation.pairs import heldout_pairs, pair_scores, scores
-from jpeg_dlm.evaluation.tasks import row_nats
 from jpeg_dlm.evaluation.texts import ModelSource, heldout_blocks
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.options import option_names

@@ -15,12 +15,13 @@ from jpeg_dlm.api import load
 from jpeg_dlm.evaluation import texts
 from jpeg_dlm.evaluation.cache import DiskCache
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
+from jpeg_dlm.evaluation.likelihood import DRAWS, has_likelihood, likelihood_row
 from jpeg_dlm.evaluation.pairs import pair_scores
 from jpeg_dlm.evaluation.plots import draw_lengths, draw_sweep
 from jpeg_dlm.evaluation.results import of_models
 from jpeg_dlm.evaluation.scorer import build_scorer
 from jpeg_dlm.evaluation.table import to_json
-from jpeg_dlm.evaluation.tasks import DRAWS, has_likelihood, likelihood_row, task_results
+from jpeg_dlm.evaluation.tasks import task_results
 from jpeg_dlm.evaluation.texts import ModelSource, Source
 from jpeg_dlm.util.console import Console
 from jpeg_dlm.util.distributed import main_first
