@@ -172,17 +172,25 @@ def _perplexity(score: Mapping[str, float]) -> list[Cell]:
 
 
 def likelihood_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the likelihood of held-out text under each model; a sentence for those that cannot say."""
+    """Return the likelihood of a text under each model; a sentence on its rows, or for those that cannot say."""
     measured = [row for row in rows if row["kind"]]
-    notes = tuple(f"{row['name']}: {row['reason']}" for row in rows if not row["kind"])
+    notes = [f"{row['name']}: {row['reason']}" for row in rows if not row["kind"]]
+    notes = (*notes, *(_sizes(row) for row in measured if row.get("documents")))
     if not measured:
         return Table("", notes=notes)
-    head = "Likelihood of held-out text. Perplexity and nats compare between models of one tokenizer, bits between all."
+    head = f"Likelihood of {measured[0]['text']}. Perplexity and nats compare models of one tokenizer, bits all models."
     return Table.of(head, LIKELIHOOD, map(_likelihood_row, measured), notes)
+
+
+def _sizes(row: Mapping[str, Any]) -> str:
+    """Say how the documents of a file became rows."""
+    cut = f"; {counted(row['cut'], 'document')} longer than a row became several" if row["cut"] else ""
+    unknown = f"; {counted(row['unknown'], 'token')} outside the vocabulary" if row["unknown"] else ""
+    return f"{row['name']}: {counted(row['documents'], 'document')}, {counted(row['tokens'], 'token')} in all{cut}{unknown}."
 
 
 def _likelihood_row(row: Mapping[str, Any]) -> list[Cell]:
     size = counted(row["rows"], "row") + ("" if row["kind"] == "exact" else f" x {counted(row['draws'], 'time')}")
     name, interval = _named(row["name"], row.get("title"), size), (row["perplexity_low"], row["perplexity_high"])
-    values = [row["nats_per_token"], row["bits_per_character"], row["unigram_perplexity"]]
+    values = [row["nats_per_token"], row["bits_per_character"], row.get("unigram_perplexity")]
     return [name, row["perplexity"], row["kind"], interval, *values]

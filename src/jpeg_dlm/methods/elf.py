@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from jpeg_dlm.config import Config, TrainConfig, opt
 from jpeg_dlm.flow.path import SC_PROB, guidance_scale, guided_target, logit_normal, per_row, per_sample
 from jpeg_dlm.flow.sampler import sample
-from jpeg_dlm.methods.base import FROZEN, GUIDE, Batch, LatentModel, Method, linear_time
+from jpeg_dlm.methods.base import FROZEN, GUIDE, Batch, LatentModel, Likelihood, Method, linear_time
 from jpeg_dlm.methods.discrete import CE_CHUNK
 from jpeg_dlm.methods.jpeg_dlm_config import DitSizes, SamplerConfig
+from jpeg_dlm.methods.latent_likelihood import latent_likelihood
 from jpeg_dlm.methods.layout import CheckpointSignature, repeated, shapes_of
 from jpeg_dlm.nn.dit import Head, LatentTransformer
 from jpeg_dlm.nn.layers import fp32_island
@@ -176,6 +177,10 @@ class Elf(Method):
         """Return the share of real tokens that are reconstructed from their own clean features."""
         return batch.accuracy(self.tokens(self.features(batch)))
 
+    def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
+        """Estimate a bound from one code of each row."""
+        return latent_likelihood(self.latent_model(), batch, noise)
+
     def latent_model(self) -> LatentModel:
         """Return the functions that studies use, on the encoder's features as latents (not in the paper)."""
 
@@ -186,6 +191,7 @@ class Elf(Method):
             self.features,
             predict=lambda z_t, ratio: self.denoise(z_t, time(ratio), None, 1.0),
             decode=self.tokens,
+            logits=self.logits,
             noisy=lambda z, eps, ratio: time(ratio) * (z + ratio * eps),
         )
 
