@@ -128,7 +128,7 @@ def test_likelihood_is_of_the_targets_given_their_sources(run, source):
     method, blocks = source.model.method, source.blocks
     nats, tokens = heldout_nats(method, blocks, 5, 1, 0, 2)
     joined = batch_of(blocks, range(5), method.device, joined=True)
-    each_BL = method.token_nll(joined.tokens_BL)[:, blocks.source_len :]
+    each_BL = method.token_nll(joined.tokens_BL, 0)[:, blocks.source_len :]
     real_BL = blocks.mask(blocks.rows(range(5)))
     assert nats.tolist() == pytest.approx((each_BL * real_BL).sum(1).tolist(), rel=1e-5)
     assert tokens.tolist() == real_BL.sum(1).tolist()

@@ -71,6 +71,12 @@ def add_evaluate_arguments(parser: Parser) -> None:
     add_options(parser, ("sampler",))
 
 
+def add_lm_eval_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "words", nargs="*", metavar="WORDS", help="of its own command line, such as ls tasks; docs/evaluation.md"
+    )
+
+
 def job_of(args: argparse.Namespace) -> EvaluationJob:
     """Return what the command line asks for."""
     from jpeg_dlm.evaluation.evaluate import EvaluationRequest

@@ -65,9 +65,9 @@ class TextRows:
         return hashlib.sha256(json.dumps([astuple(row) for row in self.rows]).encode()).hexdigest()
 
     def parts(self, size: int) -> list[list[int]]:
-        """Return the numbers of rows in batches of as many given tokens."""
-        order = sorted(range(len(self.rows)), key=lambda i: self.rows[i].first)
-        groups = [list(group) for _, group in itertools.groupby(order, key=lambda i: self.rows[i].first)]
+        """Return the numbers of rows in batches of one length and as many given tokens."""
+        key = lambda i: (self.rows[i].first, len(self.rows[i].ids))  # noqa: E731
+        groups = [list(group) for _, group in itertools.groupby(sorted(range(len(self.rows)), key=key), key)]
         return [group[part.start : part.stop] for group in groups for part in batches(len(group), size)]
 
     def batch(self, numbers: Sequence[int], method: Method) -> Batch:
@@ -80,10 +80,15 @@ class TextRows:
         return Batch(tokens_BL.to(method.device), real_BL.to(method.device), source_len=first)
 
 
-def last_row(layout: RowLayout, before: Sequence[int], ids: Sequence[int]) -> ScoredRow:
-    """Return the row that ends with `ids`, filled up with the tokens before them, before which documents end."""
-    window = [*[layout.separator] * layout.payload, *before, *ids][-layout.payload :]
-    return ScoredRow(layout.row(window), layout.start + layout.payload - len(ids), layout.token_len)
+def last_row(layout: RowLayout, before: Sequence[int], ids: Sequence[int], short: bool) -> ScoredRow:
+    """Return the row that ends with `ids`, after as many of the tokens before them as fit.
+
+    If there are too few, the row is short, which a model of token rows can read, or begins with ends of documents.
+    """
+    window = [*before, *ids][-layout.payload :]
+    ends = [layout.separator] * (0 if short else layout.payload - len(window))
+    row = layout.row([*ends, *window])[: layout.start + len(ends) + len(window) + layout.frame]
+    return ScoredRow(row, len(row) - layout.frame - len(ids), len(row))
 
 
 def text_rows(model: Model, text: str, n: int | None, console: Console) -> TextRows:
@@ -115,7 +120,7 @@ def text_rows(model: Model, text: str, n: int | None, console: Console) -> TextR
             documents, cut = documents + 1, cut + (pad_id is not None and len(packed) > 1)
     if carry and (n is None or len(rows) < n):
         before = rows[-1].ids[layout.start :][: layout.payload] if rows else []
-        rows.append(last_row(layout, before, [i for piece in carry for i in piece]))
+        rows.append(last_row(layout, before, [i for piece in carry for i in piece], model.method.sources == "before"))
     if not rows:
         raise DataError(f"'{text}' holds no text: name another one.")
     return TextRows(rows[:n], documents, cut)

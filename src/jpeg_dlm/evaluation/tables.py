@@ -16,17 +16,18 @@ Row = TypeVar("Row")
 
 PERPLEXITY = (Column("perplexity", 1), Column("95% interval", 1))
 MAUVE, REPEATED = Column("MAUVE", 3), Column("repeated 4-grams", 3)
+BRIER = Column("BrierLM", 2)
 GEN_PPL = (Column("Gen-PPL", 1), Column("95% interval", 1), Column("entropy (nats)", 3))
 DIVERSITY = (MAUVE, Column("± of k-means", 3), Column("distinct-2", 3), REPEATED)
 TEXTS = ("text", "steps", *GEN_PPL, *DIVERSITY, Column("texts/s", 2), "")
 SHARES = ("given tokens kept", "decoded by the latents", "hidden tokens recovered")
 INFILL = ("model", "sampler", "seed", *(Column(name, 1, percent=True) for name in SHARES), *PERPLEXITY)
 AFTER_PROMPT = (Column("perplexity given its prompt", 1), Column("95% interval", 1), Column("given another prompt", 1))
-CONTINUATION = ("text", "sampler", "seed", *AFTER_PROMPT, MAUVE, REPEATED)
+CONTINUATION = ("text", "sampler", "seed", *AFTER_PROMPT, MAUVE, REPEATED, BRIER)
 RATES = (Column("nats/token", 4), Column("bits/character", 4), Column("unigram perplexity", 2))
 BLEU = (Column("BLEU", 1), Column("95% interval", 1), Column("chrF", 1), Column("ROUGE-L", 1), Column("exact", 1, percent=True))
 CONTROLS = (Column("BLEU against another source's references", 1), Column("BLEU between seeds", 1))
-PAIRS = ("model", "sampler", *BLEU, *CONTROLS, "evaluations", Column("texts/s", 2))
+PAIRS = ("model", "sampler", *BLEU, *CONTROLS, BRIER, "evaluations", Column("texts/s", 2))
 LIKELIHOOD = ("model", Column("perplexity", 2), "", Column("95% interval", 2), *RATES)
 
 
@@ -150,14 +151,14 @@ def continuation_table(rows: Sequence[Mapping[str, Any]], scorer: str) -> Table:
         heads = {"written": [name, row["sampler_label"], row["seed"]]} | ({"real": ["real text", None, None]} if last else {})
         for kind, head in heads.items():
             elsewhere = row["scores"][f"{kind}_elsewhere"]["perplexity"]
-            mauve = row["mauve"].get("mauve") if kind == "written" else None
-            cells.append([*head, *_perplexity(row["scores"][kind]), elsewhere, mauve, row["repetition"][kind]])
+            mauve, brier = (row["mauve"].get("mauve"), row["brier"]["brier_lm"]) if kind == "written" else (None, None)
+            cells.append([*head, *_perplexity(row["scores"][kind]), elsewhere, mauve, row["repetition"][kind], brier])
     return Table.of(f"Continuation of held-out text, scored by {scorer}.", CONTINUATION, cells)
 
 
 def pairs_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a row for each model and sampler."""
-    figures = ("chrf", "rouge_l", "exact", "bleu_other_references", "self_bleu", "evaluations", "texts_per_second")
+    figures = ("chrf", "rouge_l", "exact", "bleu_other_references", "self_bleu", "brier_lm", "evaluations", "texts_per_second")
     cells = []
     for row in rows:
         sampler = row["sampler_label"] + (f", best of {row['candidates']}" if row["candidates"] > 1 else "")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from jpeg_dlm import __version__
 from jpeg_dlm.api import Model
+from jpeg_dlm.evaluation.brier import brier_lm
 from jpeg_dlm.evaluation.evaluate import Evaluation
 from jpeg_dlm.evaluation.metrics import TextScore, repetition_rate, summary
 from jpeg_dlm.evaluation.scorer import Scorer
@@ -193,23 +194,29 @@ def continuation(
     def write() -> dict[str, Any]:
         evaluation.console.say(f"{source.name}: continuing {counted(len(cases), 'prompt')} with seed {seed} ...")
 
-        def proceed(rows: range) -> list[list[int]]:
+        def proceed(rows: range, copy: int = 0) -> list[list[int]]:
             prompts = [prompt for prompt, _ in cases[rows.start : rows.stop]]
-            place = {"seed": seed, "first": rows.start, "batch": source.batch}
+            place = {"seed": seed, "first": copy * len(cases) + rows.start, "batch": source.batch}
             if not count:
                 return completed(model, prompts, **place, **sampler)
             long = replace(model.blockwise(None, model.config.data.token_len, scale, **sampler), prompts=prompts)
             return [ids[len(prompt) :] for ids, prompt in zip(long.tokens(len(prompts), **place), prompts, strict=True)]
 
-        return {"written": [ids for part in shared(batches(len(cases), source.batch), proceed) for ids in part]}
+        parts = batches(len(cases), source.batch)
+        return {
+            name: [ids for part in shared(parts, partial(proceed, copy=copy)) for ids in part]
+            for copy, name in enumerate(("written", "again"))
+        }
 
     cache, scorer = evaluation.cache, evaluation.scorer
     depends = about | {"kind": "continuation", "version": __version__} | source.identity(seed, sampler)
-    written = cache.get_or_compute(f"continuation-{source.name}-seed{seed}", depends, write)["written"]
+    texts = cache.get_or_compute(f"continuation-{source.name}-seed{seed}", depends, write)
+    written, brier = texts["written"], brier_lm(texts["written"], texts["again"], [[real] for _, real in cases])
     depends = about | {"kind": "continuation-scores", "scorer": [scorer.hash, scorer.precision], "written": written}
     depends |= {"mauve": evaluation.request.mauve}
     label = f"continuation-scores-{source.name}-seed{seed}"
-    return about | cache.get_or_compute(label, depends, lambda: _score_continuations(source, evaluation, cases, written))
+    scores = cache.get_or_compute(label, depends, lambda: _score_continuations(source, evaluation, cases, written))
+    return about | scores | {"brier": brier}
 
 
 def _score_continuations(

@@ -71,7 +71,7 @@ DETOKENIZERS: dict[str, Callable[[str], str]] = {
     "lm1b": detokenize_lm1b,
     "wikitext": lambda text: _replaced(text, _WIKITEXT),
     "ptb": lambda text: _replaced(text, _PTB),
-    "lambada": lambda text: "\n" + re.sub("[“”]", '"', text).strip(),
+    "lambada": lambda text: text and "\n" + re.sub("[“”]", '"', text).strip(),
     "papers": lambda text: detokenize_lm1b(_replaced(text, _WIKITEXT)),
 }
 
