@@ -21,7 +21,7 @@ LAYERS = (
     {"training", "sampling", "export", "importing"},
     {"api", "hub"},
     {"evaluation", "cost"},
-    {"studies", "report", "serve", "cli"},
+    {"integrations", "studies", "report", "serve", "cli"},
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 

@@ -67,7 +67,9 @@ class DataConfig:
     whole: bool = opt(False, "with 'padded': leave out documents longer than one row, so that every row starts a document")
     known: bool = opt(False, "leave out documents with words that the tokenizer lacks")
     frame: bool = opt(False, "frame each block with begin and end tokens and mark line boundaries (released, LM1B)")
-    detokenize: Literal["none", "lm1b"] = opt("none", "undo the corpus's own tokenization first, by the rules of MDLM and Duo")
+    detokenize: Literal["none", "lm1b", "wikitext", "ptb", "lambada", "papers"] = opt(
+        "none", "undo the corpus's own tokenization first, by the rules of MDLM and Duo"
+    )
     holdout: float = opt(0.02, "share of the text kept for evaluation, unless the source names a held-out split", gt=0, lt=0.5)
     cache_features: bool = opt(False, "cache the frozen encoder's features of all blocks on disk")
 

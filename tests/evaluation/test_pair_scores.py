@@ -9,8 +9,8 @@ from micro import MICRO, as_flags
 from jpeg_dlm.api import load
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.evaluation.cache import DiskCache
+from jpeg_dlm.evaluation.likelihood import heldout_nats
 from jpeg_dlm.evaluation.pairs import heldout_pairs, pair_scores, scores
-from jpeg_dlm.evaluation.tasks import row_nats
 from jpeg_dlm.evaluation.texts import ModelSource, heldout_blocks
 from jpeg_dlm.methods.registry import for_method
 from jpeg_dlm.options import option_names
@@ -126,7 +126,7 @@ def test_free_evaluation_gives_held_out_sources(run, source, byte_gpt2, tmp_path
 @ONLY_AR  # the other has none
 def test_likelihood_is_of_the_targets_given_their_sources(run, source):
     method, blocks = source.model.method, source.blocks
-    nats, tokens = row_nats(method, blocks, 5, 1, 0, 2)
+    nats, tokens = heldout_nats(method, blocks, 5, 1, 0, 2)
     joined = batch_of(blocks, range(5), method.device, joined=True)
     each_BL = method.token_nll(joined.tokens_BL, 0)[:, blocks.source_len :]
     real_BL = blocks.mask(blocks.rows(range(5)))

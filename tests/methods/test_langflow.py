@@ -166,3 +166,21 @@ def test_given_embeddings_keep_their_noise_until_they_are_clean():
         alpha, sigma = alpha_sigma(gamma[0])
         alpha_0, sigma_0 = alpha_sigma(seen[0][1][0])
         assert torch.allclose(z, alpha * clean + sigma * (eps - alpha_0 * clean) / sigma_0, atol=1e-3)
+
+
+def test_the_likelihood_of_a_perfect_model_of_single_tokens_is_theirs():
+    """Skip logits account for the noisy embeddings, so a head that knows token frequencies alone is the optimal denoiser."""
+    method, draws = micro_model("langflow"), 256
+    generator = torch.Generator().manual_seed(0)
+    scores = 1.5 * torch.randn(300, generator=generator)
+    with torch.no_grad():
+        method.backbone.output_layer.linear.weight.zero_()
+        method.backbone.output_layer.linear.bias.copy_(scores)
+    log_p = scores.log_softmax(-1).double()
+    tokens = torch.multinomial(log_p.exp(), draws * 4, replacement=True, generator=generator).view(draws, 4)
+    excess = method.likelihood(Batch(tokens), RowNoise(0, range(draws))).nats_B + log_p[tokens].sum(1)
+    assert abs(excess.mean()) < 3 * excess.std() / draws**0.5 and excess.std() < 8
+    # A source costs nothing, and changes nothing for such a model.
+    given = Batch(tokens, torch.tensor([[False, True, True, True]]).expand(draws, 4), source_len=1)
+    excess = method.likelihood(given, RowNoise(0, range(draws))).nats_B + log_p[tokens[:, 1:]].sum(1)
+    assert abs(excess.mean()) < 3 * excess.std() / draws**0.5

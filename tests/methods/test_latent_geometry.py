@@ -84,7 +84,7 @@ def test_noisy_accuracy_has_its_closed_form():
 
 def test_an_evaluation_decodes_the_first_quarter():
     z, decode, batch = noisy_copy()
-    model = LatentModel(lambda b: z, lambda z_t, ratio: z_t, decode)
+    model = LatentModel(lambda b: z, lambda z_t, ratio: z_t, decode, decode)
     part = geometry.noisy_accuracy(z[:1000], decode, batch, RowNoise(0, range(1000)))
     measures = geometry.latent_measures(model, batch, RowNoise(0, range(4000)))
     assert [measures[f"decode_t{t}"] for t in (0.3, 0.5, 0.7)] == part

@@ -22,7 +22,11 @@ TASK = (
     "instead of writing freely, continue held-out prompts, fill in templates made of held-out text, or write targets of sources"
 )
 CANDIDATES = "with --task pairs: targets of a source, of which the one that agrees most with the others is kept"
-LIKELIHOOD = "perplexity of held-out text under the model itself; without --scorer, nothing is generated or scored"
+LIKELIHOOD = (
+    "perplexity under the model itself of all of a text, or one of ag-news, arxiv, lambada, lm1b, ptb, pubmed, wikitext2 and "
+    "wikitext103 (without TEXT: of held-out text); without --scorer, nothing is generated or scored"
+)
+HELDOUT = "held-out text"  # as in evaluation.likelihood, which imports torch
 DATA = "text, prepared folder or named corpus to compare with (default: the model's training corpus)"
 SCORERS = "smollm2 (downloaded; the default), hf:gpt2-large (the paper's), hf:FOLDER, gguf:FILE"
 PRECISION = "fp32, bf16 or auto: bf16 on a GPU alone; it takes half the time on a CPU that has its instructions"
@@ -55,7 +59,7 @@ def add_evaluate_arguments(parser: Parser) -> None:
     add("--seed", type=whole(0), default=0, help="the first seed")
     add("--steps", type=several(whole(1)), metavar="N,N", help="sampling steps; a sweep if several")
     add("--solver", type=words, metavar="NAMES", help="solvers of the sampler; a sweep if several")
-    add("--likelihood", action="store_true", help=LIKELIHOOD)
+    add("--likelihood", nargs="?", const=HELDOUT, metavar="TEXT", help=LIKELIHOOD)
     add("--likelihood-draws", type=whole(1), default=8, help="random times per row, for methods with a bound")
     add("--data", help=DATA)
     add("--reference", type=Path, help="real texts to compare with instead: .txt or .jsonl")
@@ -65,6 +69,12 @@ def add_evaluate_arguments(parser: Parser) -> None:
     add("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     add("--quiet", action="store_true", help="no progress")
     add_options(parser, ("sampler",))
+
+
+def add_lm_eval_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "words", nargs="*", metavar="WORDS", help="of its own command line, such as ls tasks; docs/evaluation.md"
+    )
 
 
 def job_of(args: argparse.Namespace) -> EvaluationJob:

@@ -25,6 +25,7 @@ VERBS = {  # the module of `cli` that has `add_VERB_arguments` and `run_VERB`, a
     "prepare": ("train", "turn text into packed token blocks on disk"),
     "train": ("train", "train a model; stop and resume exactly"),
     "evaluate": ("evaluate", "score generated, real and shuffled text with a language model"),
+    "lm-eval": ("evaluate", "run the lm-evaluation-harness, which then knows our models as jpeg_dlm"),
     "compare": ("study", "train, score and time several systems with an equal budget: the table of all methods"),
     "study": ("study", "repeat the paper's ablations, sweeps and latent-space figures on your text and at your size"),
     "report": ("serve", "write one page with tables, figures and samples of runs, evaluations, comparisons and studies"),
@@ -47,7 +48,7 @@ def build_parser(*verbs: str | None) -> Parser:
         sub = subparsers.add_parser(verb, help=summary, description=summary[0].upper() + summary[1:] + ".")
         sub.set_defaults(parser=sub)
         if verb in verbs:
-            getattr(import_module(f"jpeg_dlm.cli.{module}"), f"add_{verb}_arguments")(sub)
+            getattr(import_module(f"jpeg_dlm.cli.{module}"), f"add_{verb.replace('-', '_')}_arguments")(sub)
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
@@ -55,6 +56,10 @@ def build_parser(*verbs: str | None) -> Parser:
 def run_verb(words: Sequence[str]) -> int:
     """Parse the command line, run its verb, and return the exit code."""
     verb = next((word for word in words if not word.startswith("-")), None)
+    if verb == "lm-eval" and not {"-h", "--help"} & {*words}:  # all other words are those of another program
+        from jpeg_dlm.integrations.lm_eval import run
+
+        return run(words[words.index(verb) + 1 :]) or 0
     args, unknown = build_parser(verb).parse_known_args(words)
     if error := args.parser.unknown(unknown):
         raise error

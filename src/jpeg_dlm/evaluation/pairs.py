@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jpeg_dlm import __version__
+from jpeg_dlm.evaluation.brier import brier_lm
 from jpeg_dlm.evaluation.cache import DiskCache
 from jpeg_dlm.evaluation.texts import ModelSource, batches
 from jpeg_dlm.options import to_dict
@@ -76,11 +77,14 @@ def pair_scores(
         depends = about | {"kind": "pairs", "version": __version__} | source.identity(seed, sampler)
         runs.append(cache.get_or_compute(f"pairs-{source.name}-seed{seed}", depends, partial(write, seed)))
     texts = [run["texts"] for run in runs]
+    ids = [[source.model.tokenizer.encode(text) for text in of_seed] for of_seed in texts]
+    real = [[source.model.tokenizer.encode(text) for text in pair["references"]] for pair in pairs]
     shown = islice(zip(pairs, texts[0], strict=True), SHOWN)
     return {
         **about,
         "seeds": list(seeds),
         **scores(texts, [pair["references"] for pair in pairs]),
+        **(brier_lm(ids[0], ids[1], real) if len(ids) > 1 else {}),
         "texts_per_second": len(pairs) * len(runs) / sum(run["seconds"] for run in runs),
         "samples": [{"source": pair["source"], "written": text, "references": pair["references"]} for pair, text in shown],
     }

@@ -15,12 +15,13 @@ from jpeg_dlm.api import load
 from jpeg_dlm.evaluation import texts
 from jpeg_dlm.evaluation.cache import DiskCache
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
+from jpeg_dlm.evaluation.likelihood import DRAWS, HELDOUT, has_likelihood, likelihood_row
 from jpeg_dlm.evaluation.pairs import pair_scores
 from jpeg_dlm.evaluation.plots import draw_lengths, draw_sweep
 from jpeg_dlm.evaluation.results import of_models
 from jpeg_dlm.evaluation.scorer import build_scorer
 from jpeg_dlm.evaluation.table import to_json
-from jpeg_dlm.evaluation.tasks import DRAWS, has_likelihood, likelihood_row, task_results
+from jpeg_dlm.evaluation.tasks import task_results
 from jpeg_dlm.evaluation.texts import ModelSource, Source
 from jpeg_dlm.util.console import Console
 from jpeg_dlm.util.distributed import main_first
@@ -39,7 +40,7 @@ class EvaluationJob:
     task: Literal["write", "continue", "infill", "pairs"] = "write"
     context_scale: float = 1.0
     candidates: int = 1
-    likelihood: bool = False
+    likelihood: str | None = None  # the text, or HELDOUT
     likelihood_draws: int = DRAWS
     data: str | None = None
     reference: Path | None = None
@@ -69,7 +70,7 @@ def run_job(job: EvaluationJob, cache: DiskCache, device: str, console: Console)
     for source in job_sources(job, device, console):
         if job.likelihood and isinstance(source, ModelSource):
             seed, draws = job.request.seeds[0], job.likelihood_draws
-            tasks["likelihood"].append(likelihood_row(source, cache, console, job.request.n, draws, seed))
+            tasks["likelihood"].append(likelihood_row(source, cache, console, job.request.n, draws, seed, job.likelihood))
         if job.task == "pairs" and isinstance(source, ModelSource):
             n, variants = job.request.n or job.request.protocol.n, job.request.variants(source.model.config.sampler)
             scores = partial(pair_scores, source, cache, console, n, job.request.seeds, candidates=job.candidates)
@@ -112,7 +113,7 @@ def _model_sources(paths: Sequence[Path | None], job: EvaluationJob, device: str
         for option, values in (("steps", job.request.steps), ("solver", job.request.solvers)):
             if values and not hasattr(model.config.sampler, option):
                 console.say(f"{label} has no --{option}: it is evaluated without it.")
-        unmeasured = job.likelihood and not job.scorer and not has_likelihood(model.method)
+        unmeasured = job.likelihood and not job.scorer and (job.likelihood != HELDOUT or not has_likelihood(model.method))
         unprepared = not texts.is_prepared(Path(job.data or model.config.data.source))
         heldout = (
             None if unmeasured or (reference and unprepared and not pairs) else texts.heldout_blocks(model, job.data, console)

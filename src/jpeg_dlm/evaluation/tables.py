@@ -16,17 +16,18 @@ Row = TypeVar("Row")
 
 PERPLEXITY = (Column("perplexity", 1), Column("95% interval", 1))
 MAUVE, REPEATED = Column("MAUVE", 3), Column("repeated 4-grams", 3)
+BRIER = Column("BrierLM", 2)
 GEN_PPL = (Column("Gen-PPL", 1), Column("95% interval", 1), Column("entropy (nats)", 3))
 DIVERSITY = (MAUVE, Column("± of k-means", 3), Column("distinct-2", 3), REPEATED)
 TEXTS = ("text", "steps", *GEN_PPL, *DIVERSITY, Column("texts/s", 2), "")
 SHARES = ("given tokens kept", "decoded by the latents", "hidden tokens recovered")
 INFILL = ("model", "sampler", "seed", *(Column(name, 1, percent=True) for name in SHARES), *PERPLEXITY)
 AFTER_PROMPT = (Column("perplexity given its prompt", 1), Column("95% interval", 1), Column("given another prompt", 1))
-CONTINUATION = ("text", "sampler", "seed", *AFTER_PROMPT, MAUVE, REPEATED)
+CONTINUATION = ("text", "sampler", "seed", *AFTER_PROMPT, MAUVE, REPEATED, BRIER)
 RATES = (Column("nats/token", 4), Column("bits/character", 4), Column("unigram perplexity", 2))
 BLEU = (Column("BLEU", 1), Column("95% interval", 1), Column("chrF", 1), Column("ROUGE-L", 1), Column("exact", 1, percent=True))
 CONTROLS = (Column("BLEU against another source's references", 1), Column("BLEU between seeds", 1))
-PAIRS = ("model", "sampler", *BLEU, *CONTROLS, "evaluations", Column("texts/s", 2))
+PAIRS = ("model", "sampler", *BLEU, *CONTROLS, BRIER, "evaluations", Column("texts/s", 2))
 LIKELIHOOD = ("model", Column("perplexity", 2), "", Column("95% interval", 2), *RATES)
 
 
@@ -150,14 +151,14 @@ def continuation_table(rows: Sequence[Mapping[str, Any]], scorer: str) -> Table:
         heads = {"written": [name, row["sampler_label"], row["seed"]]} | ({"real": ["real text", None, None]} if last else {})
         for kind, head in heads.items():
             elsewhere = row["scores"][f"{kind}_elsewhere"]["perplexity"]
-            mauve = row["mauve"].get("mauve") if kind == "written" else None
-            cells.append([*head, *_perplexity(row["scores"][kind]), elsewhere, mauve, row["repetition"][kind]])
+            mauve, brier = (row["mauve"].get("mauve"), row["brier"]["brier_lm"]) if kind == "written" else (None, None)
+            cells.append([*head, *_perplexity(row["scores"][kind]), elsewhere, mauve, row["repetition"][kind], brier])
     return Table.of(f"Continuation of held-out text, scored by {scorer}.", CONTINUATION, cells)
 
 
 def pairs_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a row for each model and sampler."""
-    figures = ("chrf", "rouge_l", "exact", "bleu_other_references", "self_bleu", "evaluations", "texts_per_second")
+    figures = ("chrf", "rouge_l", "exact", "bleu_other_references", "self_bleu", "brier_lm", "evaluations", "texts_per_second")
     cells = []
     for row in rows:
         sampler = row["sampler_label"] + (f", best of {row['candidates']}" if row["candidates"] > 1 else "")
@@ -172,17 +173,25 @@ def _perplexity(score: Mapping[str, float]) -> list[Cell]:
 
 
 def likelihood_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the likelihood of held-out text under each model; a sentence for those that cannot say."""
+    """Return the likelihood of a text under each model; a sentence on its rows, or for those that cannot say."""
     measured = [row for row in rows if row["kind"]]
-    notes = tuple(f"{row['name']}: {row['reason']}" for row in rows if not row["kind"])
+    notes = [f"{row['name']}: {row['reason']}" for row in rows if not row["kind"]]
+    notes = (*notes, *(_sizes(row) for row in measured if row.get("documents")))
     if not measured:
         return Table("", notes=notes)
-    head = "Likelihood of held-out text. Perplexity and nats compare between models of one tokenizer, bits between all."
+    head = f"Likelihood of {measured[0]['text']}. Perplexity and nats compare models of one tokenizer, bits all models."
     return Table.of(head, LIKELIHOOD, map(_likelihood_row, measured), notes)
+
+
+def _sizes(row: Mapping[str, Any]) -> str:
+    """Say how the documents of a file became rows."""
+    cut = f"; {counted(row['cut'], 'document')} longer than a row became several" if row["cut"] else ""
+    unknown = f"; {counted(row['unknown'], 'token')} outside the vocabulary" if row["unknown"] else ""
+    return f"{row['name']}: {counted(row['documents'], 'document')}, {counted(row['tokens'], 'token')} in all{cut}{unknown}."
 
 
 def _likelihood_row(row: Mapping[str, Any]) -> list[Cell]:
     size = counted(row["rows"], "row") + ("" if row["kind"] == "exact" else f" x {counted(row['draws'], 'time')}")
     name, interval = _named(row["name"], row.get("title"), size), (row["perplexity_low"], row["perplexity_high"])
-    values = [row["nats_per_token"], row["bits_per_character"], row["unigram_perplexity"]]
+    values = [row["nats_per_token"], row["bits_per_character"], row.get("unigram_perplexity")]
     return [name, row["perplexity"], row["kind"], interval, *values]

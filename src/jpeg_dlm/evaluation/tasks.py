@@ -1,41 +1,35 @@
-"""Tasks beside free writing: held-out text that is continued or filled in, and its likelihood. Shapes: N rows, L tokens."""
+"""Tasks beside free writing: held-out text that is continued or filled in. Shapes: N rows, L tokens."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from jpeg_dlm import __version__
 from jpeg_dlm.api import Model
-from jpeg_dlm.evaluation.cache import DiskCache
+from jpeg_dlm.evaluation.brier import brier_lm
 from jpeg_dlm.evaluation.evaluate import Evaluation
-from jpeg_dlm.evaluation.metrics import TextScore, perplexity, perplexity_interval, repetition_rate, summary
+from jpeg_dlm.evaluation.metrics import TextScore, repetition_rate, summary
 from jpeg_dlm.evaluation.scorer import Scorer
 from jpeg_dlm.evaluation.texts import ModelSource, SourceTexts, batches
 from jpeg_dlm.flow.guidance import keep_fixed
-from jpeg_dlm.methods.base import FREE, Method, require_capability
+from jpeg_dlm.methods.base import FREE, require_capability
 from jpeg_dlm.options import to_dict
 from jpeg_dlm.sampling.prompts import FixedTokenCounter
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.packing import RowLayout
-from jpeg_dlm.training.data import batch_of
-from jpeg_dlm.util.console import Console
 from jpeg_dlm.util.distributed import shared
 from jpeg_dlm.util.errors import DataError, counted
-from jpeg_dlm.util.rng import RowNoise, generator
+from jpeg_dlm.util.rng import generator
 
 SHOWN = 8  # texts kept in the results
 SHORTEST = 2  # ids of a real continuation
-DRAWS = 8  # random times per row
-ROWS_PER_CHUNK = 4096  # rows whose tokens are counted at once
 LONGEST_RUN = 4  # tokens that are given, or hidden, in a row (assumed)
 
 
@@ -200,23 +194,29 @@ def continuation(
     def write() -> dict[str, Any]:
         evaluation.console.say(f"{source.name}: continuing {counted(len(cases), 'prompt')} with seed {seed} ...")
 
-        def proceed(rows: range) -> list[list[int]]:
+        def proceed(rows: range, copy: int = 0) -> list[list[int]]:
             prompts = [prompt for prompt, _ in cases[rows.start : rows.stop]]
-            place = {"seed": seed, "first": rows.start, "batch": source.batch}
+            place = {"seed": seed, "first": copy * len(cases) + rows.start, "batch": source.batch}
             if not count:
                 return completed(model, prompts, **place, **sampler)
             long = replace(model.blockwise(None, model.config.data.token_len, scale, **sampler), prompts=prompts)
             return [ids[len(prompt) :] for ids, prompt in zip(long.tokens(len(prompts), **place), prompts, strict=True)]
 
-        return {"written": [ids for part in shared(batches(len(cases), source.batch), proceed) for ids in part]}
+        parts = batches(len(cases), source.batch)
+        return {
+            name: [ids for part in shared(parts, partial(proceed, copy=copy)) for ids in part]
+            for copy, name in enumerate(("written", "again"))
+        }
 
     cache, scorer = evaluation.cache, evaluation.scorer
     depends = about | {"kind": "continuation", "version": __version__} | source.identity(seed, sampler)
-    written = cache.get_or_compute(f"continuation-{source.name}-seed{seed}", depends, write)["written"]
+    texts = cache.get_or_compute(f"continuation-{source.name}-seed{seed}", depends, write)
+    written, brier = texts["written"], brier_lm(texts["written"], texts["again"], [[real] for _, real in cases])
     depends = about | {"kind": "continuation-scores", "scorer": [scorer.hash, scorer.precision], "written": written}
     depends |= {"mauve": evaluation.request.mauve}
     label = f"continuation-scores-{source.name}-seed{seed}"
-    return about | cache.get_or_compute(label, depends, lambda: _score_continuations(source, evaluation, cases, written))
+    scores = cache.get_or_compute(label, depends, lambda: _score_continuations(source, evaluation, cases, written))
+    return about | scores | {"brier": brier}
 
 
 def _score_continuations(
@@ -241,118 +241,6 @@ def _score_continuations(
         "mauve": evaluation.mauve(SourceTexts(texts["written"]), SourceTexts(texts["real"]), length),
         "samples": [{"prompt": prompt, "written": own, "real": true} for prompt, own, true in islice(samples, SHOWN)],
     }
-
-
-# ---------------------------------------------------------------- likelihood
-
-Progress = Callable[[int, int | None], None]
-
-
-def has_likelihood(method: Method) -> bool:
-    """Return True if a method implements `likelihood`."""
-    return type(method).likelihood is not Method.likelihood
-
-
-def likelihood_row(
-    source: ModelSource, cache: DiskCache, console: Console, n: int | None, draws: int, seed: int
-) -> dict[str, Any]:
-    """Return the likelihood of a model's held-out text and the model's identity, or the reason why there is none."""
-    model, method = source.model, source.model.method
-    about = {
-        "name": source.name,
-        "method": model.config.method,
-        "title": method.title,
-        "checkpoint_sha256": source.sha256,
-        "tokenizer": model.tokenizer.fingerprint,
-    }
-    if not has_likelihood(method):
-        return about | {"kind": None, "reason": f"{method.title} gives no likelihood: score its text instead."}
-
-    def compute() -> dict[str, Any]:
-        with console.progress(f"Likelihood under {source.name}", "rows") as progress:
-            return heldout_likelihood(source, n, draws, seed, progress)
-
-    depends = about | {"kind": "likelihood", "version": __version__, "n": n, "draws": draws, "seed": seed}
-    depends |= {"batch": source.batch, "heldout": source.blocks.fingerprint}
-    return about | cache.get_or_compute(f"likelihood-{source.name}", depends, compute)
-
-
-def heldout_likelihood(
-    source: ModelSource, n: int | None = None, draws: int = DRAWS, seed: int = 0, progress: Progress | None = None
-) -> dict[str, Any]:
-    """Return the perplexity of the first `n` held-out rows (None: all) with a 95% bootstrap interval over rows."""
-    heldout, model = source.blocks, source.model
-    n = min(n or len(heldout), len(heldout))
-    method = model.complete_method()
-    draws = 1 if method.exact_likelihood else draws
-    nats, tokens = row_nats(method, heldout, n, draws, seed, source.batch, progress)
-    scores = [TextScore(float(a), int(b), ()) for a, b in zip(nats, tokens, strict=True)]
-    low, high = perplexity_interval(scores, seed=seed)
-    rows = heldout.rows(range(n))
-    characters = sum(map(len, model.to_text(rows)))
-    return {
-        "kind": "exact" if method.exact_likelihood else "bound",
-        "perplexity": perplexity(scores),
-        "perplexity_low": low,
-        "perplexity_high": high,
-        "nats_per_token": float(nats.sum() / tokens.sum()),
-        "bits_per_character": float(nats.sum()) / math.log(2) / characters if characters else None,
-        "unigram_perplexity": unigram_perplexity(heldout, n),
-        "rows": n,
-        "tokens": int(tokens.sum()),
-        "characters": characters,
-        "draws": draws,
-        "seed": seed,
-        "heldout": heldout.fingerprint,
-    }
-
-
-@torch.no_grad()
-def row_nats(
-    method: Method, blocks: Blocks, n: int, draws: int, seed: int, batch: int, progress: Progress | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return nats and token counts of the first n rows; the nats are means over `draws` random times.
-
-    Draw d of row i is example `draws * i + d` of batches of `draws`, so that a method that stratifies its times draws one time
-    in each of `draws` equal intervals for every row.
-    """
-    device = method.device
-
-    def score(rows: range) -> tuple[np.ndarray, np.ndarray]:
-        nats, tokens = np.zeros(len(rows)), np.zeros(len(rows))
-        examples = batch_of(blocks, rows, device, joined=method.sources == "before")
-        for draw in range(draws):
-            noise = RowNoise(seed, [draws * row + draw for row in rows], 0, device, draws)
-            likelihood = method.likelihood(examples, noise)
-            if likelihood is None:
-                raise DataError(f"{method.title} gives no likelihood: score its text instead.")
-            nats += likelihood.nats_B.double().cpu().numpy() / draws
-            tokens = likelihood.tokens_B.cpu().numpy()
-        if progress is not None:
-            progress(rows.stop, n)
-        return nats, tokens
-
-    nats, tokens = zip(*shared(batches(n, batch), score), strict=True)
-    return np.concatenate(nats), np.concatenate(tokens).astype(float)
-
-
-def unigram_perplexity(heldout: Blocks, n: int) -> float:
-    """Return the perplexity of the first n held-out rows under the training split's token counts plus one."""
-    counts = token_counts(Blocks(heldout.folder, "train")) + 1
-    seen = token_counts(heldout, n)
-    return math.exp(-float(seen @ np.log(counts / counts.sum())) / seen.sum())
-
-
-def token_counts(blocks: Blocks, n: int | None = None) -> np.ndarray:
-    """Count each token id in the first n rows (None: all), without padding."""
-    counts = np.zeros(blocks.vocab_size, np.int64)
-    n = len(blocks) if n is None else n
-    for start in range(0, n, ROWS_PER_CHUNK):
-        tokens_BL = blocks.rows(range(start, min(start + ROWS_PER_CHUNK, n)))
-        mask_BL = blocks.mask(tokens_BL)
-        real = tokens_BL.flatten() if mask_BL is None else tokens_BL[mask_BL]
-        counts += np.bincount(real.numpy(), minlength=blocks.vocab_size)
-    return counts
 
 
 def task_results(task: str, source: ModelSource, evaluation: Evaluation, scale: float = 1.0) -> list[dict[str, Any]]:

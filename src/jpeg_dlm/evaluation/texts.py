@@ -279,7 +279,12 @@ def heldout_blocks(model: Model, source: str | None, console: Console) -> Blocks
         key = key_of(asdict(data) | {"fingerprint": model.tokenizer.fingerprint})
         folder = cache_dir() / "prepared" / f"{folder.name}-{data.token_len}-{key[:16]}"
         on_main(lambda: prepare(data, folder, console, model.tokenizer))
-    blocks = Blocks(folder, "heldout")
+    return prepared_blocks(model, folder, "heldout")
+
+
+def prepared_blocks(model: Model, folder: Path, split: Literal["train", "heldout"]) -> Blocks:
+    """Return a split of a prepared folder, which must be of the model's tokenizer and sizes."""
+    blocks, data = Blocks(folder, split), model.config.data
     sizes = (blocks.token_len, blocks.source_len)
     if (blocks.index["tokenizer"], *sizes) != (model.tokenizer.fingerprint, data.token_len, data.source_len):
         raise DataError(f"'{folder}' was prepared for another model: name the text itself with --data.")

@@ -18,7 +18,7 @@ from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.methods.base import FREE, Batch, CheckpointSignature, Likelihood, Watch
 from jpeg_dlm.methods.discrete import CE_CHUNK, DditMethod, Reduction, draw_tokens, nucleus, reduce_loss, with_mask
 from jpeg_dlm.nn.ddit import CausalTransformer, TransformerConfig
-from jpeg_dlm.nn.token_loss import token_nll
+from jpeg_dlm.nn.token_loss import most_probable, token_nll
 from jpeg_dlm.util.rng import RowNoise
 
 FORBIDDEN = -1e6  # logit of the mask token (Duo); its probability is zero even in float64
@@ -127,8 +127,14 @@ class Ar(DditMethod):
 
     def token_nll(self, tokens_BL: Tensor, first: int) -> Tensor:
         """Return -log p(x_i | x_<i) of the tokens from position `first` of rows of any length."""
-        h_BSH = self.backbone.states(self._with_start(tokens_BL)[:, :-1])[:, first - self.unpredicted :]
-        return token_nll(self.logits, h_BSH, tokens_BL[:, first:], self.config.objective.ce_chunk)
+        return token_nll(self.logits, self._states(tokens_BL, first), tokens_BL[:, first:], self.config.objective.ce_chunk)
+
+    def most_probable(self, tokens_BL: Tensor, first: int) -> Tensor:
+        """Return the most probable token at every position from `first`, after the tokens before it."""
+        return most_probable(self.logits, self._states(tokens_BL, first), self.config.data.vocab_size)
+
+    def _states(self, tokens_BL: Tensor, first: int) -> Tensor:
+        return self.backbone.states(self._with_start(tokens_BL)[:, :-1])[:, first - self.unpredicted :]
 
     def logits(self, h: Tensor) -> Tensor:
         """Map states (..., H) to logits of the next token (..., V)."""

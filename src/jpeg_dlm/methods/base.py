@@ -120,6 +120,10 @@ class Likelihood:
         """Return the sums over the real tokens of each row."""
         return cls((nats_BL * real_BL).sum(1), real_BL.sum(1))
 
+    def plus(self, nats_B: Tensor) -> Likelihood:
+        """Return it with more nats for each row."""
+        return Likelihood(self.nats_B + nats_B, self.tokens_B)
+
 
 def linear_time(ratio: float) -> float:
     """Return the time of the linear path at which noise and signal have the ratio sigma / alpha."""
@@ -141,6 +145,7 @@ class LatentModel:
     encode: Callable[[Batch], Tensor]  # clean latents (B, N, D)
     predict: Callable[[Tensor, float], Tensor]  # one prediction of the clean latents behind a state, with no earlier one
     decode: Callable[[Tensor], Tensor]  # the decoding module alone: the most probable token at every position
+    logits: Callable[[Tensor], Tensor]  # of clean latents, as sampling decodes them
     noisy: Callable[[Tensor, Tensor, float], Tensor] = linear_state  # the state of the model's own path with this noise
     branch: Callable[[Tensor], Tensor] | None = None  # what sampling does to its last state before decoding
 

@@ -22,9 +22,10 @@ from jpeg_dlm.config import LARGEST_STEPS, Checks, Config, StepSampler, codec_ch
 from jpeg_dlm.flow.guidance import Guidance, guided_decoder, keep_fixed
 from jpeg_dlm.flow.path import per_row, per_sample
 from jpeg_dlm.flow.sampler import Watch
-from jpeg_dlm.methods.base import GUIDE, Batch, LatentModel, Method, Trainable
+from jpeg_dlm.methods.base import GUIDE, Batch, LatentModel, Likelihood, Method, Trainable
 from jpeg_dlm.methods.discrete import CE_CHUNK
 from jpeg_dlm.methods.jpeg_dlm_config import CodecSizes
+from jpeg_dlm.methods.latent_likelihood import latent_likelihood
 from jpeg_dlm.methods.layout import copy_tensors
 from jpeg_dlm.methods.regularizers import VARIANCE_FLOOR, Standardization
 from jpeg_dlm.nn.dit import Context
@@ -332,11 +333,16 @@ class Cosmos(Standardization, Method):
         """Return the share of real tokens that are reconstructed from their own latents."""
         return batch.accuracy(self.greedy(self.encode(batch)))
 
-    def latent_model(self) -> LatentModel:
-        """Return the functions of its latent space; states are variance-preserving."""
+    def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
+        """Estimate a bound from one code of each row, after its source if it has one."""
+        return latent_likelihood(self.latent_model(self.source_context(batch.source)), batch, noise)
+
+    def latent_model(self, source: Context | None = None) -> LatentModel:
+        """Return the functions of its latent space, in which predictions may read a source; states are variance-preserving."""
         return LatentModel(
             self.encode,
-            predict=lambda z_t, ratio: self.network(z_t, per_sample(vp_time(ratio), z_t)),
+            predict=lambda z_t, ratio: self.network(z_t, per_sample(vp_time(ratio), z_t), None, source),
             decode=self.greedy,
+            logits=self.logits,
             noisy=lambda z, eps, ratio: (z + ratio * eps) / math.hypot(1, ratio),
         )

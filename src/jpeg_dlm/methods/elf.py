@@ -19,11 +19,12 @@ from jpeg_dlm.config import Checks, Config, TrainConfig, opt
 from jpeg_dlm.flow.guidance import Guidance
 from jpeg_dlm.flow.path import SC_PROB, guidance_scale, guided_target, logit_normal, per_row, per_sample
 from jpeg_dlm.flow.sampler import Watch, sample
-from jpeg_dlm.methods.base import FROZEN, GUIDE, Batch, LatentModel, Method, linear_time
+from jpeg_dlm.methods.base import FROZEN, GUIDE, Batch, LatentModel, Likelihood, Method, linear_time
 from jpeg_dlm.methods.discrete import CE_CHUNK
 from jpeg_dlm.methods.elf_pairs import PairNetworks, PairRows
 from jpeg_dlm.methods.jpeg_dlm_config import DitSizes, SamplerConfig
 from jpeg_dlm.methods.jpeg_dlm_networks import SOURCE_DROP
+from jpeg_dlm.methods.latent_likelihood import latent_likelihood
 from jpeg_dlm.methods.layout import CheckpointSignature, repeated, shapes_of
 from jpeg_dlm.nn.dit import Head, LatentTransformer
 from jpeg_dlm.nn.layers import fp32_island
@@ -212,6 +213,11 @@ class Elf(Method):
         x = self.pair_features(PairRows.of(batch), torch.zeros_like(batch.real_BL[:, 0]))
         return batch.accuracy(PairNetworks(self, batch.source, 1.0).tokens(x, 1.0))
 
+    def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood | None:
+        """Estimate a bound from one code of each row; there is none of pairs."""
+        model = self.latent_model()
+        return None if model is None else latent_likelihood(model, batch, noise)
+
     def latent_model(self) -> LatentModel | None:
         """Return the functions that studies use, on the encoder's features as latents (not in the paper); not of pairs."""
         if self.config.data.source_len:
@@ -224,6 +230,7 @@ class Elf(Method):
             self.features,
             predict=lambda z_t, ratio: self.denoise(z_t, time(ratio), None, 1.0),
             decode=self.tokens,
+            logits=self.logits,
             noisy=lambda z, eps, ratio: time(ratio) * (z + ratio * eps),
         )
 

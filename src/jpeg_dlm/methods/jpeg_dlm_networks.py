@@ -23,12 +23,14 @@ from jpeg_dlm.methods.base import (
     GUIDE_LONG,
     Batch,
     LatentModel,
+    Likelihood,
     Method,
     ParameterGroup,
     linear_time,
     rounded_up_share,
 )
 from jpeg_dlm.methods.jpeg_dlm_config import GROUPS, JpegDlmConfig, JpegDlmModel, JpegDlmObjective
+from jpeg_dlm.methods.latent_likelihood import latent_likelihood
 from jpeg_dlm.methods.layout import CheckpointSignature, copy_tensors, repeated, shapes_of
 from jpeg_dlm.methods.regularizers import VARIANCE_FLOOR, Standardization
 from jpeg_dlm.nn.dit import Context, DiT, Memory
@@ -156,13 +158,25 @@ class JpegDlmNetworks(Standardization, Method):
         z = self.encode(batch)
         return batch.accuracy(self.greedy(self.decode_latents(z, per_sample(sampler.w if sampler else 1.0, z))))
 
-    def latent_model(self) -> LatentModel:
-        def predict(z_t: Tensor, ratio: float) -> Tensor:
-            return self.dit(z_t, per_sample(linear_time(ratio), z_t), None, per_sample(1.0, z_t))
+    def latent_model(self, memory: Memory | None = None) -> LatentModel:
+        """Return the functions of its latent space, in which predictions may be after a source."""
 
-        return LatentModel(
-            self.encode, predict, decode=self.greedy, branch=lambda z: self.decode_latents(z, per_sample(1.0, z))
-        )
+        def predict(z_t: Tensor, ratio: float) -> Tensor:
+            return self.dit(z_t, per_sample(linear_time(ratio), z_t), None, per_sample(1.0, z_t), memory=memory)
+
+        def branch(z: Tensor) -> Tensor:
+            return self.decode_latents(z, per_sample(1.0, z))
+
+        def logits(z: Tensor) -> Tensor:
+            return self.project(self.decompressed(branch(z)))
+
+        return LatentModel(self.encode, predict, self.greedy, logits, branch=branch)
+
+    @torch.no_grad()
+    def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
+        """Estimate a bound from one code of each row, after its source if it has one."""
+        memory = None if batch.source is None else self.dit.read(self.source_context(batch.source))
+        return latent_likelihood(self.latent_model(memory), batch, noise)
 
     # ------------------------------------------------------------ texts beyond the paper
 

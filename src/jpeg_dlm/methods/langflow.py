@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from jpeg_dlm.config import LARGEST_STEPS, Config, logit_rows, opt
 from jpeg_dlm.flow.guidance import keep_fixed
-from jpeg_dlm.flow.path import per_row
-from jpeg_dlm.methods.base import Batch, CheckpointSignature, ParameterGroup, Watch, rounded_up_share
+from jpeg_dlm.flow.likelihood import code_nats, signal_grid
+from jpeg_dlm.flow.path import per_row, per_sample
+from jpeg_dlm.methods.base import Batch, CheckpointSignature, Likelihood, ParameterGroup, Watch, rounded_up_share
 from jpeg_dlm.methods.discrete import CE_CHUNK, DIFFUSION_TENSORS, PAPER_TOKENIZERS, DditMethod, DditSampler, with_source
+from jpeg_dlm.methods.latent_likelihood import STEPS, code_noise
 from jpeg_dlm.nn.ddit import DDiT, DditConfig
 from jpeg_dlm.nn.layers import fp32_island
 from jpeg_dlm.nn.token_loss import token_nll
@@ -238,6 +240,29 @@ class LangFlow(DditMethod):
                 means.append(logits.softmax(-1) @ E)
         shape = states_BLS.shape[:2]
         return torch.cat(means).view(*shape, -1), torch.cat(tokens).view(shape)
+
+    @torch.no_grad()
+    def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
+        """Estimate a bound from one noisy state of each row, by the ODE without earlier predictions (as the authors do).
+
+        What does not count, such as a source, is known: as in sampling, the flow takes its embeddings for predictions.
+        """
+        E, real_BL = self.backbone.embeddings(), batch.real_BL
+        clean_BLH = F.embedding(batch.tokens_BL, E)
+        last, middle = (-self.proposal.quantile(torch.tensor([CUTOFF, 0.5])) / 2).exp().tolist()
+
+        def states(y_BLH: Tensor, r: float) -> Tensor:
+            gamma_B = per_sample(-2 * math.log(r), y_BLH)
+            z_BLH = per_row(alpha_sigma(gamma_B)[1], y_BLH) * y_BLH
+            return self.states(with_source(z_BLH, clean_BLH[:, : batch.source_len]), gamma_B, torch.zeros_like(y_BLH))
+
+        def predict(y_BLH: Tensor, r: float) -> Tensor:
+            return self.guess(states(y_BLH, r), E)[0]
+
+        grid = signal_grid(STEPS, last, middle)
+        y_BLH, nats_B = code_nats(predict, clean_BLH, *code_noise(noise, clean_BLH), grid, ~real_BL[..., None])
+        nll_BL = token_nll(lambda s: self.logits(s, E), states(y_BLH, last), batch.tokens_BL, self.config.objective.ce_chunk)
+        return Likelihood.over(nll_BL.double(), real_BL).plus(nats_B)
 
     # ------------------------------------------------------------ sampling
 

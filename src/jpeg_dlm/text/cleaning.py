@@ -1,47 +1,79 @@
-"""Clean the text of named corpora: the spacing of LM1B, and sentences about pictures."""
+"""Clean the text of named corpora: the spacing of LM1B and others, and sentences about pictures."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from jpeg_dlm.text.tokenizer import collapse
 
-# ---------------------------------------------------------------- the One Billion Word Benchmark (LM1B)
+# ---------------------------------------------------------------- the One Billion Word Benchmark (LM1B) and its like
 
 # Patterns and replacements in Duo's order, which matters: a match takes the spaces around it from the matches after it. Thus
 # "victims ' families" and unpaired quotes keep their spaces, as in the paper's training text and references.
-_RULES = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in [
-        (r"(https?) : / / ", r"\1://"),
-        (r" '(?=\w)", "'"),  # it 's
-        (r" (\w+) \. ", r" \1. "),
-        (r" (\w+) \.$", r" \1."),
-        (r" \? ", "? "),
-        (r" \?$", "?"),
-        (r" ! ", "! "),
-        (r" !$", "!"),
-        (r" , ", ", "),
-        (r" : ", ": "),
-        (r" ; ", "; "),
-        (r" / ", "/"),
-        (r'" ([^"]+) "', r'"\1"'),
-        (r"' ([^']+) '", r"'\1'"),
-        (r"\( ([^()]+) \)", r"(\1)"),
-        (r"\[ ([^\[\]]+) \]", r"[\1]"),
-        (r"([$£]) ", r"\1"),
-    ]
+_LM1B = [
+    (r"(https?) : / / ", r"\1://"),
+    (r" '(?=\w)", "'"),  # it 's
+    (r" (\w+) \. ", r" \1. "),
+    (r" (\w+) \.$", r" \1."),
+    (r" \? ", "? "),
+    (r" \?$", "?"),
+    (r" ! ", "! "),
+    (r" !$", "!"),
+    (r" , ", ", "),
+    (r" : ", ": "),
+    (r" ; ", "; "),
+    (r" / ", "/"),
+    (r'" ([^"]+) "', r'"\1"'),
+    (r"' ([^']+) '", r"'\1'"),
+    (r"\( ([^()]+) \)", r"(\1)"),
+    (r"\[ ([^\[\]]+) \]", r"[\1]"),
+    (r"([$£]) ", r"\1"),
 ]
+# Of WikiText's files, with @ around marks within numbers and words; PTB has lost its numbers (N) and rare words.
+_WIKITEXT = [
+    (r"s '", "s'"),
+    *((rf" @{mark}@ ", mark) for mark in "-,"),
+    (r" @\.@ ", "."),
+    *((rf" {re.escape(mark)} ", f"{mark} ") for mark in ":;.!?,"),
+    *((rf"{re.escape(a)}\s*([^{re.escape(b)}]*?)\s*{re.escape(b)}", rf"{a}\1{b}") for a, b in ("()", "[]", "{}", '""', "''")),
+    *(("= " * (n - 1) + "=", "=" * n) for n in (4, 3, 2)),
+    (r" ° ", "°"),
+    (r" ?\n ?", "\n"),
+    (r" N ", " 1 "),
+    (r" 's", "'s"),
+]
+_PTB = [
+    (r" 's", "'s"),
+    (r"s ' ", "s' "),
+    (r" n't", "n't"),
+    (r" \n ", "\n"),
+    (r"\\/", "/"),
+    (r" N(?= )", " 1"),
+    (r"([$#]) 1", r"\g<1>1"),
+    (r"<unk>", "?"),
+]
+
+
+def _replaced(text: str, rules: Iterable[tuple[str, str]]) -> str:
+    for pattern, replacement in rules:
+        text = re.sub(pattern, replacement, text)
+    return text
 
 
 def detokenize_lm1b(text: str) -> str:
     """Undo the Penn-Treebank-like spacing of the One Billion Word Benchmark, line by line, by the rules of MDLM and Duo."""
-    lines = text.split("\n")
-    for pattern, replacement in _RULES:
-        lines = [pattern.sub(replacement, line) for line in lines]
-    return "\n".join(lines)
+    return "\n".join(_replaced(line, _LM1B) for line in text.split("\n"))
+
+
+DETOKENIZERS: dict[str, Callable[[str], str]] = {
+    "lm1b": detokenize_lm1b,
+    "wikitext": lambda text: _replaced(text, _WIKITEXT),
+    "ptb": lambda text: _replaced(text, _PTB),
+    "lambada": lambda text: text and "\n" + re.sub("[“”]", '"', text).strip(),
+    "papers": lambda text: detokenize_lm1b(_replaced(text, _WIKITEXT)),
+}
 
 
 # ---------------------------------------------------------------- the Stanford Natural Language Inference corpus (SNLI)

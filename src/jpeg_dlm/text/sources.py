@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jpeg_dlm.config import DataConfig
-from jpeg_dlm.text.cleaning import captions, detokenize_lm1b
+from jpeg_dlm.text.cleaning import DETOKENIZERS, captions
 from jpeg_dlm.text.download import ASSETS, fetch
 from jpeg_dlm.text.tokenizer import collapse
 from jpeg_dlm.util.errors import DataError, MissingPackageError, UsageError, reason_of
@@ -33,6 +33,18 @@ CAPTIONS_BYTES = 4_470_000  # of the sentences that are kept (measured)
 HUB_SETS = {
     "lm1b": "dvruette/lm1b:train,test",
     "openwebtext": "Skylion007/openwebtext@79d93d786212f7344586290adb811d4ae6a1762c:train[:7913769],train[7913769:]",
+}
+# The sets of zero-shot perplexity (MDLM, Duo): name, field and detokenization. Of those that have a script on the hub, its
+# conversion to Parquet is read.
+ZERO_SHOT = {
+    "ag-news": ("hf:fancyzhx/ag_news:test", "text", "none"),
+    "arxiv": ("hf:armanc/scientific_papers/arxiv@refs/convert/parquet:validation", "article", "papers"),
+    "lambada": ("hf:EleutherAI/lambada_openai:test", "text", "lambada"),
+    "lm1b": ("hf:dvruette/lm1b:test", "text", "lm1b"),
+    "ptb": ("hf:ptb-text-only/ptb_text_only@refs/convert/parquet:validation", "sentence", "ptb"),
+    "pubmed": ("hf:armanc/scientific_papers/pubmed@refs/convert/parquet:validation", "article", "papers"),
+    "wikitext2": ("hf:Salesforce/wikitext/wikitext-2-raw-v1:validation", "text", "wikitext"),
+    "wikitext103": ("hf:Salesforce/wikitext/wikitext-103-raw-v1:validation", "text", "wikitext"),
 }
 SPLIT = re.compile(r"([^\[\]]+)(?:\[(\d*):(\d*)\])?")  # NAME or NAME[FIRST:END], which datasets itself does not stream
 MARKER = "<|endoftext|>"
@@ -90,7 +102,8 @@ def open_corpus(
 def _detokenized(stream: Stream, data: DataConfig) -> Stream:
     if data.detokenize == "none":
         return stream
-    return lambda skip: (detokenize_lm1b(d) if isinstance(d, str) else d for d in stream(skip))
+    detokenize = DETOKENIZERS[data.detokenize]
+    return lambda skip: (detokenize(d) if isinstance(d, str) else d for d in stream(skip))
 
 
 # ---------------------------------------------------------------- files and records
