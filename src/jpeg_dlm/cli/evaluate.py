@@ -24,7 +24,7 @@ TASK = (
 CANDIDATES = "with --task pairs: targets of a source, of which the one that agrees most with the others is kept"
 LIKELIHOOD = "perplexity of held-out text under the model itself; without --scorer, nothing is generated or scored"
 DISTANCES = "more figures of distance from real text, and a test; texts of files have them anyway unless --mauve is off"
-CONTROLS = "beside models, samplers without one that lower single figures: chains over words, collages, repetition"
+CONTROLS = "--distances, and samplers without a model that lower single figures: chains over words, collages, repetition"
 DATA = "text, prepared folder or named corpus to compare with (default: the model's training corpus)"
 SCORERS = "smollm2 (downloaded; the default), hf:gpt2-large (the paper's), hf:FOLDER, gguf:FILE"
 PRECISION = "fp32, bf16 or auto: bf16 on a GPU alone; it takes half the time on a CPU that has its instructions"
@@ -79,7 +79,7 @@ def job_of(args: argparse.Namespace) -> EvaluationJob:
     rules = PROTOCOLS[args.protocol]
     seeds = tuple(range(args.seed, args.seed + (args.seeds or rules.seeds)))
     sampler, steps, solvers = overrides(args, "sampler"), tuple(args.steps or ()), tuple(args.solver or ())
-    request = EvaluationRequest(rules, seeds, args.n, steps, solvers, sampler, args.mauve, args.distances)
+    request = EvaluationRequest(rules, seeds, args.n, steps, solvers, sampler, args.mauve, args.distances or args.controls)
     scorer = args.scorer or (None if args.likelihood or args.task == "pairs" else "smollm2")
     same = {field.name: getattr(args, field.name) for field in fields(EvaluationJob) if field.name not in ("request", "scorer")}
     return EvaluationJob(request=request, scorer=scorer, **same)

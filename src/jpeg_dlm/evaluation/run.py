@@ -19,6 +19,7 @@ from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.pairs import pair_scores
 from jpeg_dlm.evaluation.plots import draw_lengths, draw_sweep
 from jpeg_dlm.evaluation.results import of_models
+from jpeg_dlm.evaluation.scatter import draw_controls
 from jpeg_dlm.evaluation.scorer import build_scorer
 from jpeg_dlm.evaluation.suite import distance_results
 from jpeg_dlm.evaluation.table import to_json
@@ -138,4 +139,6 @@ def draw_pictures(out: Path, result: Mapping[str, Any]) -> list[Path]:
         paths.append(draw_lengths(lengths, result["scorer"], out / "lengths.png"))
     if len({(model.sampler_label, model.evaluations) for _, model in of_models(entries)}) > 1:
         paths.append(draw_sweep(entries, result["scorer"], out / "sweep.png"))
+    if any(entry.name in CONTROLS.values() for entry in entries) and result["distances"]["rows"]:
+        paths.append(draw_controls(result, out / "controls.png"))
     return paths

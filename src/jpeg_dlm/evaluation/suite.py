@@ -34,12 +34,13 @@ def suite_installed() -> bool:
 def distance_results(evaluation: Evaluation) -> dict[str, Any] | None:
     """Return the rows of all compared texts with those of real and shuffled text, and sentences; None: nothing to compare."""
     groups: dict[tuple[str, int], list[ComparedTexts]] = {}
-    rows, notes = [], []
+    missing: dict[str, list[str]] = {}
     for each in evaluation.compared:
         if reason := _missing(each):
-            notes.append(f"{each.label}: distances need {reason}.")
+            missing.setdefault(reason, []).append(each.label)
         else:
             groups.setdefault((each.real.texts.sha256, each.tokens), []).append(each)
+    rows, notes = [], [f"{', '.join(labels)}: distances need {reason}." for reason, labels in missing.items()]
     for group in groups.values():
         rows += [_row(each.label, [_figures(evaluation, each, *run) for run in _runs(each)]) for each in group]
         rows += [_row(label, [_figures(evaluation, group[0], *sets)]) for label, sets in _floors(evaluation, group[0]).items()]
