@@ -50,7 +50,7 @@ def reduced(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def frechet(x: np.ndarray, y: np.ndarray) -> float:
     """Return the squared Fréchet (Wasserstein-2) distance of the Gaussians with the means and covariances of two sets."""
-    a, b = (np.linalg.qr(z - z.mean(0), mode="r") / math.sqrt(len(z) - 1) for z in (x, y))
+    a, b = (np.linalg.qr((z - z.mean(0)) / math.sqrt(len(z) - 1))[1] for z in (x, y))
     # The trace of the root of the product of the covariances a'a and b'b is the sum of the singular values of ab'.
     trace = (a**2).sum() + (b**2).sum() - 2 * np.linalg.norm(a @ b.T, "nuc")
     return float(((x.mean(0) - y.mean(0)) ** 2).sum() + max(0.0, trace))
@@ -92,7 +92,7 @@ def classifier_auc(x: np.ndarray, y: np.ndarray) -> Interval:
     for _, test in folds.split(features, labels):
         scores[test] -= scores[test].mean()
     a, b = scores[labels == 0], scores[labels == 1]
-    wins = (a[:, None] < b) + 0.5 * (a[:, None] == b)
+    wins = np.asarray((a[:, None] < b) + 0.5 * (a[:, None] == b))
     variance = wins.mean(1).var(ddof=1) / len(a) + wins.mean(0).var(ddof=1) / len(b)
     auc, error = float(wins.mean()), math.sqrt(variance * (1 + FOLDS / (FOLDS - 1)))
     return Interval(auc, max(0.0, auc - 1.96 * error), min(1.0, auc + 1.96 * error))

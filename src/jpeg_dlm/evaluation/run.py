@@ -91,9 +91,10 @@ def run_job(job: EvaluationJob, cache: DiskCache, device: str, console: Console)
         controls = [TextBaseline("unigram", first), *(Control(kind, first) for kind in CONTROLS)]
         entries += [evaluation.entry(control, {}) for control in controls]
     tasks = {name: rows for name, rows in tasks.items() if rows or (name == "likelihood" and job.likelihood)}
-    if evaluation and (distances := distance_results(evaluation)):
-        tasks["distances"] = distances
-    return evaluation.result(entries, tasks) if evaluation else {"version": __version__, "entries": [], **tasks}
+    if evaluation is None:
+        return {"version": __version__, "entries": [], **tasks}
+    distances = distance_results(evaluation)
+    return evaluation.result(entries, tasks | ({"distances": distances} if distances else {}))
 
 
 def job_sources(job: EvaluationJob, device: str, console: Console) -> Iterator[Source]:
