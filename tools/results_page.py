@@ -72,6 +72,7 @@ def section(values: Mapping[str, Any]) -> list[str]:
     """Return a heading, a sentence, the commands and the tables of one result."""
     commands = "\n".join(f"    {command}" for command in values["commands"])
     parts = [f"## {values['title']}", values["text"], commands, f"({values['cpu']}; {values['date']}, {values['commit']}.)"]
+    parts += [f"![{values['alt']}]({values['picture']})"] if "picture" in values else []
     parts += [table(each) for each in values["tables"]]
     return parts + ([verdicts(values["verdicts"])] if "verdicts" in values else [])
 

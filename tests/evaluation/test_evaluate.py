@@ -61,13 +61,14 @@ def test_resumed_evaluations_score_nothing_again(micro, scorer, reference, tmp_p
 
 
 def test_real_texts_as_long_as_the_generated_ones_are_not_cut(scorer, tmp_path):
-    """Sentences of varied length are scored whole; real texts far longer than all generated ones are cut to their length."""
+    """Sentences of varied length are scored whole; in the paper's protocols, real texts far longer than all
+    generated ones are cut to their length."""
     lengths = [4, 8, 12, 16, 20, 24, 28, 32]
     for name, factor in (("ours.txt", 1), ("real.txt", 1), ("long.txt", 100)):
         (tmp_path / name).write_text("\n".join("x" * (factor * length) for length in lengths))
     for name, tokens in (("real.txt", lengths), ("long.txt", [max(lengths)] * len(lengths))):
         [source] = file_sources([tmp_path / "ours.txt"], tmp_path / name)
-        [entry] = evaluation(scorer, mauve="off").entries(source)
+        [entry] = evaluation(scorer, "lm1b", mauve="off").entries(source)
         assert entry.limits.max_real_tokens == max(lengths)
         assert entry.stats["real"].tokens == sum(min(n, entry.limits.max_real_tokens) for n in tokens) - len(lengths)
 
@@ -92,11 +93,12 @@ def test_a_result_says_everything_needed_to_repeat_it(micro, scorer, reference):
 
 def test_warnings_of_degenerate_text():
     nothing = dict.fromkeys((field.name for field in fields(TextStats)), 0)
-    real = TextStats(**nothing | {"entropy": 4.0, "repetition_4": 0.02, "degenerate_share": 0.0})
-    fine = {"entropy": mean_std([3.8]), "repetition_4": mean_std([0.05]), "degenerate_share": mean_std([0.01])}
-    assert warnings(fine, real) == []
-    bad = {"entropy": mean_std([2.0]), "repetition_4": mean_std([0.6]), "degenerate_share": mean_std([0.5])}
-    assert len(warnings(bad, real)) == 3 and "2.00 nats" in warnings(bad, real)[0]
+    names = ("entropy", "repetition_4", "degenerate_share", "distinct_texts", "distinct_2")
+    real = TextStats(**nothing | dict(zip(names, (4.0, 0.02, 0.0, 0.99, 0.6), strict=True)))
+    measured = lambda *values: {name: mean_std([value]) for name, value in zip(names, values, strict=True)}  # noqa: E731
+    assert warnings(measured(3.8, 0.05, 0.01, 0.9, 0.3), real) == []
+    bad = warnings(measured(2.0, 0.6, 0.5, 0.5, 0.1), real)
+    assert len(bad) == 5 and "2.00 nats" in bad[0] and "50% of texts are different" in bad[3] and "0.100" in bad[4]
 
 
 # ---------------------------------------------------------------- the paper

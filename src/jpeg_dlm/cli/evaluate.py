@@ -27,6 +27,8 @@ LIKELIHOOD = (
     "wikitext103 (without TEXT: of held-out text); without --scorer, nothing is generated or scored"
 )
 HELDOUT = "held-out text"  # as in evaluation.likelihood, which imports torch
+DISTANCES = "more figures of distance from real text, and a test; texts of files have them anyway unless --mauve is off"
+CONTROLS = "--distances, and samplers without a model that lower single figures: chains over words, collages, repetition"
 DATA = "text, prepared folder or named corpus to compare with (default: the model's training corpus)"
 SCORERS = "smollm2 (downloaded; the default), hf:gpt2-large (the paper's), hf:FOLDER, gguf:FILE"
 PRECISION = "fp32, bf16 or auto: bf16 on a GPU alone; it takes half the time on a CPU that has its instructions"
@@ -64,6 +66,8 @@ def add_evaluate_arguments(parser: Parser) -> None:
     add("--data", help=DATA)
     add("--reference", type=Path, help="real texts to compare with instead: .txt or .jsonl")
     add_scorer_arguments(parser, None, SCORERS)
+    add("--distances", action="store_true", help=DISTANCES)
+    add("--controls", action="store_true", help=CONTROLS)
     add("--batch", type=whole(1), default=64, help="texts sampled at once")
     add("--out", type=Path, help="folder for results, pictures, and partial results to continue from")
     add("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
@@ -85,7 +89,7 @@ def job_of(args: argparse.Namespace) -> EvaluationJob:
     rules = PROTOCOLS[args.protocol]
     seeds = tuple(range(args.seed, args.seed + (args.seeds or rules.seeds)))
     sampler, steps, solvers = overrides(args, "sampler"), tuple(args.steps or ()), tuple(args.solver or ())
-    request = EvaluationRequest(rules, seeds, args.n, steps, solvers, sampler, args.mauve)
+    request = EvaluationRequest(rules, seeds, args.n, steps, solvers, sampler, args.mauve, args.distances or args.controls)
     scorer = args.scorer or (None if args.likelihood or args.task == "pairs" else "smollm2")
     same = {field.name: getattr(args, field.name) for field in fields(EvaluationJob) if field.name not in ("request", "scorer")}
     return EvaluationJob(request=request, scorer=scorer, **same)

@@ -27,13 +27,14 @@ from jpeg_dlm.evaluation.results import (
     warnings,
 )
 from jpeg_dlm.evaluation.scorer import PAPER_SCORER_TOKENS, Scorer
+from jpeg_dlm.evaluation.suite import suite_installed
 from jpeg_dlm.evaluation.texts import ModelSource, Real, Source, SourceTexts
 from jpeg_dlm.options import to_dict
 from jpeg_dlm.util.console import Console
 from jpeg_dlm.util.errors import MissingPackageError, counted, reason_of
 from jpeg_dlm.util.rng import generator
 
-FORMAT = 2  # of the partial results; those of another format are not reused
+FORMAT = 3  # of the partial results; those of another format are not reused
 SHUFFLE_SEED = 0
 UNCUT = 1 << 20  # most tokens counted when measuring the length of a text
 MAUVE_TEXTS = 100  # of each kind at least: a cluster per ten texts, and fewer than ten clusters are too coarse
@@ -53,12 +54,25 @@ class EvaluationRequest:
     solvers: tuple[str, ...] = ()
     sampler: Mapping[str, Any] = field(default_factory=dict)
     mauve: metrics.MauveMode = "auto"
+    distances: bool = False  # for models too, not only for texts of files
 
     def variants(self, sampler: Any) -> list[dict[str, Any]]:
         """Return the options of every point of the sweep, leaving out steps or solver if the sampler has none."""
         steps = [{"steps": k} for k in self.steps if hasattr(sampler, "steps")] or [{}]
         solvers = [{"solver": name} for name in self.solvers if hasattr(sampler, "solver")] or [{}]
         return [{**self.sampler, **solver, **k} for solver, k in itertools.product(solvers, steps)]
+
+
+@dataclass(frozen=True)
+class ComparedTexts:
+    """The texts of all runs of an entry, for figures that take the features of several entries."""
+
+    label: str
+    source: Source
+    runs: Sequence[SourceTexts]
+    mauve: Sequence[Mapping[str, Any]]
+    real: Real
+    tokens: int  # of a text for its features
 
 
 class Evaluation:
@@ -69,6 +83,8 @@ class Evaluation:
         self.protocol = request.protocol
         if request.mauve == "on" and not metrics.mauve_installed():
             raise MissingPackageError("mauve-text", "eval", "MAUVE")
+        if request.distances and not suite_installed():
+            raise MissingPackageError("scikit-learn", "eval", "--distances")
         self.conditions = {
             "format": FORMAT,
             "version": __version__,
@@ -78,6 +94,8 @@ class Evaluation:
             "scorer_precision": scorer.precision,
         }
         self._features: dict[Any, Any] = {}
+        self._budgets: dict[str, int] = {}
+        self.compared: list[ComparedTexts] = []
 
     def result(self, entries: Sequence[SystemResult], tasks: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return entries and the rows of other tasks together with the conditions of the evaluation."""
@@ -97,10 +115,11 @@ class Evaluation:
         real = replace(real, texts=self.cased(real.texts))
         limits = self.limits(source, first, real)
         baselines = self.real_stats(source, real, limits)
-        scored = [self.scored(source, run, sampler, first if run == runs[0] else None, real, limits) for run in runs]
+        texts = [first, *(self.texts(source, run, sampler) for run in runs[1:])]
+        scored = [self.scored(source, run, sampler, own, real, limits) for run, own in zip(runs, texts, strict=True)]
         measures = measures_of(scored)
         position = log_ppl_position(measures["gen_ppl"]["mean"], baselines["shuffled"].gen_ppl, baselines["real"].gen_ppl)
-        return SystemResult(
+        entry = SystemResult(
             name=source.name,
             reference=real.origin,
             limits=limits,
@@ -114,6 +133,10 @@ class Evaluation:
             notes=notes(scored, baselines["real"]),
             runs=scored,
         )
+        if self.request.distances or (source.model is None and self.request.mauve != "off"):
+            mauve = [run.mauve for run in scored]
+            self.compared.append(ComparedTexts(entry.label, source, texts, mauve, real, limits.mauve_tokens))
+        return entry
 
     def model_info(self, source: ModelSource, sampler: dict[str, Any], seeds: Sequence[int], n: int) -> ModelInfo:
         """Describe the model and the sampler of an entry of n texts."""
@@ -160,9 +183,15 @@ class Evaluation:
         generated, reference = (sorted(self.lengths(texts)) or [0] for texts in (first, real.texts))
         budget = self.protocol.mauve_tokens or int(MAUVE_SHARE * min(map(statistics.median, (generated, reference))))
         longest = generated[math.ceil(LONGEST * len(generated)) - 1]
+        max_tokens = max(2, self.protocol.max_tokens or token_len or PAPER_SCORER_TOKENS)
+        whole = self.protocol.whole and source.model is None
+        if whole:
+            budget = max_tokens
+        elif self.request.distances:  # features compare only if they are of as many tokens
+            budget = self._budgets.setdefault(real.texts.sha256, budget)
         return LengthLimits(
-            max_tokens=max(2, self.protocol.max_tokens or token_len or PAPER_SCORER_TOKENS),
-            max_real_tokens=None if real.same_length else max(2, longest),
+            max_tokens=max_tokens,
+            max_real_tokens=None if real.same_length or whole else max(2, longest),
             mauve_tokens=max(1, min(budget, self.scorer.context)),
             entropy_over_model_ids=self.protocol.entropy == "model" and source.model is not None,
             score_raw_ids=self.protocol.text == "ids" and ids_are_the_scorers(self.scorer, first),
@@ -172,10 +201,9 @@ class Evaluation:
         return [len(self.scorer.encode(text, UNCUT)) for text in texts.texts if text.strip()]
 
     def scored(
-        self, source: Source, run: int, sampler: dict[str, Any], texts: SourceTexts | None, real: Real, limits: LengthLimits
+        self, source: Source, run: int, sampler: dict[str, Any], texts: SourceTexts, real: Real, limits: LengthLimits
     ) -> ScoredRun:
         """Return figures, lengths and MAUVE of one run."""
-        texts = texts or self.texts(source, run, sampler)
         identity, label = source.identity(run, sampler), self.label(source, sampler)
         depends = self.conditions | {"kind": "scores", "limits": asdict(limits), **identity}
         depends |= {"texts_sha256": texts.sha256, "real_sha256": real.texts.sha256}
@@ -261,6 +289,7 @@ class Evaluation:
             distinct_1=metrics.distinct_n(tokens, 1),
             distinct_2=metrics.distinct_n(tokens, 2),
             distinct_3=metrics.distinct_n(tokens, 3),
+            distinct_texts=metrics.distinct_share(texts.texts[:kept]),
             repetition_4=metrics.repetition_rate(tokens),
             degenerate_share=metrics.degenerate_share(tokens),
         )

@@ -10,7 +10,8 @@ import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
@@ -97,6 +98,17 @@ def distinct_n(ids_per_text: Iterable[Sequence[Hashable]], n: int) -> float:
     """Return distinct n-grams divided by all n-grams of all texts together; 0 if no text has n tokens."""
     grams = [gram for ids in ids_per_text for gram in _ngrams(ids, n)]
     return len(set(grams)) / len(grams) if grams else 0.0
+
+
+def diversity(texts: Sequence[Sequence[Hashable]]) -> float:
+    """Return the product of the shares of distinct n-grams for n = 2 to 4, over all texts together."""
+    return math.prod(distinct_n(texts, n) for n in (2, 3, 4))
+
+
+def distinct_share(texts: Sequence[str]) -> float:
+    """Return the share of different texts among those that are not blank."""
+    kept = [" ".join(words) for text in texts if (words := text.split())]
+    return len(set(kept)) / len(kept) if kept else 0.0
 
 
 def repetition_rate(ids_per_text: Iterable[Sequence[int]], n: int = 4) -> float:
@@ -186,6 +198,7 @@ def length_overlap(generated: Sequence[int], real: Sequence[int], bins: int | No
 
 # ---------------------------------------------------------------- the training text
 
+MEMORIZED = 4  # words in a row (LD4LG)
 MOST_TOKENS = 1 << 22  # of training text to count, evenly spread (assumed: ten seconds, once)
 WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
 
@@ -202,18 +215,32 @@ def words_of(text: str, whole: bool) -> list[str]:
     return words if whole else words[1:-1]
 
 
+def _gram_hashes(texts: Iterable[Sequence[str]]) -> np.ndarray:
+    """Return the hashes of the different 4-grams of texts: of all memory they take, the words would take the most."""
+    return np.unique(np.fromiter((hash(gram) for words in texts for gram in _ngrams(words, MEMORIZED)), np.int64))
+
+
+@cache
+def training_text(folder: Path) -> TrainingTextStats:
+    """Return the statistics of a prepared folder, which take some seconds."""
+    train = Blocks(folder, "train")
+    return TrainingTextStats(train, train.tokenizer())
+
+
 class TrainingTextStats:
     """The words and rows of a training text; rows of padded text are whole texts."""
 
     def __init__(self, train: Blocks, tokenizer: TextTokenizer) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.token_len = tokenizer, train.token_len
         self.padded: bool = train.index["padded"]
         self.border = np.array([train.vocab_size] if self.padded else [], np.int64)
         rows = list(training_rows(train).numpy())
         if self.padded:  # each ends after its first end token
             end = tokenizer.eos_id
             rows = [row[: int(np.argmax(row == end)) + 1] if (row == end).any() else row for row in rows]
-        self.known = {word for row in rows for word in self.words(row)}
+        words = [self.words(row) for row in rows]
+        self.known = {word for of_row in words for word in of_row}
+        self.grams = _gram_hashes(words)
         self.stream = self._joined(rows)
 
     def words(self, row: np.ndarray) -> list[str]:
@@ -228,6 +255,16 @@ class TrainingTextStats:
             "distinct": distinct_n(texts, 2),  # falls with the number of rows
             "copied": sum(map(self.has, rows)) / len(rows),
         }
+
+    def rows_of(self, ids_per_text: Iterable[Sequence[int]]) -> list[np.ndarray]:
+        """Return texts as rows: with an end where texts end, and no longer than a row."""
+        end = [self.tokenizer.eos_id] if self.padded else []
+        return [np.array([*ids, *end][: self.token_len]) for ids in ids_per_text if len(ids)]
+
+    def memorized(self, texts: Sequence[Sequence[str]]) -> float:
+        """Return the share of the 4-grams of texts, given as words, that the training text has too."""
+        grams = [hash(gram) for words in texts for gram in _ngrams(words, MEMORIZED)]
+        return float(np.isin(grams, self.grams).mean()) if grams else 0.0
 
     def _joined(self, rows: Sequence[np.ndarray]) -> bytes:
         """Join rows into one byte string; if rows are whole texts, with separators."""

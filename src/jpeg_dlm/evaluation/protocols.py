@@ -22,11 +22,12 @@ class Protocol:
     batch_rule: int = 0  # texts beyond the last full batch of this size are dropped; 0 keeps all
     mauve_tokens: int = 0  # tokens of both sides used for MAUVE; 0 is 75% of the shorter median length
     kmeans: Literal["mean", "first"] = "mean"  # MAUVE: mean over k-means seeds 42 to 46, or that of 42 (released)
+    whole: bool = True  # texts of files: real ones are not cut to the generated lengths, and MAUVE takes all that is scored
     n: int = 256  # texts per seed unless -n is given
     seeds: int = 1  # seeds unless --seeds is given
 
 
-_PAPER: dict[str, Any] = {"kmeans": "first", "n": 1024, "seeds": 5}
+_PAPER: dict[str, Any] = {"kmeans": "first", "whole": False, "n": 1024, "seeds": 5}
 # Upstream drops an incomplete last batch of 8, cuts to the model's length and pads with the end token.
 _MDLM: dict[str, Any] = {
     "text": "specials",

@@ -149,6 +149,7 @@ class TextStats:
     distinct_1: float
     distinct_2: float
     distinct_3: float
+    distinct_texts: float
     repetition_4: float
     degenerate_share: float
 
@@ -157,8 +158,10 @@ class TextStats:
 ENTROPY_BELOW = 0.5  # nats under real text
 REPETITION_ABOVE = 0.1  # share of repeated 4-grams over real text's
 DEGENERATE_ABOVE = 0.05  # share of texts that mostly repeat themselves, over real text's
+ALIKE_BELOW = 0.2  # share of different texts under real text's
+DISTINCT_BELOW = 0.25  # of real text's distinct-2, which falls with the number of texts, but not so far
 
-SPREAD = ("gen_ppl", "entropy", "distinct_1", "distinct_2", "distinct_3", "repetition_4", "degenerate_share")
+SPREAD = ("gen_ppl", "entropy", "distinct_1", "distinct_2", "distinct_3", "distinct_texts", "repetition_4", "degenerate_share")
 
 
 def scorer_label(result: Mapping[str, Any]) -> str:
@@ -188,7 +191,7 @@ def log_ppl_position(generated: float, shuffled: float, real: float) -> float | 
 
 
 def warnings(measures: Mapping[str, MeanStd], real: TextStats) -> list[str]:
-    """Signs that a perplexity is low because the text is degenerate; empty when there are none."""
+    """Signs that a perplexity is low because texts repeat themselves or each other; empty when there are none."""
     signs = []
     gap = real.entropy - measures["entropy"]["mean"]
     if gap > ENTROPY_BELOW:
@@ -199,6 +202,12 @@ def warnings(measures: Mapping[str, MeanStd], real: TextStats) -> list[str]:
     share = measures["degenerate_share"]["mean"]
     if share > real.degenerate_share + DEGENERATE_ABOVE:
         signs.append(f"{100 * share:.0f}% of texts mostly repeat themselves (real: {100 * real.degenerate_share:.0f}%)")
+    different = measures["distinct_texts"]["mean"]
+    if different < real.distinct_texts - ALIKE_BELOW:
+        signs.append(f"only {100 * different:.0f}% of texts are different ones (real: {100 * real.distinct_texts:.0f}%)")
+    distinct = measures["distinct_2"]["mean"]
+    if distinct < DISTINCT_BELOW * real.distinct_2:
+        signs.append(f"texts are alike: distinct-2 is {distinct:.3f} (real: {real.distinct_2:.3f})")
     return signs
 
 

@@ -14,15 +14,18 @@ from jpeg_dlm import __version__
 from jpeg_dlm.api import load
 from jpeg_dlm.evaluation import texts
 from jpeg_dlm.evaluation.cache import DiskCache
+from jpeg_dlm.evaluation.controls import CONTROLS, Control
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.likelihood import DRAWS, HELDOUT, has_likelihood, likelihood_row
 from jpeg_dlm.evaluation.pairs import pair_scores
 from jpeg_dlm.evaluation.plots import draw_lengths, draw_sweep
 from jpeg_dlm.evaluation.results import of_models
+from jpeg_dlm.evaluation.scatter import draw_controls
 from jpeg_dlm.evaluation.scorer import build_scorer
+from jpeg_dlm.evaluation.suite import distance_results
 from jpeg_dlm.evaluation.table import to_json
 from jpeg_dlm.evaluation.tasks import task_results
-from jpeg_dlm.evaluation.texts import ModelSource, Source
+from jpeg_dlm.evaluation.texts import ModelSource, Source, TextBaseline
 from jpeg_dlm.util.console import Console
 from jpeg_dlm.util.distributed import main_first
 from jpeg_dlm.util.errors import UsageError
@@ -40,6 +43,7 @@ class EvaluationJob:
     task: Literal["write", "continue", "infill", "pairs"] = "write"
     context_scale: float = 1.0
     candidates: int = 1
+    controls: bool = False
     likelihood: str | None = None  # the text, or HELDOUT
     likelihood_draws: int = DRAWS
     data: str | None = None
@@ -66,7 +70,7 @@ def claim_folder(out: Path, job: EvaluationJob) -> None:
 def run_job(job: EvaluationJob, cache: DiskCache, device: str, console: Console) -> dict[str, Any]:
     """Evaluate every source of a job, by the scorer and by the models themselves."""
     evaluation: Evaluation | None = None
-    entries, tasks = [], {name: [] for name in ("likelihood", "continue", "infill", "pairs")}
+    entries, first, tasks = [], None, {name: [] for name in ("likelihood", "continue", "infill", "pairs")}
     for source in job_sources(job, device, console):
         if job.likelihood and isinstance(source, ModelSource):
             seed, draws = job.request.seeds[0], job.likelihood_draws
@@ -81,10 +85,17 @@ def run_job(job: EvaluationJob, cache: DiskCache, device: str, console: Console)
                 evaluation = Evaluation(scorer, job.request, cache, console)
             if job.task == "write":
                 entries += evaluation.entries(source)
+                first = first or (source if isinstance(source, ModelSource) else None)
             elif isinstance(source, ModelSource):  # `job_sources` refused the others
                 tasks[job.task] += task_results(job.task, source, evaluation, job.context_scale)
+    if evaluation and first and job.controls:
+        controls = [TextBaseline("unigram", first), *(Control(kind, first) for kind in CONTROLS)]
+        entries += [evaluation.entry(control, {}) for control in controls]
     tasks = {name: rows for name, rows in tasks.items() if rows or (name == "likelihood" and job.likelihood)}
-    return evaluation.result(entries, tasks) if evaluation else {"version": __version__, "entries": [], **tasks}
+    if evaluation is None:
+        return {"version": __version__, "entries": [], **tasks}
+    distances = distance_results(evaluation)
+    return evaluation.result(entries, tasks | ({"distances": distances} if distances else {}))
 
 
 def job_sources(job: EvaluationJob, device: str, console: Console) -> Iterator[Source]:
@@ -93,6 +104,8 @@ def job_sources(job: EvaluationJob, device: str, console: Console) -> Iterator[S
     models = [path for path in job.sources if not texts.is_samples(path)] if job.sources else [None]
     if files and not models and job.likelihood:
         raise UsageError("--likelihood needs a model, not only sample files: name a checkpoint.")
+    if job.controls and (job.task != "write" or not models):
+        raise UsageError("--controls are made of the training text of a model that writes freely: name a checkpoint.")
     if files and job.task != "write":
         raise UsageError(f"--task {job.task} needs models, not sample files: name checkpoints.")
     of_files = texts.file_sources(files, job.reference)
@@ -128,4 +141,6 @@ def draw_pictures(out: Path, result: Mapping[str, Any]) -> list[Path]:
         paths.append(draw_lengths(lengths, result["scorer"], out / "lengths.png"))
     if len({(model.sampler_label, model.evaluations) for _, model in of_models(entries)}) > 1:
         paths.append(draw_sweep(entries, result["scorer"], out / "sweep.png"))
+    if any(entry.name in CONTROLS.values() for entry in entries) and result["distances"]["rows"]:
+        paths.append(draw_controls(result, out / "controls.png"))
     return paths

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from jpeg_dlm.evaluation.paper import comparable_rows
 from jpeg_dlm.evaluation.results import SystemResult, TextStats, of_models, scorer_label
+from jpeg_dlm.evaluation.suite import distances_table
 from jpeg_dlm.evaluation.table import Cell, Column, Span, Table
 from jpeg_dlm.util.errors import counted
 
@@ -34,6 +35,7 @@ LIKELIHOOD = ("model", Column("perplexity", 2), "", Column("95% interval", 2), *
 def evaluation_tables(result: Mapping[str, Any]) -> list[Table]:
     """Return the table of the texts, and one of each other task."""
     tables = [texts_table(result)] if result["entries"] else []
+    tables += [distances_table(rows)] if (rows := result.get("distances")) else []
     tables += [continuation_table(rows, result["scorer"])] if (rows := result.get("continue")) else []
     tables += [infill_table(rows, result["scorer"])] if (rows := result.get("infill")) else []
     tables += [pairs_table(rows)] if (rows := result.get("pairs")) else []

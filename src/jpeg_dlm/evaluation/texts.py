@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,13 +120,13 @@ class ModelSource:
         texts = list(map(tokenizer.decode_with_specials, rows)) if specials else self.model.to_text(tokens)
         return SourceTexts(texts, rows, seconds)
 
-    def real(self, n: int, specials: bool = False) -> Real:
-        """Return real texts for comparison, in the same form."""
+    def real(self, n: int, specials: bool = False, first: int = 0) -> Real:
+        """Return real texts for comparison, in the same form, from the `first` on."""
         if self.reference is not None:
-            texts = self.reference.texts[:n]
+            texts = self.reference.texts[first : first + n]
             ids = [self.model.tokenizer.encode(text) for text in texts]
             return Real(SourceTexts(texts, ids), self.reference.origin, same_length=False)
-        rows = self.blocks.rows(range(min(n, len(self.blocks))))
+        rows = self.blocks.rows(range(len(self.blocks))[first : first + n])
         return Real(self.texts(rows, specials), f"held-out {self.blocks.fingerprint[:12]}", same_length=True)
 
     def reconstruction(self, n: int) -> float | None:
@@ -243,13 +243,13 @@ class FileSource:
         file = self.files[run]
         return SourceTexts(file.texts[:n], file.token_ids[:n] if file.token_ids else None)
 
-    def real(self, n: int, specials: bool = False) -> Real:
+    def real(self, n: int, specials: bool = False, first: int = 0) -> Real:
         if self.reference is not None:
-            return Real(SourceTexts(self.reference.texts[:n]), self.reference.origin, same_length=False)
+            return Real(SourceTexts(self.reference.texts[first : first + n]), self.reference.origin, same_length=False)
         own = self.files[0].references
         if own is None:
             raise DataError(f"There is no real text to compare '{self.name}' with: name some with --reference FILE.")
-        return Real(SourceTexts(own[:n]), f"references in {self.files[0].path.name}", same_length=False)
+        return Real(SourceTexts(own[first : first + n]), f"references in {self.files[0].path.name}", same_length=False)
 
 
 _SEED = re.compile(r"[-_.]?seed[-_]?\d+", re.IGNORECASE)
@@ -311,16 +311,17 @@ def model_sources(
 
 # ---------------------------------------------------------------- baselines
 
-Kind = Literal["unigram", "words", "real"]
-BASELINES: Mapping[Kind, str] = {"unigram": "tokens by frequency", "words": "words shuffled", "real": "real text"}
+BASELINES: Mapping[str, str] = {"unigram": "tokens by frequency", "words": "words shuffled", "real": "real text"}
 
 
 class TextBaseline:
     """One of these as a source of texts beside a model, whose tokenizer and held-out text it takes."""
 
-    def __init__(self, kind: Kind, source: ModelSource) -> None:
-        self.kind: Kind = kind
-        self.name, self.source, self.heldout = BASELINES[kind], source, source.blocks
+    names = BASELINES
+
+    def __init__(self, kind: str, source: ModelSource) -> None:
+        self.kind, self.name = kind, self.names[kind]
+        self.source, self.heldout = source, source.blocks
         self.model: Model = source.model
 
     def runs(self, seeds: Sequence[int]) -> list[int]:
@@ -330,17 +331,21 @@ class TextBaseline:
         tokenizer = self.model.tokenizer.fingerprint
         return {"anchor": self.kind, "heldout": self.heldout.fingerprint, "tokenizer": tokenizer, "seed": run}
 
-    def real(self, n: int, specials: bool = False) -> Real:
-        return self.source.real(n, specials)
+    def real(self, n: int, specials: bool = False, first: int = 0) -> Real:
+        return self.source.real(n, specials, first)
 
     def enough(self, n: int) -> bool:
         """Return True if there are n real texts more than the n with which texts are compared."""
         return len(self.heldout) >= 2 * n
 
-    def write(self, run: int, n: int | None, sampler: dict[str, Any], specials: bool) -> SourceTexts:
+    def others(self, n: int | None) -> Tensor:
+        """Return n held-out rows other than those with which texts are compared, if there are so many."""
         n = min(n or 1, len(self.heldout))
         first = n if self.enough(n) else 0
-        rows_BL = self.heldout.rows(range(first, first + n))
+        return self.heldout.rows(range(first, first + n))
+
+    def write(self, run: int, n: int | None, sampler: dict[str, Any], specials: bool) -> SourceTexts:
+        rows_BL = self.others(n)
         if self.kind == "unigram":
             rows_BL = self.drawn(rows_BL, run)
         texts = self.source.texts(rows_BL, specials)

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache as cached
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from jpeg_dlm import __version__
 from jpeg_dlm.api import Model, load
@@ -23,7 +20,7 @@ from jpeg_dlm.config import Config
 from jpeg_dlm.cost.plan import stages
 from jpeg_dlm.encoders.frozen import tensors_sha256
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
-from jpeg_dlm.evaluation.metrics import TrainingTextStats
+from jpeg_dlm.evaluation.metrics import training_text
 from jpeg_dlm.evaluation.pairs import pair_scores
 from jpeg_dlm.evaluation.results import SystemResult, mean_std
 from jpeg_dlm.evaluation.scorer import Scorer
@@ -73,13 +70,6 @@ def train(planned: Plan, cache: TrainingCache, wait: bool = True) -> None:
 # ---------------------------------------------------------------- score
 
 
-@cached
-def training_text(folder: Path) -> TrainingTextStats:
-    """Return the statistics of a prepared folder, which take some seconds."""
-    train = Blocks(folder, "train")
-    return TrainingTextStats(train, train.tokenizer())
-
-
 @dataclass
 class Scores:
     """Scores sources with one evaluation; floors and ceiling are scored once for each held-out text."""
@@ -102,8 +92,7 @@ class Scores:
 
         def make() -> dict[str, float]:
             text = training_text(heldout.folder)
-            end = [text.tokenizer.eos_id] if text.padded else []
-            rows = [np.array((ids + end)[: heldout.token_len]) for ids in texts.ids or [] if ids]
+            rows = text.rows_of(texts.ids or [])
             stats = text.measure(rows) if rows else dict.fromkeys(OVERLAP, 0.0)
             return {name: stats[name] for name in OVERLAP}
 
