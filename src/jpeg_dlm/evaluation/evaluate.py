@@ -14,6 +14,7 @@ import numpy as np
 from jpeg_dlm import __version__
 from jpeg_dlm.evaluation import metrics
 from jpeg_dlm.evaluation.cache import DiskCache
+from jpeg_dlm.evaluation.frontier import curves_of
 from jpeg_dlm.evaluation.protocols import Protocol
 from jpeg_dlm.evaluation.results import (
     LengthLimits,
@@ -33,7 +34,7 @@ from jpeg_dlm.util.console import Console
 from jpeg_dlm.util.errors import MissingPackageError, counted, reason_of
 from jpeg_dlm.util.rng import generator
 
-FORMAT = 2  # of the partial results; those of another format are not reused
+FORMAT = 3  # of the partial results; those of another format are not reused
 SHUFFLE_SEED = 0
 UNCUT = 1 << 20  # most tokens counted when measuring the length of a text
 MAUVE_TEXTS = 100  # of each kind at least: a cluster per ten texts, and fewer than ten clusters are too coarse
@@ -44,21 +45,25 @@ SHOWN = 16  # texts kept in the results
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """Settings of an evaluation; empty steps and solvers mean the model's own."""
+    """Settings of an evaluation; `sampler` has one or several values of options, those left out are the model's own."""
 
     protocol: Protocol
     seeds: tuple[int, ...] = (0,)
     n: int | None = None
-    steps: tuple[int, ...] = ()
-    solvers: tuple[str, ...] = ()
-    sampler: Mapping[str, Any] = field(default_factory=dict)
+    sampler: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     mauve: metrics.MauveMode = "auto"
+    frontier: bool = False
+
+    def options(self, sampler: Any) -> dict[str, Sequence[Any]]:
+        """Return the values of every option that a sampler has; for a frontier, at least one has several."""
+        options = {name: values for name, values in self.sampler.items() if hasattr(sampler, name)}
+        swept = any(len(values) > 1 for values in options.values())
+        return options | (getattr(sampler, "frontier", {}) if self.frontier and not swept else {})
 
     def variants(self, sampler: Any) -> list[dict[str, Any]]:
-        """Return the options of every point of the sweep, leaving out steps or solver if the sampler has none."""
-        steps = [{"steps": k} for k in self.steps if hasattr(sampler, "steps")] or [{}]
-        solvers = [{"solver": name} for name in self.solvers if hasattr(sampler, "solver")] or [{}]
-        return [{**self.sampler, **solver, **k} for solver, k in itertools.product(solvers, steps)]
+        """Return the options of every point of the sweep."""
+        options = self.options(sampler)
+        return [dict(zip(options, point, strict=True)) for point in itertools.product(*options.values())]
 
 
 class Evaluation:
@@ -82,11 +87,12 @@ class Evaluation:
     def result(self, entries: Sequence[SystemResult], tasks: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return entries and the rows of other tasks together with the conditions of the evaluation."""
         more = {"scorer_context": self.scorer.context, "mauve": self.request.mauve, "entries": entries}
-        return {**self.conditions, **more, **(tasks or {})}
+        frontier = {"frontier": curves_of(entries, self.protocol.aggregate)} if self.request.frontier else {}
+        return {**self.conditions, **more, **frontier, **(tasks or {})}
 
     def entries(self, source: Source) -> list[SystemResult]:
         """Return one entry for each point of the sweep."""
-        variants = self.request.variants(source.model.config.sampler) if source.model else [{}]
+        variants = self.request.variants(source.model.config.sampler) if isinstance(source, ModelSource) else [{}]
         return [self.entry(source, variant) for variant in variants]
 
     def entry(self, source: Source, sampler: dict[str, Any]) -> SystemResult:
@@ -118,18 +124,28 @@ class Evaluation:
     def model_info(self, source: ModelSource, sampler: dict[str, Any], seeds: Sequence[int], n: int) -> ModelInfo:
         """Describe the model and the sampler of an entry of n texts."""
         config, options = source.model.config, source.model.sampler_options(**sampler)
+        swept = self.request.options(config.sampler)
         return ModelInfo(
             method=config.method,
             title=source.model.method.title,
             preset=config.preset,
             config=to_dict(config),
             sampler=to_dict(options),
-            sampler_label=options.label(),
+            sampler_label=", ".join([options.label(), *self.silent(source, sampler)]),
+            swept={name: getattr(options, name) for name, values in swept.items() if len(values) > 1},
             evaluations=options.evaluations(config.data.token_len),
             rate=config.rate,
             seeds=seeds,
             reconstruction=self.reconstruction(source, 4 * n),
         )
+
+    def silent(self, source: ModelSource, sampler: dict[str, Any]) -> list[str]:
+        """Return the swept options of a point that the label of a sampler does not tell apart."""
+        told = []
+        for name, values in self.request.options(source.model.config.sampler).items():
+            labels = {source.model.sampler_options(**{**sampler, name: value}).label() for value in values}
+            told += [f"{name} {sampler[name]}"] if len(labels) < len(values) else []
+        return told
 
     def texts(self, source: Source, run: int, sampler: dict[str, Any]) -> SourceTexts:
         """Return the texts of one run; store those of a model, since sampling takes the most time."""
@@ -152,7 +168,7 @@ class Evaluation:
         return replace(texts, texts=[text.lower() for text in texts.texts]) if self.protocol.lower else texts
 
     def label(self, source: Source, sampler: Mapping[str, Any]) -> str:
-        return "-".join([source.name, *(str(sampler[k]) for k in ("solver", "steps") if k in sampler)])
+        return " ".join([source.name, *(f"{name} {value}" for name, value in sampler.items())])
 
     def limits(self, source: Source, first: SourceTexts, real: Real) -> LengthLimits:
         """Derive the settings of all seeds from the first one."""
@@ -263,6 +279,11 @@ class Evaluation:
             distinct_3=metrics.distinct_n(tokens, 3),
             repetition_4=metrics.repetition_rate(tokens),
             degenerate_share=metrics.degenerate_share(tokens),
+            by_text=[
+                (score.nll_sum, score.n_tokens, metrics.unigram_entropy([ids]))
+                for score, ids in zip(scores, tokens if own is None else own, strict=True)
+                if len(ids)
+            ],
         )
 
     def features(self, texts: SourceTexts, budget: int) -> Any:
