@@ -139,7 +139,7 @@ def test_the_paper_stands_beside_ours_only_where_they_compare(protocol, preset, 
 def test_several_systems_in_one_table(micro, micro_folders, scorer, reference):
     mdlm, ar = (load(micro_folders(name), "cpu") for name in ("mdlm", "ar"))
     sources = [ModelSource(model, model.config.method, 4, None, reference) for model in (mdlm, ar, micro)]
-    asked = evaluation(scorer, n=3, steps=(1, 2), solvers=("euler",))
+    asked = evaluation(scorer, n=3, sampler={"solver": ("euler",), "steps": (1, 2)})
     entries = [entry for source in sources for entry in asked.entries(source)]
     # A sampler without steps is evaluated once, one without solvers for each number of steps.
     assert [entry.model.method for entry in entries] == ["mdlm", "mdlm", "ar", "jpeg-dlm", "jpeg-dlm"]

@@ -8,6 +8,7 @@ from conftest import made_up_text
 from refusals import refusal
 
 from jpeg_dlm.cli.main import main
+from jpeg_dlm.methods.ar import ArSampler
 
 pytest_plugins = ["tiny_evaluation", "stand_in"]  # fixtures
 
@@ -50,6 +51,26 @@ def test_a_checkpoint_with_a_sweep(byte_gpt2, micro_folders, corpus_file, files,
     assert 0 <= result["entries"][0]["reconstruction"] <= 1 and "held-out" in result["entries"][0]["reference"]
     assert (files / "out" / "sweep.png").is_file() and (files / "out" / "lengths.png").is_file()
     assert "reconstructed at r = 0.25" in capsys.readouterr().out
+
+
+def test_frontiers_of_two_systems(byte_gpt2, micro_folders, corpus_file, files, capsys):
+    words = ["evaluate", str(micro_folders()), str(micro_folders("ar")), "--frontier", "-n", "4", "--mauve", "off", "--quiet"]
+    words += ["--scorer", f"hf:{byte_gpt2}", "--data", str(corpus_file), "--sampler.noise-scale", "0.5,1", "--steps", "1"]
+    assert main([*words, "--out", str(files / "out")]) == 0
+    shown = capsys.readouterr().out
+    result = json.loads((files / "out" / "results.json").read_text())
+    ours, ar = result["frontier"]
+    swept = [(entry["sampler"].get("noise_scale"), entry["sampler"].get("temperature")) for entry in result["entries"]]
+    assert swept == [(0.5, None), (1.0, None), *((None, t) for t in ArSampler.frontier["temperature"])]
+    assert (ours["knob"], ar["knob"]) == ("noise_scale", "temperature") and len(ar["points"]) == 7
+    for curve, entries in ((ours, result["entries"][:2]), (ar, result["entries"][2:])):
+        for point, entry in zip(curve["points"], entries, strict=True):
+            assert point["gen_ppl"][0] == pytest.approx(entry["measures"]["gen_ppl"]["mean"])
+            assert point["gap"] == pytest.approx(entry["entropy_gap"])
+    assert "At matched entropy" in shown and "1 euler steps, noise_scale 0.5" in shown and "by_text" not in str(result)
+    assert (files / "out" / "frontier.png").is_file() and not (files / "out" / "lengths.png").exists()
+    assert main([*words, "--out", str(files / "out")]) == 0 and capsys.readouterr().out == shown  # from the stored parts
+    assert "--task" in refusal(capsys, [*words, "--task", "infill"], 2)
 
 
 @pytest.mark.parametrize(

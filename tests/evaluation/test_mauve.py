@@ -30,7 +30,7 @@ def test_the_package_is_asked_once_per_kmeans_seed_and_protocols_choose_what_is_
 
     def compute_mauve(p_features, q_features, seed, verbose):
         calls.append((len(p_features), len(q_features), seed))
-        return SimpleNamespace(mauve=0.9 + 0.01 * (seed - 42), num_buckets=12)
+        return SimpleNamespace(mauve=0.9 + 0.01 * (seed - 42), num_buckets=12, p_hist=np.ones(12) / 12, q_hist=np.ones(12) / 12)
 
     monkeypatch.setitem(sys.modules, "mauve", SimpleNamespace(compute_mauve=compute_mauve))
     monkeypatch.setattr(metrics, "mauve_installed", lambda: True)

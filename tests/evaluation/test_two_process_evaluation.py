@@ -20,8 +20,9 @@ pytest_plugins = ["tiny_evaluation"]  # fixtures
         ("jpeg-dlm", ["-n", "9", "--batch", "2", "--task", "infill"]),
         ("jpeg-dlm", ["-n", "9", "--batch", "2", "--task", "continue"]),
         ("mdlm", ["-n", "9", "--batch", "2", "--likelihood"]),
+        ("mdlm", ["-n", "9", "--batch", "2", "--frontier", "--sampler.temperature", "0.5,1"]),
     ],
-    ids=["scores", "infill", "continue", "likelihood"],
+    ids=["scores", "infill", "continue", "likelihood", "frontier"],
 )
 def test_the_result_has_the_bits_of_one_process(method, more, byte_gpt2, micro_folders, corpus_file, tmp_path, monkeypatch):
     monkeypatch.setenv("JPEG_DLM_CACHE", str(tmp_path / "cache"))

@@ -63,6 +63,18 @@ def test_noise_has_its_scale_and_velocities_their_floor():
     assert states[0].equal(z) and torch.allclose(states[-1], by_hand(networks, z)[0])
 
 
+def test_the_first_noise_alone_is_scaled():
+    networks, noise = Networks(), RowNoise(0, range(8))
+    sample(networks, replace(OPTIONS, noise_scale=0.5), noise)
+    assert networks.seen[0][0].equal(0.5 * noise.normal("sample", N, D))
+    for seed in (0, 1):
+        assert len(sample(Networks(), replace(OPTIONS, noise_scale=0.0), RowNoise(seed, range(8))).unique(dim=0)) == 1
+    networks = Networks()
+    sample(networks, replace(OPTIONS, noise_scale=0.0, solver="sde"), noise)
+    fresh = noise.streams("sde").normal(N, D)  # ELF's, of the first step back
+    assert networks.seen[0][0].allclose(1.5 * 0.25 * fresh) and OPTIONS.gamma == 1.5
+
+
 def test_fresh_noise_goes_back_in_time_before_every_step_but_the_last():
     networks, noise = Networks(), RowNoise(5, [0, 1])
     sample(networks, replace(OPTIONS, solver="sde", gamma=1.5), noise)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def brute_force(logits, sampler):
 @pytest.mark.parametrize("top_k", [0, 4, 100])
 @pytest.mark.parametrize("top_p", [1.0, 0.5, 1e-9])
 def test_truncation_against_brute_force(temperature, top_k, top_p):
-    sampler = ArSampler(temperature, top_k, top_p)
+    sampler = ArSampler(temperature=temperature, top_k=top_k, top_p=top_p)
     logits = 2 * torch.randn(5, 17, generator=torch.Generator().manual_seed(3))
     wanted = torch.tensor([brute_force(row, sampler) for row in logits.double().tolist()], dtype=torch.float64)
     got = next_token_probabilities(logits, sampler)
@@ -98,7 +99,7 @@ def test_truncation_against_brute_force(temperature, top_k, top_p):
 # ---------------------------------------------------------------- sampling
 
 
-SAMPLERS = [ArSampler(), ArSampler(temperature=0), ArSampler(0.8, top_k=6), ArSampler(top_p=0.8)]
+SAMPLERS = [ArSampler(), ArSampler(temperature=0), ArSampler(temperature=0.8, top_k=6), ArSampler(top_p=0.8)]
 
 
 @torch.no_grad()
@@ -123,7 +124,7 @@ def test_each_token_is_drawn_given_those_before_it(options, sampler):
 @pytest.mark.parametrize("options", STARTS)
 def test_with_and_without_cache_the_tokens_are_the_same(options, sampler):
     method = build(options)
-    plain = ArSampler(sampler.temperature, sampler.top_k, sampler.top_p, kv_cache=False)
+    plain = replace(sampler, kv_cache=False)
     for given in (None, prompt(tokens(8, method=method), 4), template(method)):
         assert torch.equal(method.sample(sampler, noise(8), fixed_BL=given), method.sample(plain, noise(8), fixed_BL=given))
 

@@ -222,6 +222,12 @@ def sampled(method, predict=None, rows=8, steps=200):
     return method.sample(CosmosSampler(steps), noise(rows))
 
 
+def test_without_noise_all_texts_are_one():
+    method = micro_model("cosmos")
+    [scaled] = method.sample(CosmosSampler(3, noise_scale=0.0), noise(6)).unique(dim=0)
+    assert len(method.sample(CosmosSampler(3), noise(6)).unique(dim=0)) > 1 and scaled.shape == (12,)
+
+
 def test_a_gaussian_is_sampled_with_its_mean_and_variance(monkeypatch):
     """The clean prediction is the posterior mean, which is known for a Gaussian."""
     method, mu, var = build(), 0.5, 0.36

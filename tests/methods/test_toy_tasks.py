@@ -10,7 +10,6 @@ from jpeg_dlm.cli.main import main
 
 # At most 8 letters and an end; two numbers of 3 digits, a sign and an end, and 4 digits and an end.
 SIZES = {
-    "copy": {"data.source_len": 9, "data.token_len": 9, "data.vocab_size": 16},
     "reverse": {"data.source_len": 9, "data.token_len": 9, "data.vocab_size": 16},
     "sum": {"data.source_len": 8, "data.token_len": 5, "data.vocab_size": 24},
 }

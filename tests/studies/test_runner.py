@@ -80,11 +80,11 @@ def compare_of(corpus_file, methods, budgets="6steps", **options):
     return request_of(corpus_file, comparison(plan.titles(methods.split(","))), "compare", budgets, **options)
 
 
-def run(request, folder, byte_gpt2, seeds=1, n=2):
+def run(request, folder, byte_gpt2, seeds=1, n=2, frontier=False):
     cache = new_cache(folder)
     planned = plan.plan(request, cache)
     runner.train(planned, cache)
-    evaluation = EvaluationRequest(PROTOCOLS["default"], tuple(range(seeds)), n, mauve="off")
+    evaluation = EvaluationRequest(PROTOCOLS["default"], tuple(range(seeds)), n, mauve="off", frontier=frontier)
     return runner.evaluate(planned, cache, lambda: build_scorer(f"hf:{byte_gpt2}"), evaluation, batch=2, repeats=1)
 
 
@@ -178,6 +178,23 @@ def test_two_systems(corpus_file, byte_gpt2, folder, tmp_path):
     assert [row[headings.index("paper: speed")] for row in table.rows[:3]] == [1.0, 1.62, 9.13]
     assert draw_curves(result, tmp_path / "x.png") is None  # one budget
     assert draw_study(result, "speed", tmp_path / "compare.png").stat().st_size > 10_000
+    json.dumps(result, allow_nan=False)
+
+
+@pytest.mark.slow
+def test_systems_at_matched_entropy(corpus_file, byte_gpt2, folder):
+    request = compare_of(corpus_file, "jpeg-dlm,ar", "2steps")
+    plain, result = (run(request, folder, byte_gpt2, frontier=frontier) for frontier in (False, True))
+    assert not any("frontier" in record for record in plain["records"]) and "at the entropy of real" not in str(
+        main_table(plain)
+    )
+    for record in result["records"]:
+        curve = record["frontier"]
+        assert [len(curve["points"]), record["gen_ppl"], record["entropy"]] == [7, curve["gen_ppl"][0], curve["entropy"]]
+        assert not curve["reached"] or curve["entropy"] == pytest.approx(curve["real_entropy"])
+    assert "at the entropy of real text" in main_table(result).title
+    [verdict] = result["verdicts"]
+    assert verdict["with"] == result["records"][1]["gen_ppl"] and verdict["measure"] == "gen_ppl"
     json.dumps(result, allow_nan=False)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jpeg_dlm.cli.options import add_options, overrides
-from jpeg_dlm.cli.parser import Parser, from_zero, scorer, several, whole, words
+from jpeg_dlm.cli.parser import Parser, from_zero, scorer, whole, words
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ LIKELIHOOD = (
 HELDOUT = "held-out text"  # as in evaluation.likelihood, which imports torch
 DISTANCES = "more figures of distance from real text, and a test; texts of files have them anyway unless --mauve is off"
 CONTROLS = "--distances, and samplers without a model that lower single figures: chains over words, collages, repetition"
+FRONTIER = "sweep each system from fluent to diverse; compare at the entropy of real text"
 DATA = "text, prepared folder or named corpus to compare with (default: the model's training corpus)"
 SCORERS = "smollm2 (downloaded; the default), hf:gpt2-large (the paper's), hf:FOLDER, gguf:FILE"
 PRECISION = "fp32, bf16 or auto: bf16 on a GPU alone; it takes half the time on a CPU that has its instructions"
@@ -59,8 +60,10 @@ def add_evaluate_arguments(parser: Parser) -> None:
     add("-n", type=whole(2), help="texts per seed (default: 256, in the paper's protocols 1024; all of a file)")
     add("--seeds", type=whole(1), help="number of seeds (default: 1, in the paper's protocols 5)")
     add("--seed", type=whole(0), default=0, help="the first seed")
-    add("--steps", type=several(whole(1)), metavar="N,N", help="sampling steps; a sweep if several")
-    add("--solver", type=words, metavar="NAMES", help="solvers of the sampler; a sweep if several")
+    for option, metavar in (("steps", "N,N"), ("solver", "NAMES")):
+        text = f"short for --sampler.{option}; several values are a sweep, as of every option of the sampler"
+        add(f"--{option}", dest=f"sampler.{option}", default=argparse.SUPPRESS, metavar=metavar, help=text)
+    add("--frontier", action="store_true", help=FRONTIER)
     add("--likelihood", nargs="?", const=HELDOUT, metavar="TEXT", help=LIKELIHOOD)
     add("--likelihood-draws", type=whole(1), default=8, help="random times per row, for methods with a bound")
     add("--data", help=DATA)
@@ -88,8 +91,9 @@ def job_of(args: argparse.Namespace) -> EvaluationJob:
 
     rules = PROTOCOLS[args.protocol]
     seeds = tuple(range(args.seed, args.seed + (args.seeds or rules.seeds)))
-    sampler, steps, solvers = overrides(args, "sampler"), tuple(args.steps or ()), tuple(args.solver or ())
-    request = EvaluationRequest(rules, seeds, args.n, steps, solvers, sampler, args.mauve, args.distances or args.controls)
+    sampler = {name: words(text) for name, text in overrides(args, "sampler").items()}
+    distances = args.distances or args.controls
+    request = EvaluationRequest(rules, seeds, args.n, sampler, args.mauve, args.frontier, distances)
     scorer = args.scorer or (None if args.likelihood or args.task == "pairs" else "smollm2")
     same = {field.name: getattr(args, field.name) for field in fields(EvaluationJob) if field.name not in ("request", "scorer")}
     return EvaluationJob(request=request, scorer=scorer, **same)

@@ -58,6 +58,7 @@ def _add_training_arguments(parser: Parser) -> None:
     parser.add_argument("--train-seeds", type=whole(1), default=1, help=train_seeds)
     parser.add_argument("--train-only", action="store_true", help="train without scoring, to share the work of a command")
     parser.add_argument("--protocol", choices=PROTOCOLS, default="default", metavar="NAME", help="as for evaluate")
+    parser.add_argument("--frontier", action="store_true", help="score and judge each model at the entropy of real text")
     _add_common(parser, seeds=3)
     add_options(parser, GROUP_NAMES, "tiny")
 
@@ -109,7 +110,8 @@ def _run_training(args: argparse.Namespace, name: str, study: Study, ranks: Rank
     base, shared = plan.read_base(args.preset, args.data, overrides(args), ranks.world)
     plan.check_options(name, study, overrides(args))
     request = plan.StudyRequest(name, study, base, shared, budgets, args.train_seeds, args.only)
-    evaluation = EvaluationRequest(PROTOCOLS[args.protocol], tuple(range(args.seeds)), args.n, mauve=args.mauve)
+    seeds = tuple(range(args.seeds))
+    evaluation = EvaluationRequest(PROTOCOLS[args.protocol], seeds, args.n, mauve=args.mauve, frontier=args.frontier)
     cache = TrainingCache(args.out, ranks, Console(args.quiet or not ranks.is_main))
     planned = plan.plan(request, cache)
     runner.announce(planned, cache, evaluation)

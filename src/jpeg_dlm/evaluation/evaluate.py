@@ -14,6 +14,7 @@ import numpy as np
 from jpeg_dlm import __version__
 from jpeg_dlm.evaluation import metrics
 from jpeg_dlm.evaluation.cache import DiskCache
+from jpeg_dlm.evaluation.frontier import curves_of
 from jpeg_dlm.evaluation.protocols import Protocol
 from jpeg_dlm.evaluation.results import (
     LengthLimits,
@@ -45,22 +46,26 @@ SHOWN = 16  # texts kept in the results
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """Settings of an evaluation; empty steps and solvers mean the model's own."""
+    """Settings of an evaluation; `sampler` has one or several values of options, those left out are the model's own."""
 
     protocol: Protocol
     seeds: tuple[int, ...] = (0,)
     n: int | None = None
-    steps: tuple[int, ...] = ()
-    solvers: tuple[str, ...] = ()
-    sampler: Mapping[str, Any] = field(default_factory=dict)
+    sampler: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     mauve: metrics.MauveMode = "auto"
+    frontier: bool = False
     distances: bool = False  # for models too, not only for texts of files
 
+    def options(self, sampler: Any) -> dict[str, Sequence[Any]]:
+        """Return the values of every option that a sampler has; for a frontier, at least one has several."""
+        options = {name: values for name, values in self.sampler.items() if hasattr(sampler, name)}
+        swept = any(len(values) > 1 for values in options.values())
+        return options | (getattr(sampler, "frontier", {}) if self.frontier and not swept else {})
+
     def variants(self, sampler: Any) -> list[dict[str, Any]]:
-        """Return the options of every point of the sweep, leaving out steps or solver if the sampler has none."""
-        steps = [{"steps": k} for k in self.steps if hasattr(sampler, "steps")] or [{}]
-        solvers = [{"solver": name} for name in self.solvers if hasattr(sampler, "solver")] or [{}]
-        return [{**self.sampler, **solver, **k} for solver, k in itertools.product(solvers, steps)]
+        """Return the options of every point of the sweep."""
+        options = self.options(sampler)
+        return [dict(zip(options, point, strict=True)) for point in itertools.product(*options.values())]
 
 
 @dataclass(frozen=True)
@@ -100,11 +105,12 @@ class Evaluation:
     def result(self, entries: Sequence[SystemResult], tasks: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return entries and the rows of other tasks together with the conditions of the evaluation."""
         more = {"scorer_context": self.scorer.context, "mauve": self.request.mauve, "entries": entries}
-        return {**self.conditions, **more, **(tasks or {})}
+        frontier = {"frontier": curves_of(entries, self.protocol.aggregate)} if self.request.frontier else {}
+        return {**self.conditions, **more, **frontier, **(tasks or {})}
 
     def entries(self, source: Source) -> list[SystemResult]:
         """Return one entry for each point of the sweep."""
-        variants = self.request.variants(source.model.config.sampler) if source.model else [{}]
+        variants = self.request.variants(source.model.config.sampler) if isinstance(source, ModelSource) else [{}]
         return [self.entry(source, variant) for variant in variants]
 
     def entry(self, source: Source, sampler: dict[str, Any]) -> SystemResult:
@@ -141,18 +147,28 @@ class Evaluation:
     def model_info(self, source: ModelSource, sampler: dict[str, Any], seeds: Sequence[int], n: int) -> ModelInfo:
         """Describe the model and the sampler of an entry of n texts."""
         config, options = source.model.config, source.model.sampler_options(**sampler)
+        swept = self.request.options(config.sampler)
         return ModelInfo(
             method=config.method,
             title=source.model.method.title,
             preset=config.preset,
             config=to_dict(config),
             sampler=to_dict(options),
-            sampler_label=options.label(),
+            sampler_label=", ".join([options.label(), *self.silent(source, sampler)]),
+            swept={name: getattr(options, name) for name, values in swept.items() if len(values) > 1},
             evaluations=options.evaluations(config.data.token_len),
             rate=config.rate,
             seeds=seeds,
             reconstruction=self.reconstruction(source, 4 * n),
         )
+
+    def silent(self, source: ModelSource, sampler: dict[str, Any]) -> list[str]:
+        """Return the swept options of a point that the label of a sampler does not tell apart."""
+        told = []
+        for name, values in self.request.options(source.model.config.sampler).items():
+            labels = {source.model.sampler_options(**{**sampler, name: value}).label() for value in values}
+            told += [f"{name} {sampler[name]}"] if len(labels) < len(values) else []
+        return told
 
     def texts(self, source: Source, run: int, sampler: dict[str, Any]) -> SourceTexts:
         """Return the texts of one run; store those of a model, since sampling takes the most time."""
@@ -175,7 +191,7 @@ class Evaluation:
         return replace(texts, texts=[text.lower() for text in texts.texts]) if self.protocol.lower else texts
 
     def label(self, source: Source, sampler: Mapping[str, Any]) -> str:
-        return "-".join([source.name, *(str(sampler[k]) for k in ("solver", "steps") if k in sampler)])
+        return " ".join([source.name, *(f"{name} {value}" for name, value in sampler.items())])
 
     def limits(self, source: Source, first: SourceTexts, real: Real) -> LengthLimits:
         """Derive the settings of all seeds from the first one."""
@@ -292,6 +308,11 @@ class Evaluation:
             distinct_texts=metrics.distinct_share(texts.texts[:kept]),
             repetition_4=metrics.repetition_rate(tokens),
             degenerate_share=metrics.degenerate_share(tokens),
+            by_text=[
+                (score.nll_sum, score.n_tokens, metrics.unigram_entropy([ids]))
+                for score, ids in zip(scores, tokens if own is None else own, strict=True)
+                if len(ids)
+            ],
         )
 
     def features(self, texts: SourceTexts, budget: int) -> Any:

@@ -185,7 +185,7 @@ def text_likelihood(
     nats, tokens = text_nats(method, text, draws, seed, batch, progress)
     counted_ids = [row.ids[row.first : row.end] for row in text.rows]
     characters = sum(len(model.tokenizer.decode(ids)) for ids in counted_ids)
-    more = {"documents": text.documents, "cut": text.cut, "unknown": sum(ids.count(unknown) for ids in counted_ids)}
+    more = {"documents": text.documents, "cut": text.cut, "unknown": sum(i == unknown for ids in counted_ids for i in ids)}
     return likelihood_figures(method, nats, tokens, characters, draws, seed) | more
 
 

@@ -62,18 +62,23 @@ def perplexity_interval(
 ) -> tuple[float, float]:
     """Return a 95% percentile bootstrap interval of `perplexity` over the scored texts."""
     kept = _scored(scores)
-    nll = np.array([score.nll_sum for score in kept])
-    tokens = np.array([score.n_tokens for score in kept], float)
-    random = np.random.default_rng(derive_seed(seed, "bootstrap"))
-    values = []
-    for _ in range(resamples):
-        rows = random.integers(len(kept), size=len(kept))
-        if aggregate == "corpus":
-            values.append(math.exp(min(700.0, nll[rows].sum() / tokens[rows].sum())))
-        else:
-            values.append(float(np.exp(np.minimum(nll[rows] / tokens[rows], 700.0)).mean()))
-    low, high = np.quantile(values, [0.025, 0.975])
+    nll, tokens = np.array([(score.nll_sum, score.n_tokens) for score in kept], float).T
+    rows = bootstrap_rows(len(kept), seed, resamples)
+    low, high = np.quantile(perplexity_of(nll[rows], tokens[rows], aggregate), [0.025, 0.975])
     return float(low), float(high)
+
+
+def bootstrap_rows(n: int, seed: int = 0, resamples: int = 1000) -> np.ndarray:
+    """Draw the indices (resamples, n) of n texts, with replacement."""
+    return np.random.default_rng(derive_seed(seed, "bootstrap")).integers(n, size=(resamples, n))
+
+
+def perplexity_of(nll: np.ndarray, tokens: np.ndarray, aggregate: Aggregate = "corpus") -> np.ndarray:
+    """Return the perplexity over the last axis of the texts that have scored tokens."""
+    if aggregate == "corpus":
+        return np.exp(np.minimum(700.0, nll.sum(-1) / tokens.sum(-1)))
+    each = np.exp(np.minimum(nll / np.maximum(tokens, 1), 700.0))
+    return each.mean(-1, where=tokens > 0)
 
 
 def degenerate_share(ids_per_text: Iterable[Sequence[int]], n: int = 4) -> float:
@@ -154,8 +159,20 @@ def mauve_score(
         "kmeans_seeds": list(seeds),
         "values": values,
         "buckets": int(scores[0].num_buckets),
+        "histograms": [scores[0].p_hist.tolist(), scores[0].q_hist.tolist()],  # of real and generated texts, first seed
         "texts": [len(generated), len(real)],
     }
+
+
+def mauve_of_histograms(real: np.ndarray, generated: np.ndarray) -> float:
+    """Return MAUVE of two distributions over clusters, with default options."""
+    from mauve import compute_mauve as package  # pyright: ignore[reportMissingImports] - an extra
+
+    module = sys.modules[package.__module__]
+    weights = np.linspace(1e-6, 1 - 1e-6, 25)
+    x, y = module.get_divergence_curve_for_multinomials(real, generated, weights, 5).T
+    area = module.compute_area_under_curve
+    return float(area(x[x.argsort()], y[x.argsort()]) + area(y[y.argsort()], x[y.argsort()])) / 2
 
 
 # ---------------------------------------------------------------- lengths

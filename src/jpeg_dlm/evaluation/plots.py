@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
+from jpeg_dlm.evaluation.frontier import Curve
 from jpeg_dlm.evaluation.results import MeanStd, SystemResult, of_models
 from jpeg_dlm.util.pictures import GENERATED_COLOR, INK, LINE_COLORS, REAL_COLOR, dress, new_figure, save_png
 
@@ -44,6 +46,34 @@ def draw_sweep(entries: Sequence[SystemResult], scorer: str, path: Path) -> Path
     real = vars(of_models(entries)[0][0].stats["real"])
     levels = [("real text", "--", INK, real)]
     return draw_quality("quality against cost", lines, levels, scorer, "network evaluations per text", path)
+
+
+def draw_frontier(curves: Sequence[Curve], scorer: str, path: Path) -> Path:
+    """Draw Gen-PPL and MAUVE against entropy with 95% intervals over texts; real text is a star, and its MAUVE is 1."""
+    measures = {"gen_ppl": f"Gen-PPL ({scorer})", "mauve": "MAUVE"}
+    measures = {key: text for key, text in measures.items() if all(getattr(curve, key) for curve in curves)}
+    figure, panels = new_figure(len(measures), "frontiers: quality against entropy")
+    for axes, (key, text) in zip(panels, measures.items(), strict=True):
+        for i, curve in enumerate(curves):
+            x, y = (np.array([getattr(point, name) for point in curve.points]).T for name in ("entropy", key))
+            fmt, color = MARKERS[i % len(MARKERS)] + "-", LINE_COLORS[i % len(LINE_COLORS)]
+            look = {"fmt": fmt, "ms": 5, "capsize": 2, "lw": 1.3, "elinewidth": 0.8, "color": color}
+            label = f"{curve.name}, {curve.knob.replace('_', ' ')}" if curve.knob else curve.name
+            # The estimate may lie outside of a percentile interval by rounding.
+            yerr, xerr = ([np.maximum(0, z[0] - z[1]), np.maximum(0, z[2] - z[0])] for z in (y, x))
+            axes.errorbar(x[0], y[0], yerr=yerr, xerr=xerr, label=label, **look)
+            for end in {0, len(curve.points) - 1} if curve.knob else ():
+                place = {"xytext": (5, 5), "textcoords": "offset points", "fontsize": 7, "color": color}
+                axes.annotate(str(curve.points[end].value), (x[0][end], y[0][end]), **place)
+        for entropy, ppl in dict.fromkeys((curve.real_entropy, curve.real_gen_ppl) for curve in curves):
+            axes.axvline(entropy, color=REAL_COLOR, ls="--", lw=0.9)
+            axes.plot(entropy, ppl if key == "gen_ppl" else 1.0, "*", ms=11, color=REAL_COLOR, label="real text")
+        dress(axes, text, "", "entropy (nats)")
+        if key == "gen_ppl":
+            scale_log(axes, "y", (1, 2, 5))
+    handles = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8, frameon=False)
+    return save_png(figure, path)
 
 
 def draw_quality(

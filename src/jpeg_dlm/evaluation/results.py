@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
-from jpeg_dlm.evaluation.table import INLINED
+from jpeg_dlm.evaluation.table import INLINED, OMITTED
 from jpeg_dlm.util.errors import counted
 
 
@@ -79,6 +79,7 @@ class ModelInfo:
     config: Mapping[str, Any]
     sampler: Mapping[str, Any]
     sampler_label: str
+    swept: Mapping[str, Any]  # the values of options of which the evaluation has several, in their order
     evaluations: int  # of the network, for a text
     rate: float | None
     seeds: Sequence[int]
@@ -152,6 +153,7 @@ class TextStats:
     distinct_texts: float
     repetition_4: float
     degenerate_share: float
+    by_text: Sequence[Sequence[float]] = field(metadata=OMITTED)  # nll, scored tokens and entropy of each, for resampling
 
 
 # Assumed: differences that seeds do not explain and that a reader should look at before believing a low perplexity.

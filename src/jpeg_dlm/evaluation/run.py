@@ -18,7 +18,7 @@ from jpeg_dlm.evaluation.controls import CONTROLS, Control
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.likelihood import DRAWS, HELDOUT, has_likelihood, likelihood_row
 from jpeg_dlm.evaluation.pairs import pair_scores
-from jpeg_dlm.evaluation.plots import draw_lengths, draw_sweep
+from jpeg_dlm.evaluation.plots import draw_frontier, draw_lengths, draw_sweep
 from jpeg_dlm.evaluation.results import of_models
 from jpeg_dlm.evaluation.scatter import draw_controls
 from jpeg_dlm.evaluation.scorer import build_scorer
@@ -106,6 +106,8 @@ def job_sources(job: EvaluationJob, device: str, console: Console) -> Iterator[S
         raise UsageError("--likelihood needs a model, not only sample files: name a checkpoint.")
     if job.controls and (job.task != "write" or not models):
         raise UsageError("--controls are made of the training text of a model that writes freely: name a checkpoint.")
+    if job.request.frontier and (job.task != "write" or not job.scorer):
+        raise UsageError("--frontier scores texts that are written freely: leave out --task, or name a --scorer.")
     if files and job.task != "write":
         raise UsageError(f"--task {job.task} needs models, not sample files: name checkpoints.")
     of_files = texts.file_sources(files, job.reference)
@@ -123,9 +125,9 @@ def _model_sources(paths: Sequence[Path | None], job: EvaluationJob, device: str
             raise UsageError(f"'{label}' reads no sources: --task pairs needs models that were trained with --data.source-len.")
         for variant in job.request.variants(model.config.sampler):
             model.sampler_options(**variant)  # rejects wrong options early
-        for option, values in (("steps", job.request.steps), ("solver", job.request.solvers)):
-            if values and not hasattr(model.config.sampler, option):
-                console.say(f"{label} has no --{option}: it is evaluated without it.")
+        for option in job.request.sampler:
+            if not hasattr(model.config.sampler, option):
+                console.say(f"{label} has no --sampler.{option}: it is evaluated without it.")
         unmeasured = job.likelihood and not job.scorer and (job.likelihood != HELDOUT or not has_likelihood(model.method))
         unprepared = not texts.is_prepared(Path(job.data or model.config.data.source))
         heldout = (
@@ -135,11 +137,13 @@ def _model_sources(paths: Sequence[Path | None], job: EvaluationJob, device: str
 
 
 def draw_pictures(out: Path, result: Mapping[str, Any]) -> list[Path]:
-    """Draw the lengths of each system and, if samplers differ, quality against cost."""
+    """Draw the frontiers, or the lengths of each system and, if samplers differ, quality against cost."""
     entries, paths = result["entries"], []
+    if result.get("frontier"):
+        return [draw_frontier(result["frontier"], result["scorer"], out / "frontier.png")]
     if lengths := {entry.label: entry.runs[0].lengths for entry in entries if entry.runs[0].lengths}:
         paths.append(draw_lengths(lengths, result["scorer"], out / "lengths.png"))
-    if len({(model.sampler_label, model.evaluations) for _, model in of_models(entries)}) > 1:
+    if len({(model.sampler.get("solver"), model.evaluations) for _, model in of_models(entries)}) > 1:
         paths.append(draw_sweep(entries, result["scorer"], out / "sweep.png"))
     if any(entry.name in CONTROLS.values() for entry in entries) and result["distances"]["rows"]:
         paths.append(draw_controls(result, out / "controls.png"))

@@ -16,6 +16,8 @@ from jpeg_dlm.util.files import write_atomic
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
 INLINED = {"inlined": True}  # metadata of a field whose own fields `to_json` puts in its place; None has no fields
 
+OMITTED = {"omitted": True}  # metadata of a field that `to_json` leaves out
+
 
 @dataclass(frozen=True)
 class Span:
@@ -142,6 +144,8 @@ def to_json(value: Any) -> Any:
     if is_dataclass(value):
         content: dict[str, Any] = {}
         for member in fields(value):
+            if member.metadata.get("omitted"):
+                continue
             part = to_json(getattr(value, member.name))
             content |= (part or {}) if member.metadata.get("inlined") else {member.name: part}
         return content

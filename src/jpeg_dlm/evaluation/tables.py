@@ -7,6 +7,7 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import Any, TypeVar
 
+from jpeg_dlm.evaluation.frontier import Curve
 from jpeg_dlm.evaluation.paper import comparable_rows
 from jpeg_dlm.evaluation.results import SystemResult, TextStats, of_models, scorer_label
 from jpeg_dlm.evaluation.suite import distances_table
@@ -21,6 +22,7 @@ BRIER = Column("BrierLM", 2)
 GEN_PPL = (Column("Gen-PPL", 1), Column("95% interval", 1), Column("entropy (nats)", 3))
 DIVERSITY = (MAUVE, Column("± of k-means", 3), Column("distinct-2", 3), REPEATED)
 TEXTS = ("text", "steps", *GEN_PPL, *DIVERSITY, Column("texts/s", 2), "")
+MATCHED = ("system", "knob", Column("at", 3), *GEN_PPL[:2], MAUVE, Column("95% interval", 3), "")
 SHARES = ("given tokens kept", "decoded by the latents", "hidden tokens recovered")
 INFILL = ("model", "sampler", "seed", *(Column(name, 1, percent=True) for name in SHARES), *PERPLEXITY)
 AFTER_PROMPT = (Column("perplexity given its prompt", 1), Column("95% interval", 1), Column("given another prompt", 1))
@@ -36,6 +38,7 @@ def evaluation_tables(result: Mapping[str, Any]) -> list[Table]:
     """Return the table of the texts, and one of each other task."""
     tables = [texts_table(result)] if result["entries"] else []
     tables += [distances_table(rows)] if (rows := result.get("distances")) else []
+    tables += [frontier_table(result["frontier"], scorer_label(result))] if result.get("frontier") else []
     tables += [continuation_table(rows, result["scorer"])] if (rows := result.get("continue")) else []
     tables += [infill_table(rows, result["scorer"])] if (rows := result.get("infill")) else []
     tables += [pairs_table(rows)] if (rows := result.get("pairs")) else []
@@ -125,6 +128,23 @@ def _sentence(entry: SystemResult) -> str:
         parts.append(f"Look at the texts before believing the perplexity: {'; '.join(entry.degenerate)}.")
     parts += [f"{note[0].upper() + note[1:]}." for note in entry.notes]
     return f"{entry.label}: {' '.join(parts)}"
+
+
+def frontier_table(curves: Sequence[Curve], scorer: str) -> Table:
+    """Return each system at the entropy of real text, or at the nearest end of its frontier."""
+    rows: list[list[Cell]] = []
+    for curve, last in _with_last(curves, lambda curve: curve.real_entropy):
+        mauve, mark = curve.mauve, None if curve.reached else f"not reached: entropy {curve.entropy:.3f}"
+        name = f"{curve.name} ({curve.title})" if curve.title else curve.name
+        figures = [curve.gen_ppl.value, curve.gen_ppl[1:], *((mauve.value, mauve[1:]) if mauve else (None, None))]
+        rows.append([name, curve.knob, curve.knob_value, *figures, mark])
+        if last:
+            rows.append([f"real text, entropy {curve.real_entropy:.3f}", None, None, curve.real_gen_ppl, *[None] * 4])
+    head = (
+        f"At matched entropy, that of real text: Gen-PPL by {scorer} and MAUVE between the two neighboring points of each "
+        "frontier (linear, Gen-PPL in its logarithm), or at the nearest end of one that does not reach it."
+    )
+    return Table.of(head, MATCHED, rows, ["Intervals are over texts; MAUVE's is over texts in the same clusters."])
 
 
 # ---------------------------------------------------------------- other tasks

@@ -80,7 +80,7 @@ def sample(
     """
     denoise = denoise or networks.denoise
     shape, w = networks.latent_shape, sampler.w
-    z = networks.noise_scale * noise.normal("sample", *shape)  # z ~ N(0, I), one generator per row
+    z = networks.noise_scale * sampler.noise_scale * noise.normal("sample", *shape)  # z ~ N(0, I), one generator per row
     grid = make_grid(sampler.grid, sampler.steps, sampler.grid_mean, sampler.grid_std, noise.shared("grid"))
     logits = partial(networks.logits, w=w)
     if guidance and guidance.source:

@@ -53,7 +53,7 @@ class HarnessModel(LM):
         self.model, self.seed = load(None if model == "bundled" else model, device), seed
         self.method, self.layout = self.model.complete_method(), self.model.layout
         self.draws = 1 if self.method.exact_likelihood else draws
-        self.batch = int(batch_size) if str(batch_size).isdigit() else BATCH
+        self.batch = int(text) if (text := str(batch_size)).isdigit() else BATCH
 
     # ------------------------------------------------------------ likelihood
 
@@ -99,13 +99,14 @@ class HarnessModel(LM):
 
     @torch.no_grad()
     def greedy(self, rows: Sequence[ScoredRow]) -> list[bool]:
-        same, text = [False] * len(rows), TextRows(rows)
-        for part in text.parts(self.batch) if isinstance(self.method, Ar) else []:
-            batch = text.batch(part, self.method)
-            first = batch.source_len or self.method.unpredicted
-            wrong_BL = (self.method.most_probable(batch.tokens_BL, first) != batch.tokens_BL[:, first:]) & batch.real_BL[
-                :, first:
-            ]
+        same, text, method = [False] * len(rows), TextRows(rows), self.method
+        if not isinstance(method, Ar):
+            return same
+        for part in text.parts(self.batch):
+            batch = text.batch(part, method)
+            first = batch.source_len or method.unpredicted
+            wrong_BL = method.most_probable(batch.tokens_BL, first) != batch.tokens_BL[:, first:]
+            wrong_BL &= batch.real_BL[:, first:]
             for row, wrong in zip(part, wrong_BL.any(1).tolist(), strict=True):
                 same[row] = not wrong
         return same
@@ -115,7 +116,7 @@ class HarnessModel(LM):
     def generate_until(self, requests: list[Any]) -> list[str]:
         """Return texts after prompts, or targets of sources, by the model's own sampler, up to the first stop sequence."""
         contexts, options = zip(*(request.args for request in requests), strict=True)
-        place = {"seed": self.seed, "batch": self.batch}
+        place: dict[str, Any] = {"seed": self.seed, "batch": self.batch}
         if self.model.config.data.source_len:
             texts = self.model.generate(1, source=list(contexts), **place)
         else:

@@ -16,7 +16,17 @@ from torch import Tensor
 
 from jpeg_dlm.config import Checks, Config, opt
 from jpeg_dlm.methods.base import FREE, Batch, CheckpointSignature, Likelihood, Watch
-from jpeg_dlm.methods.discrete import CE_CHUNK, DditMethod, Reduction, draw_tokens, nucleus, reduce_loss, with_mask
+from jpeg_dlm.methods.discrete import (
+    CE_CHUNK,
+    DditMethod,
+    Reduction,
+    TokenSampler,
+    cooled,
+    draw_tokens,
+    nucleus,
+    reduce_loss,
+    with_mask,
+)
 from jpeg_dlm.nn.ddit import CausalTransformer, TransformerConfig
 from jpeg_dlm.nn.token_loss import most_probable, token_nll
 from jpeg_dlm.util.rng import RowNoise
@@ -57,25 +67,16 @@ class ArObjective:
 
 
 @dataclass(frozen=True)
-class ArSampler:
+class ArSampler(TokenSampler):
     """Options for drawing the next token."""
 
-    temperature: float = opt(1.0, "divides the logits; 0 takes the most probable token", ge=0, le=1e6)
     top_k: int = opt(0, "draw from this many most probable tokens only; 0 is off", ge=0, le=1 << 20)
-    top_p: float = opt(
-        1.0, "draw from the fewest tokens with at least this probability; 1 is off (paper: nucleus, p not stated)", gt=0, le=1
-    )
     kv_cache: bool = opt(True, "cache keys and values; false reads the whole prefix for each token (paper's speed 1.00)")
 
     def label(self) -> str:
         """Return the name in tables."""
-        parts = ["KV cache" if self.kv_cache else "no KV cache"]
-        if self.temperature == 0:
-            return ", ".join(["greedy", *parts])
-        parts += [f"temperature {self.temperature:g}"] if self.temperature != 1 else []
-        parts += [f"top-k {self.top_k}"] if self.top_k else []
-        parts += [f"top-p {self.top_p:g}"] if self.top_p < 1 else []
-        return ", ".join(parts)
+        top_k = f", top-k {self.top_k}" if self.top_k and self.temperature else ""
+        return ("KV cache" if self.kv_cache else "no KV cache") + top_k + self.sharpening()
 
     def evaluations(self, token_len: int) -> int:
         """Return the network evaluations of one sample: one per token."""
@@ -179,10 +180,7 @@ class Ar(DditMethod):
 
 def next_token_probabilities(logits_BV: Tensor, sampler: ArSampler) -> Tensor:
     """Return next-token probabilities in float64: temperature, then top-k, then top-p of the remaining tokens."""
-    logits_BV = logits_BV.double()
-    if sampler.temperature == 0:
-        return F.one_hot(logits_BV.argmax(-1), logits_BV.shape[-1]).double()
-    logits_BV = logits_BV / sampler.temperature
+    logits_BV = cooled(logits_BV.double(), sampler.temperature)
     if sampler.top_k:
         order_BV = logits_BV.argsort(dim=-1, descending=True, stable=True)
         logits_BV = logits_BV.scatter(-1, order_BV[:, sampler.top_k :], -torch.inf)

@@ -9,10 +9,10 @@ Shapes: B batch, L tokens, N latents, D latent width, F feature width.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +72,9 @@ class CosmosSampler(StepSampler):
     """Options of the reverse SDE."""
 
     steps: int = opt(200, "Euler steps of the reverse SDE (paper)", ge=1, le=100_000)
+    noise_scale: float = opt(1.0, "factor of all noise; less gives less diverse text (not in the paper)", ge=0, le=1e3)
+
+    frontier: ClassVar[Mapping[str, Sequence[float]]] = {"noise_scale": (0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05)}  # assumed
 
     def label(self) -> str:
         return f"{self.steps} SDE steps"
@@ -292,7 +295,7 @@ class Cosmos(Standardization, Method):
             mean = alpha * edit.clean(self.logits)
         times = torch.linspace(begin, T_END, sampler.steps + 1, dtype=torch.float64).tolist() if begin > T_END else []
         for step, (t, after) in enumerate(pairwise(times)):
-            z = mean + std * draw.normal(*self.latent_mean.shape)
+            z = mean + sampler.noise_scale * std * draw.normal(*self.latent_mean.shape)
             x0 = self.network(z, per_sample(t, z), x0, context)
             alpha, sigma = alpha_sigma_at(t)
             linear_time = alpha / (alpha + sigma)  # at which the linear path has the same ratio of noise and signal

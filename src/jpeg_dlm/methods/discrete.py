@@ -6,7 +6,7 @@ Shapes: B batch, L tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
@@ -66,11 +66,37 @@ class DiscreteObjective:
     ce_chunk: int = opt(0, CE_CHUNK, ge=0, le=1 << 30)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenSampler:
+    """How a network's distributions over tokens are sharpened: for less diverse, more fluent text."""
+
+    temperature: float = opt(1.0, "divides the logits; 0 leaves the most probable token alone", ge=0, le=1e6)
+    top_p: float = opt(
+        1.0, "keep the fewest tokens with at least this probability; 1 is off (paper, AR: nucleus, p not stated)", gt=0, le=1
+    )
+
+    frontier: ClassVar[Mapping[str, Sequence[float]]] = {"temperature": (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)}  # assumed
+
+    def sharpening(self) -> str:
+        """Return the end of a label: what differs from the network's own distributions."""
+        if self.temperature == 0:
+            return ", greedy"
+        temperature = f", temperature {self.temperature:g}" if self.temperature != 1 else ""
+        return temperature + (f", top-p {self.top_p:g}" if self.top_p < 1 else "")
+
+    def sharpened(self, logits: Tensor) -> Tensor:
+        """Return the logits (..., V) of sharper distributions: temperature, then top-p of what that gives."""
+        return nucleus(cooled(logits, self.temperature), self.top_p)
+
+
 @dataclass(frozen=True)
-class DditSampler(StepSampler):
+class DditSampler(TokenSampler, StepSampler):
     """Steps of a sampler on the shared transformer."""
 
     steps: int = opt(128, "steps from noise to text (paper: 128 on LM1B, 1024 on OWT)", ge=1, le=100_000)
+
+    def label(self) -> str:
+        return super().label() + self.sharpening()
 
 
 @dataclass(frozen=True)
@@ -213,6 +239,16 @@ def draw_tokens(p: Tensor, u: Tensor) -> Tensor:
     # Rounding may turn u * sum into the sum itself, which would select a token of probability 0.
     place = (u.double()[..., None] * end).minimum(end.nextafter(torch.zeros_like(end)))
     return torch.searchsorted(total, place, right=True).squeeze(-1).clamp_max(p.shape[-1] - 1)
+
+
+def cooled(logits: Tensor, temperature: float) -> Tensor:
+    """Divide logits (..., V) by a temperature; 0, the limit, leaves only the first of the largest."""
+    if temperature == 1:
+        return logits
+    if temperature == 0:
+        others = torch.ones_like(logits, dtype=torch.bool).scatter_(-1, logits.argmax(-1, keepdim=True), False)
+        return logits.masked_fill(others, -torch.inf)
+    return (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0, so that exponentials stay finite
 
 
 def nucleus(logits: Tensor, top_p: float) -> Tensor:

@@ -33,7 +33,6 @@ from jpeg_dlm.methods.discrete import (
     ExtendedDdit,
     LogLinear,
     draw_tokens,
-    nucleus,
     reduce_loss,
     sampling_times,
     training_times,
@@ -76,11 +75,9 @@ class DuoSampler(AncestralSampler):
     final: Literal["ancestral", "greedy"] = opt(
         "ancestral", "last evaluation: draw from the posterior of clean tokens, or take the most probable tokens (Duo)"
     )
-    top_p: float = opt(1.0, "nucleus sampling: keep the fewest tokens with this probability mass; 1 is off (Duo)", gt=0, le=1)
 
     def label(self) -> str:
-        greedy = ", greedy tail" if self.final == "greedy" else ""
-        return f"{self.steps} steps{greedy}" + (f", top-p {self.top_p:g}" if self.top_p < 1 else "")
+        return super().label() + (", greedy tail" if self.final == "greedy" else "")
 
 
 @dataclass(frozen=True)
@@ -212,7 +209,7 @@ class Duo(DditMethod):
                 logits_NK[:, self.config.data.vocab_size :] = -torch.inf
                 if sampler.final == "greedy":
                     return logits_NK.argmax(-1)
-            return draw_posterior(nucleus(logits_NK, sampler.top_p), x_N, alpha_t, alpha_s, u_N)
+            return draw_posterior(sampler.sharpened(logits_NK), x_N, alpha_t, alpha_s, u_N)
 
         return in_parts(drawn, POSITIONS_AT_ONCE, *(x.flatten(0, 1) for x in (h_BLH, x_BL, u_BL))).view(x_BL.shape)
 

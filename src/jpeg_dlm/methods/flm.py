@@ -26,6 +26,8 @@ from jpeg_dlm.util.rng import RowNoise
 SOFTCAP = 50.0  # attention scores are squashed to (-50, 50) (FLM)
 TIME_FLOOR = 1e-5  # added to 1 - t (FLM)
 
+EXACT = DditSampler()  # with the network's own distributions
+
 
 @dataclass(frozen=True)
 class FlmObjective:
@@ -73,9 +75,9 @@ class Flm(DditMethod):
         t = per_row(t_B.to(z.dtype), z)
         return z.mul_(1 - t).scatter_add_(-1, tokens_BL[..., None], t.expand(*tokens_BL.shape, 1))
 
-    def denoise(self, z_BLV: Tensor, tau_B: Tensor) -> Tensor:
+    def denoise(self, z_BLV: Tensor, tau_B: Tensor, sampler: DditSampler = EXACT) -> Tensor:
         """Return p (B, L, V), a distribution per token."""
-        return self.backbone(z_BLV, tau_B).float().softmax(-1)
+        return sampler.sharpened(self.backbone(z_BLV, tau_B).float()).softmax(-1)
 
     # ------------------------------------------------------------ sampling
 
@@ -91,7 +93,7 @@ class Flm(DditMethod):
         if fixed_BL is not None:  # a step is a mixture of z and p, both of which are then certain of the source
             z = with_source(z, F.one_hot(fixed_BL[:, :source_len], self.ids).to(z))
         for k in range(steps):
-            p = self.denoise(z, taus[k].expand(len(z)).to(z.dtype))
+            p = self.denoise(z, taus[k].expand(len(z)).to(z.dtype), sampler)
             if fixed_BL is not None:
                 certain = F.one_hot(fixed_BL.clamp_min(0), p.shape[-1]).to(p)
                 p = torch.where((fixed_BL >= 0)[..., None], certain, p)

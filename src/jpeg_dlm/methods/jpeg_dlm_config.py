@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from jpeg_dlm.config import Checks, Config, codec_checks, head_checks, opt
 
@@ -101,6 +102,9 @@ class SamplerConfig:
     source_scale: float = opt(1.0, "guidance over the source of a pair; 1 is none (ELF: 2)", ge=0, le=1000)
     grid_mean: float = opt(-1.5, "mean of logit(t) of the grid (released)", ge=-100, le=100)
     grid_std: float = opt(0.8, "deviation of logit(t) of the grid (released)", gt=0, le=100)
+    noise_scale: float = opt(1.0, "factor of the first noise; less gives less diverse text (not in the paper)", ge=0, le=1e3)
+
+    frontier: ClassVar[Mapping[str, Sequence[float]]] = {"noise_scale": (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)}  # assumed
 
     def label(self) -> str:
         """Return the name in tables."""

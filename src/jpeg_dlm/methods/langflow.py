@@ -34,6 +34,7 @@ CUTOFF = 1e-5  # probability mass that is cut off at either end of the proposal 
 # 2e-3, the 10% of least noise still had a loss of 2 nats instead of 0.5 (measured). A small weight keeps the gradient of the
 # proposal, of norm 5 to 14 at weight 1, out of the clipped norm; it does not slow AdamW.
 SMALL_WEIGHT, SMALL_RATE = 1e-3, 20.0
+EXACT = DditSampler()  # with the network's own distributions
 MIN_SCALE = 0.05  # assumed: keeps the proposal valid if an optimizer step overshoots
 
 
@@ -229,12 +230,12 @@ class LangFlow(DditMethod):
             skip = scaled_z @ E.T  # hundreds at low noise, where bf16 would lose whole nats
         return self.backbone.head(h).float() + skip
 
-    def guess(self, states_BLS: Tensor, E: Tensor) -> tuple[Tensor, Tensor]:
+    def guess(self, states_BLS: Tensor, E: Tensor, sampler: DditSampler = EXACT) -> tuple[Tensor, Tensor]:
         """Return (x_hat (B, L, H), most probable tokens (B, L)), computed in chunks of positions."""
         rows = states_BLS.flatten(0, 1)
         means, tokens = [], []
         for part in rows.split(logit_rows(self.config.objective.ce_chunk, len(E))):
-            logits = self.logits(part, E)
+            logits = sampler.sharpened(self.logits(part, E))
             tokens.append(logits.argmax(-1))
             with fp32_island(logits):
                 means.append(logits.softmax(-1) @ E)
@@ -279,7 +280,7 @@ class LangFlow(DditMethod):
         x, tokens = torch.zeros_like(z), torch.empty(0)
         for k, gamma in enumerate(gammas):
             z = with_source(z, source)
-            x, tokens = self.guess(self.states(z, z.new_full((len(z),), gamma), x), E)
+            x, tokens = self.guess(self.states(z, z.new_full((len(z),), gamma), x), E, sampler)
             if fixed_BL is not None:
                 tokens = keep_fixed(tokens, fixed_BL)
                 x = torch.where((fixed_BL >= 0)[..., None], F.embedding(tokens, E), x)

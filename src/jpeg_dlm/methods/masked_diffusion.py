@@ -48,6 +48,8 @@ from jpeg_dlm.nn.ddit import DDiT
 from jpeg_dlm.nn.token_loss import in_parts
 from jpeg_dlm.util.rng import RowNoise, RowStreams, chosen_rows, on_device
 
+EXACT = AncestralSampler()  # draws from the network's own distributions
+
 
 class RowCache:
     """Caches the states of a network that ignores time: unchanged or fully unmasked rows are not recomputed."""
@@ -84,8 +86,8 @@ class MaskedDiffusion(DditMethod):
     # ------------------------------------------------------------ defined by subclasses
 
     @abstractmethod
-    def weights(self, h_NH: Tensor) -> Tensor:
-        """Return w (N, V) in fp32, with 0 for the mask."""
+    def weights(self, h_NH: Tensor, sampler: AncestralSampler = EXACT) -> Tensor:
+        """Return w (N, V) in fp32, with 0 for the mask; a sampler may sharpen them."""
 
     @abstractmethod
     def total_weight(self, h_NH: Tensor) -> Tensor:
@@ -95,9 +97,9 @@ class MaskedDiffusion(DditMethod):
     def cost(self, h_NH: Tensor, x0_N: Tensor) -> Tensor:
         """Return sum_y w_y - 1 - log w_x0 (N)."""
 
-    def last_tokens(self, h_NH: Tensor, u_N: Tensor) -> Tensor:
+    def last_tokens(self, h_NH: Tensor, u_N: Tensor, sampler: AncestralSampler = EXACT) -> Tensor:
         """Return tokens (N) for positions that are still masked after the last step; u is uniform."""
-        return self.draw(h_NH, u_N)
+        return self.draw(h_NH, u_N, sampler)
 
     # ------------------------------------------------------------ the network
 
@@ -167,11 +169,12 @@ class MaskedDiffusion(DditMethod):
             h_BLH = states(x_BL, t)
             if watch:
                 watch(k, sampler.steps, 1 - t, partial(self.prediction, x_BL, h_BLH))
-            x_BL = self.step(x_BL, h_BLH, c, streams)
+            x_BL = self.step(x_BL, h_BLH, c, streams, sampler)
         u_BL, masked_BL = streams.uniform(x_BL.shape[1]), x_BL == self.mask_id
         if masked_BL.any():
             h_NH = states(x_BL, T_MIN_SAMPLING)[masked_BL]
-            x_BL[masked_BL] = in_parts(self.last_tokens, POSITIONS_AT_ONCE, h_NH, u_BL[masked_BL])
+            last_tokens = partial(self.last_tokens, sampler=sampler)
+            x_BL[masked_BL] = in_parts(last_tokens, POSITIONS_AT_ONCE, h_NH, u_BL[masked_BL])
         if watch:
             watch(sampler.steps, sampler.steps, 1.0, lambda: x_BL)
         return x_BL
@@ -191,18 +194,19 @@ class MaskedDiffusion(DditMethod):
         best_N = in_parts(lambda h: self.logits(h).argmax(-1), POSITIONS_AT_ONCE, h_BLH[masked_BL])
         return x_BL.masked_scatter(masked_BL, best_N)
 
-    def step(self, x_BL: Tensor, h_BLH: Tensor, c: float, streams: RowStreams) -> Tensor:
+    def step(self, x_BL: Tensor, h_BLH: Tensor, c: float, streams: RowStreams, sampler: AncestralSampler = EXACT) -> Tensor:
         """Unmask with probability c sum_y w_y (at most 1), then draw y with probability w_y / sum: the exact distribution."""
         masked_BL, (coin_BL, u_BL) = x_BL == self.mask_id, streams.uniform(2, x_BL.shape[1]).unbind(1)
         total_N = in_parts(self.total_weight, POSITIONS_AT_ONCE, h_BLH[masked_BL])
         leave_BL = coin_BL < torch.zeros_like(coin_BL).masked_scatter(masked_BL, c * total_N.double())
         x_BL = x_BL.clone()
-        x_BL[leave_BL] = in_parts(self.draw, POSITIONS_AT_ONCE, h_BLH[leave_BL], u_BL[leave_BL])
+        draw = partial(self.draw, sampler=sampler)
+        x_BL[leave_BL] = in_parts(draw, POSITIONS_AT_ONCE, h_BLH[leave_BL], u_BL[leave_BL])
         return x_BL
 
-    def draw(self, h_NH: Tensor, u_N: Tensor) -> Tensor:
-        """Draw tokens with probability w_y / sum."""
-        return draw_tokens(self.weights(h_NH), u_N)
+    def draw(self, h_NH: Tensor, u_N: Tensor, sampler: AncestralSampler) -> Tensor:
+        """Draw tokens with probability w_y / sum, or from that distribution sharpened; when to unmask does not change."""
+        return draw_tokens(self.weights(h_NH, sampler), u_N)
 
 
 # ---------------------------------------------------------------- MDLM
@@ -239,8 +243,8 @@ class Mdlm(MaskedDiffusion):
     groups = {"model": MaskedDdit, "objective": DiscreteObjective, "sampler": MdlmSampler}
     time_conditioned = False
 
-    def weights(self, h_NH: Tensor) -> Tensor:
-        return self.logits(h_NH).softmax(-1)
+    def weights(self, h_NH: Tensor, sampler: AncestralSampler = EXACT) -> Tensor:
+        return sampler.sharpened(self.logits(h_NH)).softmax(-1)
 
     def total_weight(self, h_NH: Tensor) -> Tensor:
         """Return 1, so that the head runs only for positions that are unmasked."""
@@ -249,7 +253,7 @@ class Mdlm(MaskedDiffusion):
     def cost(self, h_NH: Tensor, x0_N: Tensor) -> Tensor:
         return F.cross_entropy(self.logits(h_NH), x0_N, reduction="none")
 
-    def last_tokens(self, h_NH: Tensor, u_N: Tensor) -> Tensor:
+    def last_tokens(self, h_NH: Tensor, u_N: Tensor, sampler: AncestralSampler = EXACT) -> Tensor:
         """Return the most probable tokens."""
         return self.logits(h_NH).argmax(-1)
 
@@ -292,8 +296,8 @@ class Sedd(MaskedDiffusion):
         data, train = replace(config.data, frame=False), replace(config.train, steps=1_300_001)
         return replace(config, objective=objective, data=data, train=train)
 
-    def weights(self, h_NH: Tensor) -> Tensor:
-        return (self.logits(h_NH) - math.log(self.vocab - 1)).exp()
+    def weights(self, h_NH: Tensor, sampler: AncestralSampler = EXACT) -> Tensor:
+        return (sampler.sharpened(self.logits(h_NH)) - math.log(self.vocab - 1)).exp()
 
     def total_weight(self, h_NH: Tensor) -> Tensor:
         return self.weights(h_NH).sum(-1)

@@ -20,10 +20,12 @@ from jpeg_dlm.config import Config
 from jpeg_dlm.cost.plan import stages
 from jpeg_dlm.encoders.frozen import tensors_sha256
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
+from jpeg_dlm.evaluation.frontier import curve_of
 from jpeg_dlm.evaluation.metrics import training_text
 from jpeg_dlm.evaluation.pairs import pair_scores
 from jpeg_dlm.evaluation.results import SystemResult, mean_std
 from jpeg_dlm.evaluation.scorer import Scorer
+from jpeg_dlm.evaluation.table import to_json
 from jpeg_dlm.evaluation.texts import BASELINES, ModelSource, Source, TextBaseline
 from jpeg_dlm.evaluation.throughput import Subject, measure
 from jpeg_dlm.options import to_dict
@@ -50,7 +52,8 @@ def announce(planned: Plan, cache: TrainingCache, evaluation: EvaluationRequest)
                 speeds[config.method] = seconds / all_steps(config)
     training = sum(speeds.get(config.method, 0.0) * all_steps(config) for config in left)
     texts = evaluation.n or evaluation.protocol.n
-    sets = len(evaluation.seeds) * (len(planned.points) + 2) + 1  # floors have as many seeds as models, real text has one
+    models = sum(len(evaluation.variants(point.config.sampler)) for point in planned.points)
+    sets = len(evaluation.seeds) * (models + 2) + 1  # floors have as many seeds as models, real text has one
     cache.console.say(
         f"Plan: {len(left)} trainings, about {minutes(training)}; then {sets} sets of {texts} texts to score, about "
         f"{minutes(sets * texts * TEXT_SECONDS)} on one core. Fewer texts (-n) and --seeds take less."
@@ -78,17 +81,30 @@ class Scores:
     baselines: list[dict[str, Any]] = field(default_factory=list)
 
     def score(self, source: Source, heldout: Blocks) -> tuple[SystemResult, dict[str, Any]]:
-        """Return the result of a source, and its measures: means over sampling seeds, with the values of each in `by_seed`."""
-        result = self.evaluation.entry(source, {})
-        runs = [self._overlap(source, run, heldout) for run in source.runs(self.evaluation.request.seeds)]
-        overlap = {name: mean_std([run[name] for run in runs]) for name in OVERLAP}
-        measures = {name: m for name, m in {**result.measures, **overlap}.items() if name in MEASURES}
-        means = {name: m["mean"] for name, m in measures.items()}
-        return result, means | {"by_seed": {name: m["values"] for name, m in measures.items()}}
+        """Return the result of a source, and its measures: means over sampling seeds, with the values of each in `by_seed`.
 
-    def _overlap(self, source: Source, run: int, heldout: Blocks) -> dict[str, float]:
+        Of a frontier, it is the result whose entropy is nearest to real text's, with the quality at matched entropy.
+        """
+        request, curve, i = self.evaluation.request, None, 0
+        variants = request.variants(source.model.config.sampler) if isinstance(source, ModelSource) else [{}]
+        entries = [self.evaluation.entry(source, variant) for variant in variants]
+        if request.frontier and isinstance(source, ModelSource):
+            curve = curve_of(source.name, entries, request.protocol.aggregate)
+            i = curve.nearest
+        runs = [self._overlap(source, run, heldout, variants[i]) for run in source.runs(request.seeds)]
+        overlap = {name: mean_std([run[name] for run in runs]) for name in OVERLAP}
+        measures = {name: m for name, m in {**entries[i].measures, **overlap}.items() if name in MEASURES}
+        means = {name: m["mean"] for name, m in measures.items()}
+        by_seed = {name: m["values"] for name, m in measures.items()}
+        if curve:  # what is interpolated has no values by seed
+            means |= {"gen_ppl": curve.gen_ppl.value, "entropy": curve.entropy, "frontier": to_json(curve)}
+            means |= {"mauve": curve.mauve.value} if curve.mauve else {}
+            by_seed = {name: values for name, values in by_seed.items() if name in OVERLAP}
+        return entries[i], means | {"by_seed": by_seed}
+
+    def _overlap(self, source: Source, run: int, heldout: Blocks, sampler: dict[str, Any]) -> dict[str, float]:
         """Return the share of words that exist in the training text, of distinct word pairs, and of copied texts."""
-        texts = self.evaluation.texts(source, run, {})
+        texts = self.evaluation.texts(source, run, sampler)
 
         def make() -> dict[str, float]:
             text = training_text(heldout.folder)
@@ -138,6 +154,7 @@ def evaluate(
         "texts": evaluation.n or evaluation.protocol.n,
         "seeds": len(evaluation.seeds),
         "train_seeds": request.train_seeds,
+        "frontier": evaluation.frontier,
         "left_out": planned.expanded.left_out,
         "errors": planned.errors,
         "paper": {variant.label: dict(variant.paper) for variant in planned.expanded.variants},

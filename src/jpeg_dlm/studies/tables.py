@@ -10,7 +10,7 @@ import numpy as np
 
 from jpeg_dlm.evaluation.results import scorer_label
 from jpeg_dlm.evaluation.table import Cell, Column, Span, Table
-from jpeg_dlm.studies.verdicts import CACHED, MEASURES, Record, at_end, by_variant, degenerate, over_trainings
+from jpeg_dlm.studies.verdicts import CACHED, MEASURES, Record, at_end, by_variant, degenerate, over_trainings, unmatched
 
 Result = Mapping[str, Any]
 Row = dict[str, Cell]  # by the keys of COLUMNS; those that no row has are left out
@@ -104,11 +104,12 @@ def _conditions(result: Result) -> str:
         names = [row["name"] for row in result["speed"]["rows"]]
         unit = names[0] + (" without KV cache" if names[0] + CACHED in names else "")
         speed = f" Speed at batch {result['speed']['batch']}, fp32, relative to {unit}."
+    matched = "Gen-PPL and MAUVE at the entropy of real text, along each model's frontier. " if result.get("frontier") else ""
     return (
-        f"{result['title'][0].upper()}{result['title'][1:]}. Preset {result['preset']}, equal budget of {budget} per training, "
-        f"beside that of the text encoder; Gen-PPL, MAUVE by {scorer_label(result)}, protocol {result['protocol']['name']}; "
-        f"± is the deviation over {over}. Words that exist and copied texts are by the training text.{speed} The paper's "
-        "columns are of gpt2-large and models of 105 to 179 M."
+        f"{result['title'][0].upper()}{result['title'][1:]}. {matched}Preset {result['preset']}, equal budget of {budget} "
+        f"per training, beside that of the text encoder; Gen-PPL, MAUVE by {scorer_label(result)}, protocol "
+        f"{result['protocol']['name']}; ± is the deviation over {over}. Words that exist and copied texts are by the "
+        f"training text.{speed} The paper's columns are of gpt2-large and models of 105 to 179 M."
     )
 
 
@@ -117,6 +118,8 @@ def _notes(result: Result) -> list[str]:
     for label, group in at_end(result["records"]).items():
         if signs := degenerate(group):
             notes.append(f"{label}: look at the texts before believing the perplexity: {'; '.join(signs)}.")
+        if unmatched(group):
+            notes.append(f"{label}: a frontier does not reach the entropy of real text, so that its nearest end stands here.")
     return notes + [f"{label} in the paper: {paper['note']}." for label, paper in result["paper"].items() if "note" in paper]
 
 
@@ -172,7 +175,8 @@ def verdict_table(verdicts: Sequence[Mapping[str, Any]]) -> Table:
     head = (
         f"What the paper claims: {len(verdicts)} verdicts over {' to '.join(map(str, trainings))} trainings of each variant. "
         "A verdict needs a p-value below 0.05 (Student, one variance for all variants that are not degenerate) after Holm's "
-        "correction for their number; the intervals are not corrected. Gen-PPL decides nothing where texts are degenerate."
+        "correction for their number; the intervals are not corrected. Gen-PPL decides nothing where texts are degenerate, "
+        "and nothing is decided where a frontier does not reach the entropy of real text."
     )
     numbers = [Column(name, 3) for name in ("difference", "95% interval", "p (Holm)")]
     return Table.of(head, ("claim", "variant", "against", "measure", "with", "without", *numbers, "verdict"), rows)

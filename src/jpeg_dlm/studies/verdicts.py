@@ -52,6 +52,11 @@ def degenerate(records: Iterable[Record]) -> list[str]:
     return sorted({sign for record in records for sign in record["degenerate"]})
 
 
+def unmatched(records: Iterable[Record]) -> bool:
+    """Return True if the frontier of some training of a variant does not reach the entropy of real text."""
+    return any("frontier" in record and not record["frontier"]["reached"] for record in records)
+
+
 # ---------------------------------------------------------------- verdicts
 
 
@@ -92,7 +97,8 @@ def judge(claims: Iterable[Claim], records: Iterable[Record]) -> list[dict[str, 
             "interval": None if half is None else [back(middle - half), back(middle + half)],
             "free": sum(len(some) - 1 for some in within or (a, b)),
             "trainings": [len(ours), len(theirs)],
-            "untrusted": claim.measure == "gen_ppl" and any(map(degenerate, pair)),  # repeated text has a low perplexity
+            "untrusted": any(map(unmatched, pair))
+            or (claim.measure == "gen_ppl" and any(map(degenerate, pair))),  # repeated text has a low perplexity
         }
         verdicts.append(vars(claim) | verdict)
     return decide(verdicts)
