@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jpeg_dlm.cli.options import add_options, overrides
-from jpeg_dlm.cli.parser import Parser, from_zero, scorer, whole, words
+from jpeg_dlm.cli.parser import Parser, from_zero, scorer, several, whole, words
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
 
 if TYPE_CHECKING:
@@ -49,6 +49,12 @@ def scorer_of(args: argparse.Namespace, device: str, console: Console) -> Scorer
     return build_scorer(args.scorer, device, console, args.scorer_precision)
 
 
+def numbers(text: str) -> str:
+    """Return a list of whole numbers as it was written, after refusing others."""
+    several(whole(1))(text)
+    return text
+
+
 def add_evaluate_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("sources", nargs="*", type=Path, metavar="CHECKPOINT_OR_SAMPLES", help=SOURCES)
@@ -60,9 +66,9 @@ def add_evaluate_arguments(parser: Parser) -> None:
     add("-n", type=whole(2), help="texts per seed (default: 256, in the paper's protocols 1024; all of a file)")
     add("--seeds", type=whole(1), help="number of seeds (default: 1, in the paper's protocols 5)")
     add("--seed", type=whole(0), default=0, help="the first seed")
-    for option, metavar in (("steps", "N,N"), ("solver", "NAMES")):
+    for option, metavar, kind in (("steps", "N,N", numbers), ("solver", "NAMES", str)):
         text = f"short for --sampler.{option}; several values are a sweep, as of every option of the sampler"
-        add(f"--{option}", dest=f"sampler.{option}", default=argparse.SUPPRESS, metavar=metavar, help=text)
+        add(f"--{option}", dest=f"sampler.{option}", type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
     add("--frontier", action="store_true", help=FRONTIER)
     add("--likelihood", nargs="?", const=HELDOUT, metavar="TEXT", help=LIKELIHOOD)
     add("--likelihood-draws", type=whole(1), default=8, help="random times per row, for methods with a bound")
