@@ -104,7 +104,7 @@ class SamplerConfig:
     grid_std: float = opt(0.8, "deviation of logit(t) of the grid (released)", gt=0, le=100)
     noise_scale: float = opt(1.0, "factor of the first noise; less gives less diverse text (not in the paper)", ge=0, le=1e3)
 
-    frontier: ClassVar[Mapping[str, Sequence[float]]] = {"noise_scale": (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)}  # assumed
+    frontier: ClassVar[Mapping[str, Sequence[float]]] = {"noise_scale": (0.6, 0.8, 0.9, 1.0, 1.2, 1.4, 1.6)}  # assumed
 
     def label(self) -> str:
         """Return the name in tables."""
