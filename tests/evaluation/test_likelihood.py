@@ -188,3 +188,8 @@ def test_a_prepared_folder_is_scored_whole_and_from_the_command_line(micro_folde
     assert main(["evaluate", *models, "--likelihood", str(file), "--quiet"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"Likelihood of {file}.") and "ar: 2 documents" in shown and "| bound |" in shown
+
+
+def test_a_model_in_the_place_of_a_text_is_refused(micro_folders, capsys):
+    assert main(["evaluate", "--likelihood", str(micro_folders("ar"))]) == 2
+    assert "name models before --likelihood" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from jpeg_dlm.cli.options import add_options, overrides
 from jpeg_dlm.cli.parser import Parser, from_zero, scorer, several, whole, words
 from jpeg_dlm.evaluation.protocols import PROTOCOLS
+from jpeg_dlm.util.errors import UsageError
 
 if TYPE_CHECKING:
     from jpeg_dlm.evaluation.run import EvaluationJob
@@ -95,6 +96,8 @@ def job_of(args: argparse.Namespace) -> EvaluationJob:
     from jpeg_dlm.evaluation.evaluate import EvaluationRequest
     from jpeg_dlm.evaluation.run import EvaluationJob
 
+    if args.likelihood and any((Path(args.likelihood) / name).exists() for name in ("checkpoints", "model.safetensors")):
+        raise UsageError(f"'{args.likelihood}' is a model, not a text: name models before --likelihood.")
     rules = PROTOCOLS[args.protocol]
     seeds = tuple(range(args.seed, args.seed + (args.seeds or rules.seeds)))
     sampler = {name: words(text) for name, text in overrides(args, "sampler").items()}

@@ -164,11 +164,11 @@ class Evaluation:
 
     def silent(self, source: ModelSource, sampler: dict[str, Any]) -> list[str]:
         """Return the swept options of a point that the label of a sampler does not tell apart."""
-        told = []
+        unnamed = []
         for name, values in self.request.options(source.model.config.sampler).items():
             labels = {source.model.sampler_options(**{**sampler, name: value}).label() for value in values}
-            told += [f"{name} {sampler[name]}"] if len(labels) < len(values) else []
-        return told
+            unnamed += [f"{name} {sampler[name]}"] if len(labels) < len(values) else []
+        return unnamed
 
     def texts(self, source: Source, run: int, sampler: dict[str, Any]) -> SourceTexts:
         """Return the texts of one run; store those of a model, since sampling takes the most time."""

@@ -157,8 +157,8 @@ def _mauve_over_runs(runs: Sequence[ScoredRun]) -> np.ndarray | None:
     """Return the mean over runs of MAUVE (R); None if a run has none."""
     if not all("histograms" in run.mauve for run in runs):
         return None
-    found = []
+    by_run = []
     for run in runs:
         real_K, generated_K = map(np.array, run.mauve["histograms"])
-        found.append(resampled_mauve(run.mauve["mauve"], real_K, generated_K, run.mauve["texts"][0], run.run))
-    return np.mean(found, axis=0)
+        by_run.append(resampled_mauve(run.mauve["mauve"], real_K, generated_K, run.mauve["texts"][0], run.run))
+    return np.mean(by_run, axis=0)

@@ -256,8 +256,8 @@ def row_nats(
             progress(max(rows) + 1, len(order))
         return nats, tokens
 
-    found = np.array([np.concatenate(values) for values in zip(*shared(parts, score), strict=True)], float)
-    nats, tokens = found[:, order.argsort()]
+    scored_2N = np.array([np.concatenate(values) for values in zip(*shared(parts, score), strict=True)], float)
+    nats, tokens = scored_2N[:, order.argsort()]
     return nats, tokens
 
 

@@ -132,12 +132,12 @@ def _verdict(evaluation: Evaluation, group: Sequence[ComparedTexts]) -> list[str
 
     depends = evaluation.conditions | {"kind": "nearest", "tokens": group[0].tokens, "real": group[0].real.texts.sha256}
     depends |= {"texts": [[each.label, *(run.sha256 for run in each.runs)] for each in group]}
-    found = evaluation.cache.get_or_compute("nearest", depends, compute)
-    tests = [(label, min(1.0, p * len(found["tests"]))) for label, _, p in found["tests"]]  # Bonferroni
+    nearest = evaluation.cache.get_or_compute("nearest", depends, compute)
+    tests = [(label, min(1.0, p * len(nearest["tests"]))) for label, _, p in nearest["tests"]]  # Bonferroni
     apart = all(p < LEVEL for _, p in tests)
     against = "; ".join(f"than {label}: p = {p:.2g}" for label, p in tests)
     sentence = "is nearest to real text" if apart else "is nearest to real text in this sample, which may be chance"
-    return [f"Verdict: {found['first']} {sentence} (energy distance; {against})."]
+    return [f"Verdict: {nearest['first']} {sentence} (energy distance; {against})."]
 
 
 def distances_table(result: Mapping[str, Any]) -> Table:
