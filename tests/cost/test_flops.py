@@ -44,7 +44,7 @@ class RealNoise(ShapeNoise):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", names("system", "stage"))
 def test_a_step_on_shapes_costs_what_a_real_one_does(name, recompute, monkeypatch):
-    monkeypatch.setattr("jpeg_dlm.nn.layers.faster_in_fp32", lambda v: False)  # shapes stand for a GPU
+    monkeypatch.setattr("jpeg_dlm.nn.layers.PRODUCT_KEYS", 0)  # shapes stand for a GPU
     monkeypatch.setattr(flops, "PLACES", (0.75,))
     options = {"train.precision": "bf16", "train.steps": 100, "train.checkpoint_layers": recompute}
     config = for_method(override(preset("smoke"), options), name)

@@ -196,7 +196,7 @@ class JpegDlmNetworks(Standardization, Method):
             context, share = self.blocks_before(batch), CONTEXT_DROP
         else:
             return None
-        memory = self.dit.read(context).of(torch.arange(len(batch.tokens_BL), device=noise.device).repeat(noise.copies))
+        memory = self.dit.read(context).repeated(noise.copies)
         kept_B1 = (noise.uniform("context_drop") >= share)[:, None]
         return replace(memory, present_BC=memory.present_BC & kept_B1)
 

@@ -43,9 +43,17 @@ class Memory:
         """Return the memory of these rows."""
         return Memory([(k[rows], v[rows]) for k, v in self.layers], self.present_BC[rows])
 
+    def repeated(self, copies: int) -> Memory:
+        """Return so many copies of all rows, one after the other."""
+        layers = [(k.repeat(copies, 1, 1, 1), v.repeat(copies, 1, 1, 1)) for k, v in self.layers]
+        return Memory(layers, self.present_BC.repeat(copies, 1))
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (2i, 2i + 1) of the last axis; the tables hold each angle twice."""
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():  # faster (measured), but a compiler cannot fuse it
+        turns = torch.complex(cos[..., ::2], sin[..., ::2])
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns).flatten(-2)
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     return x * cos + torch.stack([-odd, even], dim=-1).flatten(-2) * sin
 
@@ -97,9 +105,10 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, memory: KeysValues | None = None
     ) -> tuple[Tensor, KeysValues]:
         """Attend to the memory and to x where the mask allows; also return the keys and values of x."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # B heads S head_dim
-        q = rotate(self.q_norm(q.float()), cos, sin).to(v.dtype)
-        k = rotate(self.k_norm(k.float()), cos, sin).to(v.dtype)
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # 3 B heads S head_dim
+        v, gains = qkv[2], torch.stack([self.q_norm.weight, self.k_norm.weight])[:, None, None, None]
+        normed = F.rms_norm(qkv[:2].float(), v.shape[-1:], eps=NORM_EPS) * gains
+        q, k = rotate(normed, cos, sin).to(v.dtype)
         keys, values = (torch.cat(pair, 2) for pair in zip(memory, (k, v), strict=True)) if memory else (k, v)
         return self.proj(attend(q, keys, values, mask).transpose(1, 2).flatten(2)), (k, v)
 
