@@ -57,4 +57,4 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site
