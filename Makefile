@@ -49,9 +49,9 @@ lint: site
 	$(BIN)/ruff format --check $(wildcard src tests benchmarks examples research tools)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# Strict: a link that leads nowhere, or a page that would load something from another host, is an error.
+# Strict, which --quiet would undo: a link that leads nowhere, or a page that would load something from another host, is an error.
 site: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py

@@ -33,7 +33,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = [(ROOT / "README.md", ROOT), *((page, page.parent) for page in DOCS.rglob("*.md"))]
     outside = {site_path(link, base) for page, base in pages for link in LINK.findall(page.read_text("utf-8"))}
     for path in sorted(path for path in outside if path.startswith("files/")):
-        files.append(File.generated(config, path, abs_src_path=str(ROOT / path.removeprefix("files/"))))
+        if (source := ROOT / path.removeprefix("files/")).is_file():  # mkdocs warns of a link to any other
+            files.append(File.generated(config, path, abs_src_path=str(source)))
     files.append(File.generated(config, "index.md", abs_src_path=str(ROOT / "README.md")))
     return files
 
