@@ -1,7 +1,7 @@
 """Run the commands of docs/tutorial.md and put what they print below each: `python tools/tutorial.py`.
 
 Commands are the lines of ```console blocks that begin with "$ "; all other lines of a block are output, which is replaced. They
-run in one empty folder with a text, mine.txt. The line that begins with "Run on" gets the CPU, the date and the version.
+run in one folder with a text, mine.txt. The line that begins with "Run on" gets CPU, time, date and version.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 
 from jpeg_dlm import __version__
 from jpeg_dlm.config import DataConfig
@@ -22,18 +23,18 @@ from jpeg_dlm.util.distributed import cpu_name
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "tutorial.md"
 SENTENCES = 40_000
+PROGRESS = re.compile(r"\d+/\d+ +\d+%|\d%\|")
 
 
 def output(command: str, folder: Path) -> str:
-    """Run a command and return what it prints, without the states of progress bars that were overwritten."""
+    """Run a command and return what it prints, without the states of progress bars, which a terminal overwrites."""
     words = shlex.split(command)
     words = [sys.executable, "-m", "jpeg_dlm", *words[1:]] if words[0] == "jpeg-dlm" else words
     print("$", command, flush=True)
     run = subprocess.run(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if run.returncode:
         raise SystemExit(f"{command} ended with code {run.returncode}:\n{run.stdout}")
-    lines = [re.split(r"\r", line)[-1].rstrip() for line in run.stdout.strip().split("\n")]
-    return "\n".join(line for line in lines if not line.endswith("it/s]"))
+    return "\n".join(line.rstrip() for line in run.stdout.strip().split("\n") if not PROGRESS.search(line))
 
 
 def ran(block: re.Match[str], folder: Path) -> str:
@@ -48,7 +49,9 @@ def main() -> None:
         sentences = islice(open_corpus(DataConfig(source="captions")).stream(0), SENTENCES)
         (folder / "mine.txt").write_text("\n".join(map(str, sentences)) + "\n", "utf-8")
         text = re.sub(r"```console\n(.*?)```", lambda block: ran(block, folder), PAGE.read_text("utf-8"), flags=re.DOTALL)
-    stamp = f"Run on one core of {cpu_name()}, {datetime.now(UTC):%Y-%m-%d}, jpeg-dlm {__version__}."
+    minutes = round(getrusage(RUSAGE_CHILDREN).ru_utime / 60)
+    run = f"Run on one core of {cpu_name()} in {minutes} minutes of its time"
+    stamp = f"{run}, {datetime.now(UTC):%Y-%m-%d}, jpeg-dlm {__version__}."
     PAGE.write_text(re.sub(r"^Run on .*$", lambda _: stamp, text, flags=re.MULTILINE), "utf-8")
 
 
