@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,7 +25,7 @@ from jpeg_dlm.options import option_names
 from jpeg_dlm.presets import preset
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OPTIONS = {name for method in names("system") for name in option_names(for_method(preset("tiny"), method))}
 
 KNOWN = {"--method": "ar", "--preset": "tiny"}  # in place of a placeholder
@@ -33,7 +34,7 @@ KNOWN = {"--method": "ar", "--preset": "tiny"}  # in place of a placeholder
 def commands(page: Path) -> list[list[str]]:
     """Every `jpeg-dlm ...` and `torchrun ... -m jpeg_dlm ...` in code, with placeholders as they stand."""
     text = re.sub(r"\\\n\s*", " ", page.read_text("utf-8"))  # a command may take several lines
-    code = re.findall(r"`(jpeg-dlm [^`\n]+)`", text) + re.findall(r"^\s*(jpeg-dlm .+)$", text, re.MULTILINE)
+    code = re.findall(r"`(jpeg-dlm [^`\n]+)`", text) + re.findall(r"^\s*(?:\$ )?(jpeg-dlm .+)$", text, re.MULTILINE)
     code += re.findall(r"torchrun [^`\n]*-(m jpeg_dlm [^`\n&]+)", text)
     code = [re.sub(r"(--method|--preset) NAME", lambda m: f"{m[1]} {KNOWN[m[1]]}", line) for line in code]
     lines = [re.split(r"\s{2,}#|\s+\[(?!MASK)", line)[0].replace("...", "x") for line in code if "--help" not in line]
@@ -126,6 +127,15 @@ def test_the_table_of_systems_says_what_their_classes_do():
         answers = cls.likelihood is not Method.likelihood
         likelihood = "exact" if cls.exact_likelihood else "bound" if answers else "no"
         assert told == (likelihood, ", ".join(a for a in get_args(Capability) if a in cls.supports)), name
+
+
+@pytest.mark.parametrize("method", names("system"))
+def test_the_page_of_a_system_names_its_options_beyond_the_paper(method: str):
+    config, page = for_method(preset("tiny"), method), (ROOT / "docs" / "systems" / f"{method}.md").read_text("utf-8")
+    page += (ROOT / "docs" / "systems" / "jpeg-dlm.md").read_text("utf-8") if method == "ldlm" else ""  # to which it refers
+    own = [(group, f) for group in ("model", "objective", "sampler") for f in fields(getattr(config, group))]
+    beyond = [f"`{group}.{f.name}`" for group, f in own if "not in the paper" in f.metadata.get("help", "")]
+    assert not [name for name in beyond if name not in page]
 
 
 def test_the_page_of_results_is_what_its_tool_writes():

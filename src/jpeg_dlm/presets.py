@@ -9,7 +9,7 @@ from jpeg_dlm.config import DataConfig, EncoderConfig, TrainConfig
 from jpeg_dlm.methods.jpeg_dlm_config import JpegDlmConfig, JpegDlmModel, JpegDlmObjective, SamplerConfig
 from jpeg_dlm.util.errors import UsageError
 
-# In the paper's presets, `sigreg_vectors` counts the latents of one device (assumed; docs/method.md has other readings).
+# In the paper's presets, `sigreg_vectors` counts the latents of one device (assumed; docs/systems/jpeg-dlm.md has others).
 T5_VOCAB = 32_100  # released: not T5's padded 32,128
 T5_REVISION = "df1b051c49625cf57a3d0d8d3863ed4d13564fe4"  # released
 T5_SMALL = EncoderConfig(kind="hf", name="t5-small", revision=T5_REVISION, feature_dim=512, scale="fixed")

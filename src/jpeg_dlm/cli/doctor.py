@@ -114,7 +114,7 @@ def selftest(checks: Sequence[str], out: Path | None) -> int:
 
 def packages() -> dict[str, str]:
     """Return the packages that this one uses, each with the extra that installs it, '' for those of the core."""
-    needs = [need for need in metadata.requires("jpeg-dlm") or [] if 'extra == "dev"' not in need]
+    needs = [need for need in metadata.requires("jpeg-dlm") or [] if not re.search(r'extra == "(dev|docs)"', need)]
     extras = {re.split(r"[^\w.-]", need)[0]: re.search(r'extra == "([^"]+)"', need) for need in needs}
     return {name: match[1] if match else "" for name, match in extras.items()}
 
