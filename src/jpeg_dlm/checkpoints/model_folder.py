@@ -94,8 +94,8 @@ class ModelParts:
             self.read_tokenizer()
             shutil.copyfile(self.tokenizer, folder / TOKENIZER_FILE)
 
-    def copy_encoder(self, folder: Path) -> None:
-        """Copy the encoder files, if any, to a folder, after checking that the model was trained with them."""
+    def copy_encoder(self, folder: Path, half: bool = False) -> None:
+        """Copy the encoder files, if any, after checking that the model was trained with them; with `half` in fp16."""
         paths = [self.encoder / name for name in ENCODER_FILES if (self.encoder / name).is_file()] if self.encoder else []
         if paths and self.config.encoder.kind == "small":
             self.read_encoder()
@@ -103,21 +103,25 @@ class ModelParts:
             weights, mean, std = read_statistics(paths[0])
             self._compare_encoder(features_fingerprint(mean, std, weights, self.config.encoder.scale))
         for path in paths:
-            shutil.copyfile(path, folder / path.name)
+            if half and path.name == WEIGHTS_FILE:
+                save_tensors(folder / path.name, halved(load_tensors(path)))
+            else:
+                shutil.copyfile(path, folder / path.name)
 
 
-BUNDLED = "bundled"  # name of the model in the package
-BUNDLED_FOLDER = Path(__file__).parent.parent / BUNDLED
+PACKAGE = Path(__file__).parent.parent
+PACKAGED = {name: PACKAGE / name for name in ("bundled", "translator")}  # the models in the package
+BUNDLED_FOLDER = PACKAGED["bundled"]
 
 
 def named_folder(path: str | os.PathLike[str]) -> Path:
-    """Return the folder of a model that is given by its path or as `bundled`; a folder of that name comes first."""
+    """Return the folder of a model that is given by its path or by its name in the package; a folder of that name comes first."""
     name = os.fspath(path)
-    return BUNDLED_FOLDER if name == BUNDLED and not Path(name).exists() else Path(name)
+    return PACKAGED[name] if name in PACKAGED and not Path(name).exists() else Path(name)
 
 
 def named_model(path: str | os.PathLike[str]) -> ModelParts:
-    """Read a model that is given by its path or as `bundled`."""
+    """Read a model that is given by its path or by its name in the package."""
     return read_model(named_folder(path))
 
 
@@ -222,7 +226,7 @@ def write_model(parts: ModelParts, out: Path, extra: dict[str, str] | None = Non
         tensors = parts.method.export_state()
         save_tensors(temp / MODEL_FILE, halved(tensors) if half else tensors)
         parts.copy_tokenizer(temp)
-        parts.copy_encoder(temp)
+        parts.copy_encoder(temp, half)
         write_manifest(temp, extra or {})
     return out
 

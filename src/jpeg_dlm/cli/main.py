@@ -16,7 +16,7 @@ from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.util.errors import JpegDlmError, MissingPackageError
 
 VERBS = {  # the module of `cli` that has `add_VERB_arguments` and `run_VERB`, and a summary
-    "demo": ("doctor", "see the bundled model write, reconstruct and interpolate"),
+    "demo": ("doctor", "see models translate, write, reconstruct and interpolate"),
     "generate": ("generate", "write text with a model (the bundled one by default)"),
     "reconstruct": ("codec", "encode text to latents and decode it again"),
     "interpolate": ("codec", "interpolate between two or more texts in latent space"),

@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from jpeg_dlm.api import Backend, Model, load
-from jpeg_dlm.checkpoints.model_folder import BUNDLED
 from jpeg_dlm.export.onnx_model import Precision
 from jpeg_dlm.flow.sampler import Watch
 from jpeg_dlm.methods.base import Batch
@@ -130,7 +129,7 @@ def load_models(
 ) -> dict[str, Served]:
     """Load the models of `PATH` or `NAME=PATH`; without any, the bundled one."""
     named: dict[str, Path] = {}
-    for spec in specs or [BUNDLED]:
+    for spec in specs or ["bundled"]:
         name, equals, path = spec.partition("=")
         if not equals or Path(spec).exists():
             name, path = Path(spec).resolve().name, spec
