@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 import tomllib
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -13,10 +14,12 @@ from typing import Any, get_args
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from micro import installed_package
 
 from jpeg_dlm import load
 from jpeg_dlm.cli.doctor import NEXT
 from jpeg_dlm.cli.main import VERBS, build_parser, main
+from jpeg_dlm.cli.new_system import TEMPLATE
 from jpeg_dlm.evaluation.paper import paper_tables
 from jpeg_dlm.flow.sampler import Capability
 from jpeg_dlm.methods.base import Method, system_class
@@ -25,7 +28,8 @@ from jpeg_dlm.options import option_names
 from jpeg_dlm.presets import preset
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FORMS = sorted((ROOT / ".github").rglob("*.yml"))
 OPTIONS = {name for method in names("system") for name in option_names(for_method(preset("tiny"), method))}
 
 KNOWN = {"--method": "ar", "--preset": "tiny"}  # in place of a placeholder
@@ -41,7 +45,15 @@ def commands(page: Path) -> list[list[str]]:
     return [words[2:] if words[0] == "m" else words[1:] for words in map(shlex.split, lines)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.fixture
+def chain(tmp_path: Path) -> Iterator[None]:
+    """The system that docs/extending.md makes."""
+    with installed_package(tmp_path, TEMPLATE, "chain = toy_system:Toy"):
+        yield
+
+
+@pytest.mark.usefixtures("chain")
+@pytest.mark.parametrize("page", [*PAGES, *FORMS], ids=lambda p: p.name)
 def test_every_command_is_understood(page: Path):
     for words in commands(page):
         assert build_parser(words[0]).parse_args(words).verb in VERBS, f"{page.name}: {words}"
@@ -82,6 +94,18 @@ def test_rows_of_a_table_have_equal_numbers_of_cells(page: Path):
     tables = re.findall(r"(?:^\|.*\n)+", page.read_text("utf-8"), re.MULTILINE)
     for rows in (table.splitlines() for table in tables):
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1, rows[0]  # GFM splits cells even inside code
+
+
+def test_forms_ask_for_the_doctor_and_workflows_run_the_checks_and_have_no_secrets():
+    forms = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in FORMS}
+    assert commands(ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml") == [["doctor"]]
+    assert commands(ROOT / ".github" / "ISSUE_TEMPLATE" / "gpu.yml") == [["doctor", "--selftest"]]
+    assert all(forms[name]["name"] and forms[name]["body"] for name in ("bug", "gpu", "question"))
+    [checks] = forms["checks"]["jobs"].values()
+    assert checks["runs-on"] == "ubuntu-latest" and ".ci/run" in [step.get("run") for step in checks["steps"]]
+    publish = forms["release"]["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"} and "pypi-publish" in publish["steps"][-1]["uses"]
+    assert not any("secrets." in path.read_text("utf-8") for path in FORMS)
 
 
 def test_citation_says_what_the_package_says():

@@ -1,4 +1,4 @@
-"""A tenth system is one file and one line: `toy_system.py`, and an entry point that names its class."""
+"""Another system is one file and one line: that of `new-system`, as it stands, and an entry point that names its class."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from small_runs import largest_difference, weights
 
 from jpeg_dlm import load
 from jpeg_dlm.cli.main import main
+from jpeg_dlm.cli.new_system import TEMPLATE
 from jpeg_dlm.methods.registry import METHODS, method_class, names
 from jpeg_dlm.util.errors import UsageError
 
 pytest_plugins = ["tiny_evaluation"]  # fixtures
 
-HERE, STEPS = Path(__file__).parent, 12
+STEPS = 12
 
 
 @pytest.fixture(scope="module", autouse=True)
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with installed_package(tmp_path_factory.mktemp("site"), HERE, "toy = toy_system:Toy", "ar = toy_system:Toy"):
+    with installed_package(tmp_path_factory.mktemp("site"), TEMPLATE, "toy = toy_system:Toy", "ar = toy_system:Toy"):
         yield
 
 

@@ -1,6 +1,6 @@
-"""Read and write options as JSON and command-line strings, strictly, without importing torch.
+"""Read and write options as JSON, YAML and command-line strings, strictly, without importing torch.
 
-Kept instead of tyro or OmegaConf: the method determines which options exist, and JSON and command line share one check.
+Kept instead of tyro or OmegaConf: the method determines which options exist, and files and command line share one check.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any, Literal
 
 from jpeg_dlm.config import Config
 from jpeg_dlm.methods.registry import default_config, groups_of
-from jpeg_dlm.util.errors import UsageError
-from jpeg_dlm.util.files import load_json
+from jpeg_dlm.util.errors import UsageError, reason_of
+from jpeg_dlm.util.files import load_json, unique
 
 LARGEST_FILE = 1 << 20  # bytes of an options file; a whole config has 3,000
+YAML_TAGS = frozenset("str int float bool null timestamp merge value map seq".split())  # that a value has without writing one
 
 
 def option_names(config: Any = None, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
@@ -133,3 +134,45 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def read_json_file(path: Path) -> dict[str, Any]:
     """Read a file of options; raise `UsageError` if it is unreadable or not a JSON object."""
     return load_json(path, LARGEST_FILE, UsageError, "name another file of options")
+
+
+def read_options_file(path: Path) -> dict[str, Any]:
+    """Read a file of options that a user wrote: YAML if its name ends so, else JSON."""
+    if path.suffix.lower() not in (".yaml", ".yml"):
+        return read_json_file(path)
+    return load_json(path, LARGEST_FILE, UsageError, "name another file of options", parse_yaml)
+
+
+def parse_yaml(raw: bytes) -> Any:
+    """Parse a YAML document with unique keys and no tags or aliases; raise ValueError for any other.
+
+    No objects are made, which is stricter than `safe_load`: a value stays the word that it is, such as 1e-3 or off, and is
+    checked like a word of the command line.
+    """
+    import yaml
+
+    seen: set[int] = set()  # an alias is the node that it repeats
+
+    def plain(node: Any) -> Any:
+        line = f"in line {node.start_mark.line + 1}"
+        if id(node) in seen:
+            raise ValueError(f"what begins {line} is repeated by an alias")
+        seen.add(id(node))
+        if node.tag.removeprefix("tag:yaml.org,2002:") not in YAML_TAGS:
+            raise ValueError(f"there is a tag {line}")
+        if isinstance(node, yaml.MappingNode):
+            return unique((str(plain(key)), plain(value)) for key, value in node.value)
+        if isinstance(node, yaml.SequenceNode):
+            return [plain(item) for item in node.value]
+        return None if node.tag.endswith(":null") else node.value
+
+    try:
+        document = yaml.compose(raw.decode("utf-8"), yaml.SafeLoader)
+        return document and plain(document)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ValueError(f"{error.problem} in line {line}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(reason_of(error)) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

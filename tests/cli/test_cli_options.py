@@ -5,10 +5,14 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from refusals import refusal
 
 from jpeg_dlm.cli.main import build_parser, main
 from jpeg_dlm.cli.options import overrides, read_config
+from jpeg_dlm.methods.registry import for_method
+from jpeg_dlm.options import to_dict
+from jpeg_dlm.presets import preset
 from jpeg_dlm.util.errors import UsageError
 
 
@@ -94,6 +98,19 @@ def test_preset_file_and_command_line_apply_in_this_order(tmp_path):
     assert config_of("--method", "ar", "--sampler.top-k", "3").sampler == config_of("--config", file).sampler
 
 
+@pytest.mark.parametrize("method", ["jpeg-dlm", "mdlm"])
+def test_a_yaml_file_of_all_options_gives_them_back(method, tmp_path):
+    config = for_method(preset("lm1b"), method)
+    (tmp_path / "options.yaml").write_text(yaml.safe_dump(to_dict(config)))
+    assert config_of("--config", tmp_path / "options.yaml") == config
+
+
+def test_words_of_yaml_are_read_as_those_of_the_command_line(tmp_path):
+    (tmp_path / "options.yml").write_text("preset: smoke  # small\ntrain.lr: 3e-3\ndata: {source: 0755, known: no}\n")
+    words = "--preset smoke --train.lr 3e-3 --data.source 0755 --data.known no"
+    assert config_of("--config", tmp_path / "options.yml") == config_of(*words.split())
+
+
 @pytest.mark.parametrize(
     "content, word",
     [
@@ -110,6 +127,28 @@ def test_a_wrong_config_file_is_refused(content, word, tmp_path, capsys):
     if content:
         (tmp_path / "options.json").write_text(content)
     assert word in refusal(capsys, ["info", "--preset", "tiny", "--config", tmp_path / "options.json"], 2)
+
+
+@pytest.mark.parametrize(
+    "content, word",
+    [
+        ("train: {steps: 1}\ntrain: {steps: 2}", "'train' is repeated"),
+        ("train: {steps: 1, steps: 2}", "'steps' is repeated"),
+        ("- 1", "not an object"),
+        ("", "not an object"),
+        ("data: !!python/object/apply:os.system [echo]", "a tag in line 1"),
+        ("data: &all {source: x}\nmodel: *all", "an alias"),
+        ("data: &all {source: *all}", "an alias"),
+        ("train: {steps: null}", "train.steps"),
+        ("train:\n  steps: [1", "in line 2"),
+        ("a: 1\n---\nb: 2", "another document"),
+        ("[" * 500, "nested too deeply"),
+        ("a: \0", "not valid YAML"),
+    ],
+)
+def test_a_wrong_yaml_file_is_refused(content, word, tmp_path, capsys):
+    (tmp_path / "options.yaml").write_text(content)
+    assert word in refusal(capsys, ["info", "--preset", "tiny", "--config", tmp_path / "options.yaml"], 2)
 
 
 def test_a_missing_package_is_named_with_its_extra(capsys, monkeypatch):

@@ -18,16 +18,13 @@ if TYPE_CHECKING:
     from jpeg_dlm.evaluation.throughput import Subject
 
 CACHED = "-kv"  # after the name of a system: with its KV cache
-METHODS = (
-    "also measure systems with random weights (equally fast) at the preset's sizes, without and with a KV cache; all, or some "
-    f"of {','.join(names('system'))}"
-)
+METHODS = "also measure systems with random weights (equally fast) at the preset's sizes, without and with a KV cache; all, or "
 
 
 def add_benchmark_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("checkpoints", nargs="*", type=Path, help="model folders, runs or checkpoints (default: the bundled one)")
-    add("--methods", type=systems, default=[], metavar="NAMES", help=METHODS)
+    add("--methods", type=systems, default=[], metavar="NAMES", help=f"{METHODS}some of {','.join(names('system'))}")
     add("--preset", choices=tuple(PRESETS), metavar="NAME", help="sizes of --methods (default: lm1b)")
     add("--steps", type=several(whole(1)), metavar="N,N", help="sampling steps, one or several (default: the model's own)")
     add("--batch", type=whole(1), default=16, help="texts at once (paper: 64 on LM1B, 16 on OWT-1024)")

@@ -31,6 +31,7 @@ VERBS = {  # the module of `cli` that has `add_VERB_arguments` and `run_VERB`, a
     "report": ("serve", "write one page with tables, figures and samples of runs, evaluations, comparisons and studies"),
     "benchmark": ("benchmark", "measure the sampling speed of models, in turns"),
     "info": ("models", "describe a run or model and what to do next; or sizes, operations and memory of a preset"),
+    "new-system": ("new_system", "write a package with a system of your own, which begins as a small one that works"),
     "import": ("models", "bring in a published checkpoint: JPEG-DLM, MDLM, SEDD, Duo, AR, ELF, LangFlow, FLM"),
     "export": ("models", "write a model folder, or its networks for ONNX Runtime"),
     "verify": ("models", "check every file of a run or model against its hashes"),
@@ -68,7 +69,7 @@ def run_verb(words: Sequence[str]) -> int:
         import torch
 
         torch.set_num_threads(args.threads)
-    return getattr(import_module(f"jpeg_dlm.cli.{VERBS[args.verb][0]}"), f"run_{args.verb}")(args) or 0
+    return getattr(import_module(f"jpeg_dlm.cli.{VERBS[args.verb][0]}"), f"run_{args.verb.replace('-', '_')}")(args) or 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from jpeg_dlm.cli.options import add_config_arguments, add_options, flag, list_o
 from jpeg_dlm.cli.parser import Parser, positive, share, unit
 from jpeg_dlm.config import Config
 from jpeg_dlm.methods.registry import names
-from jpeg_dlm.options import flatten, read_json_file
+from jpeg_dlm.options import flatten, read_options_file
 from jpeg_dlm.presets import PRESETS
 from jpeg_dlm.util.errors import UsageError, command
 
@@ -104,7 +104,7 @@ def add_import_arguments(parser: Parser) -> None:
 
 
 def run_import(args: argparse.Namespace) -> None:
-    values = read_json_file(args.config) if args.config else {}
+    values = read_options_file(args.config) if args.config else {}
     method: str = args.method or str(values.pop("method", ""))
     options = flatten(values) | overrides(args)
 

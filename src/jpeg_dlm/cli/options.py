@@ -15,7 +15,7 @@ from typing import Any
 from jpeg_dlm.cli.parser import Parser
 from jpeg_dlm.config import GROUP_NAMES, Config, validate
 from jpeg_dlm.methods.registry import default_config, for_method, names
-from jpeg_dlm.options import flatten, option_choices, option_names, override, read_json_file
+from jpeg_dlm.options import flatten, option_choices, option_names, override, read_options_file
 from jpeg_dlm.presets import PRESETS, preset
 from jpeg_dlm.util.errors import UsageError
 
@@ -26,7 +26,7 @@ def add_config_arguments(parser: Parser, default: str = "tiny", groups: Sequence
     """Add `--preset`, `--config` and the options of all methods; document those of `groups`."""
     values = f"base values of all options (default: {default})"
     parser.add_argument("--preset", choices=tuple(PRESETS), metavar="NAME", help=values)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="JSON file with options that override the preset's")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="JSON or YAML file with options that override the preset's")
     add_options(parser, GROUP_NAMES, default, groups)
 
 
@@ -115,11 +115,11 @@ def _value_text(config: Config, dotted: str) -> str:
 
 
 def read_config(args: argparse.Namespace, base: Config | None = None, default: str = "tiny", **fixed: str | None) -> Config:
-    """Merge `base` or a preset, the JSON file, the command line and `fixed`, in this order, and validate the result.
+    """Merge `base` or a preset, the file, the command line and `fixed`, in this order, and validate the result.
 
-    The preset is the one of `--preset` or of the JSON file, which must not name two, or `default`.
+    The preset is the one of `--preset` or of the file, which must not name two, or `default`.
     """
-    values: dict[str, Any] = read_json_file(args.config) if args.config else {}
+    values: dict[str, Any] = read_options_file(args.config) if args.config else {}
     named, chosen = values.pop("preset", None), base.preset if base else args.preset
     if named and chosen and named != chosen:
         raise UsageError(f"'{args.config}' begins with the preset {named}, not {chosen}: leave one of the two out.")

@@ -15,7 +15,7 @@ import os
 import platform
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -39,12 +39,13 @@ def parse_json(raw: bytes | str) -> Any:
     """Parse a JSON text: UTF-8, finite numbers, unique keys; raise ValueError for any other."""
     text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
+        return json.loads(text, object_pairs_hook=unique, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return pairs as a dictionary; raise ValueError if a key is repeated."""
     values: dict[str, Any] = {}
     for name, value in pairs:
         if name in values:
@@ -68,16 +69,23 @@ def dump_json(values: Mapping[str, Any]) -> str:
         raise CheckpointError(f"The values cannot be saved as JSON ({error}): use finite numbers and strings.") from error
 
 
-def load_json(path: Path, max_bytes: int, error: type[JpegDlmError] = CheckpointError, remedy: str = RESTORE) -> dict[str, Any]:
-    """Load a JSON object of bounded size; raise `error` with a remedy if there is none."""
+def load_json(
+    path: Path,
+    max_bytes: int,
+    error: type[JpegDlmError] = CheckpointError,
+    remedy: str = RESTORE,
+    parse: Callable[[bytes], Any] = parse_json,
+) -> dict[str, Any]:
+    """Load a JSON object of bounded size, or one that `parse` reads; raise `error` with a remedy if there is none."""
     try:
         with open(path, "rb") as handle:
             raw = handle.read(max_bytes + 1)
-        values = parse_json(raw) if len(raw) <= max_bytes else None
+        values = parse(raw) if len(raw) <= max_bytes else None
         if not isinstance(values, dict):
             raise ValueError(f"it is not an object of at most {max_bytes} bytes")
     except (OSError, ValueError) as cause:
-        raise error(f"'{path}' is not valid JSON ({getattr(cause, 'strerror', None) or cause}): {remedy}.") from cause
+        kind = "JSON" if parse is parse_json else "YAML"
+        raise error(f"'{path}' is not valid {kind} ({getattr(cause, 'strerror', None) or cause}): {remedy}.") from cause
     return values
 
 

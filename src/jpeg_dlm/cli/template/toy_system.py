@@ -1,4 +1,7 @@
-"""A tenth system in one file: each token is predicted from the one before it, which is hidden now and then."""
+"""A system in one file: each token is predicted from the one before it, which is hidden now and then.
+
+Shapes: B batch, L tokens, V vocabulary.
+"""
 
 from __future__ import annotations
 
