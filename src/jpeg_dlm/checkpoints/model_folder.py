@@ -206,7 +206,7 @@ def halved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(tensors) | {name: t for name, t in matrices.items() if t.isfinite().all()}
 
 
-def write_model(parts: ModelParts, out: Path, extra: dict[str, str] | None = None, half: bool = False) -> Path:
+def write_model(parts: ModelParts, out: Path, half: bool = False) -> Path:
     """Write a model folder atomically, with `half` in fp16; raise `CheckpointError` if it already exists."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with files.atomic_directory(out, new=True) as temp:
@@ -215,7 +215,7 @@ def write_model(parts: ModelParts, out: Path, extra: dict[str, str] | None = Non
         files.save_tensors(temp / MODEL_FILE, halved(tensors) if half else tensors)
         parts.copy_tokenizer(temp)
         parts.copy_encoder(temp)
-        files.write_manifest(temp, extra or {})
+        files.write_manifest(temp, {})
     return out
 
 
