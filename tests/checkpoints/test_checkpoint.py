@@ -75,7 +75,7 @@ def test_no_whole_checkpoint_is_an_error_that_names_all(tmp_path):
 def test_a_failing_disk_keeps_what_was(name, file, number, tmp_path, monkeypatch):
     """Half of a file is written, and then the disk is full or gone; later there is room again."""
     save(tmp_path, 1, keep=1)
-    real = getattr(ck, name)
+    real = getattr(ck.files, name)
 
     def fail(path, *rest):
         real(path, *rest)
@@ -84,7 +84,7 @@ def test_a_failing_disk_keeps_what_was(name, file, number, tmp_path, monkeypatch
             raise OSError(number, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left"):
-        patch.setattr(ck, name, fail)
+        patch.setattr(ck.files, name, fail)
         save(tmp_path, 2, keep=1)
     assert steps(tmp_path) == ["step-00000001"] and ck.latest_checkpoint(tmp_path, quiet).step == 1
     save(tmp_path, 2, keep=1)

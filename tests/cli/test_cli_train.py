@@ -71,7 +71,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_earlier_checkpoint(corpus_file,
     def step(self, *args):
         if self.step == 5 and self.config.method == "jpeg-dlm":
             self.background.wait()  # the checkpoint of step 4 is written by a thread
-            monkeypatch.setattr(checkpoint, "save_tensors", full_disk)
+            monkeypatch.setattr(checkpoint.files, "save_tensors", full_disk)
         return real(self, *args)
 
     monkeypatch.setattr(Trainer, "launch_step", step)

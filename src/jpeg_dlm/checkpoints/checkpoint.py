@@ -13,21 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from jpeg_dlm.util import files
 from jpeg_dlm.util.errors import CheckpointError
-from jpeg_dlm.util.files import (
-    atomic_directory,
-    dump_json,
-    environment,
-    load_json,
-    load_tensors,
-    make_directory,
-    remove_directory,
-    save_tensors,
-    sweep_temps,
-    verify_manifest,
-    write_atomic,
-    write_manifest,
-)
 
 STATE = "state.json"
 STATE_BYTES = 16 << 20
@@ -46,11 +33,11 @@ class Checkpoint:
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Load one group of tensors: 'model', 'ema', 'optimizer', or any other that was saved."""
-        return load_tensors(self.path / f"{name}.safetensors")
+        return files.load_tensors(self.path / f"{name}.safetensors")
 
     def changed_environment(self) -> str | None:
         """Return a warning if the torch version or thread count has changed, because last bits then differ; else None."""
-        then, now = ({"threads": w["threads"], "torch": w["versions"]["torch"]} for w in (self.manifest, environment()))
+        then, now = ({"threads": w["threads"], "torch": w["versions"]["torch"]} for w in (self.manifest, files.environment()))
         changes = [f"{name} {then[name]}, not {now[name]}" for name in now if then[name] != now[name]]
         if not changes:
             return None
@@ -62,22 +49,22 @@ def save_checkpoint(
 ) -> Path:
     """Save `step`, then delete all but the newest `keep` checkpoints; those before stay if it cannot be saved."""
     folder = run / "checkpoints"
-    path, text = folder / f"step-{step:08d}", dump_json(state)
+    path, text = folder / f"step-{step:08d}", files.dump_json(state)
     try:
-        make_directory(folder)
-        sweep_temps(folder)  # first, because a killed save may occupy the space that is needed
-        with atomic_directory(path) as temp:
+        files.make_directory(folder)
+        files.sweep_temps(folder)  # first, because a killed save may occupy the space that is needed
+        with files.atomic_directory(path) as temp:
             for name, group in tensors.items():
-                save_tensors(temp / f"{name}.safetensors", group)
-            write_atomic(temp / STATE, text)
-            write_manifest(temp, {"step": step})
+                files.save_tensors(temp / f"{name}.safetensors", group)
+            files.write_atomic(temp / STATE, text)
+            files.write_manifest(temp, {"step": step})
     except OSError as error:
         raise CheckpointError(
             f"Cannot save '{path}' ({error.strerror or error}): earlier checkpoints are intact, so mend the disk and resume."
         ) from error
     # Keep the newest up to `step`; later ones were passed over by a fallback and stay as they are.
     for _, old in [(s, old) for s, old in _steps(folder) if s <= step][:-keep]:
-        remove_directory(old)
+        files.remove_directory(old)
     return path
 
 
@@ -105,11 +92,11 @@ def newest_step(run: Path) -> int | None:
 
 def load_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
     """Verify and load the checkpoint in a directory; if `step` is given, it must be of that step."""
-    manifest = verify_manifest(path)
+    manifest = files.verify_manifest(path)
     saved = manifest["extra"].get("step")
     if STATE not in manifest["files"] or step not in (None, saved):
         raise CheckpointError(f"'{path}' is not the checkpoint of step {step} but of {saved}: give it its own name back.")
-    return Checkpoint(path, saved, load_json(path / STATE, STATE_BYTES), manifest)
+    return Checkpoint(path, saved, files.load_json(path / STATE, STATE_BYTES), manifest)
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:

@@ -26,17 +26,9 @@ from jpeg_dlm.methods.registry import build_method
 from jpeg_dlm.options import from_dict, read_json_file, to_dict
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.tokenizer import TextTokenizer, load_tokenizer
+from jpeg_dlm.util import files
 from jpeg_dlm.util.errors import CheckpointError, JpegDlmError, UsageError, reason_of
-from jpeg_dlm.util.files import (
-    MANIFEST,
-    atomic_directory,
-    check_listed,
-    load_tensors,
-    save_tensors,
-    verify_manifest,
-    write_atomic,
-    write_manifest,
-)
+from jpeg_dlm.util.files import MANIFEST
 
 MODEL_FILE, TOKENIZER_FILE = "model.safetensors", "tokenizer.json"
 MODEL_FILES = ("config.json", MODEL_FILE, TOKENIZER_FILE, MANIFEST)
@@ -104,7 +96,7 @@ class ModelParts:
             self._compare_encoder(features_fingerprint(mean, std, weights, self.config.encoder.scale))
         for path in paths:
             if half and path.name == WEIGHTS_FILE:
-                save_tensors(folder / path.name, halved(load_tensors(path)))
+                files.save_tensors(folder / path.name, halved(files.load_tensors(path)))
             else:
                 shutil.copyfile(path, folder / path.name)
 
@@ -144,13 +136,13 @@ def read_model(path: Path, warn: Callable[[str], None] | None = None) -> ModelPa
 
 
 def _from_model_folder(path: Path) -> ModelParts:
-    verify_manifest(path)
+    files.verify_manifest(path)
     config = validate(from_dict(read_json_file(path / "config.json")))
     if config.encoder.kind == "small" and config.encoder.name:
         raise CheckpointError(
             f"The config in '{path}' points to an encoder outside the folder, which is not allowed: do not use it."
         )
-    tensors = load_tensors(path / MODEL_FILE)
+    tensors = files.load_tensors(path / MODEL_FILE)
     method = build_stored(config, tensors, path)
     method.import_state(tensors, str(path / MODEL_FILE))
     return ModelParts(method.eval(), config, path, _if_there(path / TOKENIZER_FILE), _encoder_folder(path))
@@ -218,16 +210,16 @@ def halved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(tensors) | {name: t for name, t in matrices.items() if t.isfinite().all()}
 
 
-def write_model(parts: ModelParts, out: Path, extra: dict[str, str] | None = None, half: bool = False) -> Path:
+def write_model(parts: ModelParts, out: Path, half: bool = False) -> Path:
     """Write a model folder atomically, with `half` in fp16; raise `CheckpointError` if it already exists."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_directory(out, new=True) as temp:
-        write_atomic(temp / "config.json", json.dumps(to_dict(portable_config(parts)), indent=1) + "\n")
+    with files.atomic_directory(out, new=True) as temp:
+        files.write_atomic(temp / "config.json", json.dumps(to_dict(portable_config(parts)), indent=1) + "\n")
         tensors = parts.method.export_state()
-        save_tensors(temp / MODEL_FILE, halved(tensors) if half else tensors)
+        files.save_tensors(temp / MODEL_FILE, halved(tensors) if half else tensors)
         parts.copy_tokenizer(temp)
         parts.copy_encoder(temp, half)
-        write_manifest(temp, extra or {})
+        files.write_manifest(temp, {})
     return out
 
 
@@ -261,9 +253,9 @@ def verify(path: Path) -> Iterator[tuple[Path, str | None]]:
                     Blocks(folder, split).verify()
                 Blocks(folder).tokenizer()
             elif folder.parent.name == "checkpoints" or (folder / MODEL_FILE).exists():
-                verify_manifest(folder)
+                files.verify_manifest(folder)
             else:  # other files may lie beside what the manifest lists
-                check_listed(folder)
+                files.check_listed(folder)
             yield folder, None
         except JpegDlmError as error:
             yield folder, str(error)

@@ -56,11 +56,11 @@ def frechet(x: np.ndarray, y: np.ndarray) -> float:
     return float(((x.mean(0) - y.mean(0)) ** 2).sum() + max(0.0, trace))
 
 
-def energy_test(x: np.ndarray, y: np.ndarray, seed: int = 0) -> tuple[float, float]:
+def energy_test(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """Return the energy distance of two sets of equal size (as scipy defines it) and the p-value of a permutation test."""
     n, distances = len(x), cdist(pooled := np.concatenate([x, y]), pooled)
     signs = np.repeat([1.0, -1.0], n)
-    random = np.random.default_rng(derive_seed(seed, "permutations"))
+    random = np.random.default_rng(derive_seed(0, "permutations"))
     signs_NP = np.stack([signs, *(random.permutation(signs) for _ in range(PERMUTATIONS))], 1)
     # 2 E|x - y| - E|x - x'| - E|y - y'|: the signs of a pair differ in the first term and agree in the others.
     squares = -(signs_NP * (distances @ signs_NP)).sum(0) / n**2
@@ -68,11 +68,11 @@ def energy_test(x: np.ndarray, y: np.ndarray, seed: int = 0) -> tuple[float, flo
     return math.sqrt(max(0.0, squares[0])), float((1 + as_far) / (1 + PERMUTATIONS))
 
 
-def precision_recall(x: np.ndarray, y: np.ndarray, k: int = NEIGHBORS) -> tuple[float, float]:
-    """Return the share of x within the k-nearest-neighbor balls of y, and that of y within those of x."""
+def precision_recall(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Return the share of x within the nearest-neighbor balls of y, and that of y within those of x."""
     shares = []
     for points, centers in ((x, y), (y, x)):
-        radii = np.sort(cdist(centers, centers), 1)[:, k]  # column 0 is the center itself
+        radii = np.sort(cdist(centers, centers), 1)[:, NEIGHBORS]  # column 0 is the center itself
         shares.append(float((cdist(points, centers) <= radii).any(1).mean()))
     return shares[0], shares[1]
 

@@ -12,21 +12,11 @@ from typing import Any
 import numpy as np
 
 from jpeg_dlm import __version__
-from jpeg_dlm.evaluation import metrics
+from jpeg_dlm.evaluation import metrics, results
 from jpeg_dlm.evaluation.cache import DiskCache
 from jpeg_dlm.evaluation.frontier import curves_of
 from jpeg_dlm.evaluation.protocols import Protocol
-from jpeg_dlm.evaluation.results import (
-    LengthLimits,
-    ModelInfo,
-    ScoredRun,
-    SystemResult,
-    TextStats,
-    log_ppl_position,
-    measures_of,
-    notes,
-    warnings,
-)
+from jpeg_dlm.evaluation.results import LengthLimits, ModelInfo, ScoredRun, SystemResult, TextStats
 from jpeg_dlm.evaluation.scorer import PAPER_SCORER_TOKENS, Scorer
 from jpeg_dlm.evaluation.suite import suite_installed
 from jpeg_dlm.evaluation.texts import ModelSource, Real, Source, SourceTexts
@@ -123,8 +113,8 @@ class Evaluation:
         baselines = self.real_stats(source, real, limits)
         texts = [first, *(self.texts(source, run, sampler) for run in runs[1:])]
         scored = [self.scored(source, run, sampler, own, real, limits) for run, own in zip(runs, texts, strict=True)]
-        measures = measures_of(scored)
-        position = log_ppl_position(measures["gen_ppl"]["mean"], baselines["shuffled"].gen_ppl, baselines["real"].gen_ppl)
+        measures = results.measures_of(scored)
+        generated, shuffled, true = measures["gen_ppl"]["mean"], baselines["shuffled"].gen_ppl, baselines["real"].gen_ppl
         entry = SystemResult(
             name=source.name,
             reference=real.origin,
@@ -133,10 +123,10 @@ class Evaluation:
             identity={k: v for k, v in source.identity(runs[0], sampler).items() if k != "seed"},
             measures=measures,
             stats={"generated": scored[0].stats, **baselines},
-            log_ppl_position=position,
+            log_ppl_position=results.log_ppl_position(generated, shuffled, true),
             entropy_gap=measures["entropy"]["mean"] - baselines["real"].entropy,
-            degenerate=warnings(measures, baselines["real"]),
-            notes=notes(scored, baselines["real"]),
+            degenerate=results.warnings(measures, baselines["real"]),
+            notes=results.notes(scored, baselines["real"]),
             runs=scored,
         )
         if self.request.distances or (source.model is None and self.request.mauve != "off"):

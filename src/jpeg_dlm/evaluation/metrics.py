@@ -81,9 +81,9 @@ def perplexity_of(nll: np.ndarray, tokens: np.ndarray, aggregate: Aggregate = "c
     return each.mean(-1, where=tokens > 0)
 
 
-def degenerate_share(ids_per_text: Iterable[Sequence[int]], n: int = 4) -> float:
-    """Return the share of texts that repeat more than half of their own n-grams."""
-    rates = [repetition_rate([ids], n) for ids in ids_per_text if len(ids) >= n]
+def degenerate_share(ids_per_text: Iterable[Sequence[int]]) -> float:
+    """Return the share of texts that repeat more than half of their own 4-grams."""
+    rates = [repetition_rate([ids]) for ids in ids_per_text if len(ids) >= 4]
     return sum(rate > DEGENERATE_REPETITION for rate in rates) / len(rates) if rates else 0.0
 
 

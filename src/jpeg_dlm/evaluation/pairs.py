@@ -19,7 +19,6 @@ from jpeg_dlm import __version__
 from jpeg_dlm.evaluation.brier import brier_lm
 from jpeg_dlm.evaluation.cache import DiskCache
 from jpeg_dlm.evaluation.texts import ModelSource, batches
-from jpeg_dlm.options import to_dict
 from jpeg_dlm.util.console import Console
 from jpeg_dlm.util.distributed import shared
 from jpeg_dlm.util.errors import DataError, MissingPackageError, counted
@@ -50,16 +49,8 @@ def pair_scores(
 ) -> dict[str, Any]:
     """Write a target of each of n held-out sources with every seed, and score them."""
     pairs, options = heldout_pairs(source, n), source.model.sampler_options(**sampler)
-    about = {
-        "name": source.name,
-        "title": source.model.method.title,
-        "heldout": source.blocks.fingerprint,
-        "n": len(pairs),
-        "candidates": candidates,
-        "sampler": to_dict(options),
-        "sampler_label": options.label(),
-        "evaluations": candidates * options.evaluations(source.model.config.data.token_len),
-    }
+    evaluations = candidates * options.evaluations(source.model.config.data.token_len)
+    about = source.about(sampler, len(pairs), candidates=candidates) | {"evaluations": evaluations}
 
     def write(seed: int) -> dict[str, Any]:
         def targets(rows: range) -> tuple[list[str], float]:

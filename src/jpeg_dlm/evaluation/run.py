@@ -18,9 +18,8 @@ from jpeg_dlm.evaluation.controls import CONTROLS, Control
 from jpeg_dlm.evaluation.evaluate import Evaluation, EvaluationRequest
 from jpeg_dlm.evaluation.likelihood import DRAWS, HELDOUT, has_likelihood, likelihood_row
 from jpeg_dlm.evaluation.pairs import pair_scores
-from jpeg_dlm.evaluation.plots import draw_frontier, draw_lengths, draw_sweep
+from jpeg_dlm.evaluation.plots import draw_controls, draw_frontier, draw_lengths, draw_sweep
 from jpeg_dlm.evaluation.results import of_models
-from jpeg_dlm.evaluation.scatter import draw_controls
 from jpeg_dlm.evaluation.scorer import build_scorer
 from jpeg_dlm.evaluation.suite import distance_results
 from jpeg_dlm.evaluation.table import to_json

@@ -42,7 +42,10 @@ def distance_results(evaluation: Evaluation) -> dict[str, Any] | None:
             groups.setdefault((each.real.texts.sha256, each.tokens), []).append(each)
     rows, notes = [], [f"{', '.join(labels)}: distances need {reason}." for reason, labels in missing.items()]
     for group in groups.values():
-        rows += [_row(each.label, [_figures(evaluation, each, *run) for run in _runs(each)]) for each in group]
+        for each in group:
+            runs = zip(each.runs, each.mauve, strict=True)
+            figures = [_figures(evaluation, each, texts, each.real.texts, mauve) for texts, mauve in runs]
+            rows.append(_row(each.label, figures))
         rows += [_row(label, [_figures(evaluation, group[0], *sets)]) for label, sets in _floors(evaluation, group[0]).items()]
         notes += _verdict(evaluation, [each for each in group if not isinstance(each.source, TextBaseline)])
     return {"rows": rows, "notes": notes} if rows or notes else None
@@ -58,10 +61,6 @@ def _missing(each: ComparedTexts) -> str | None:
 
 def _count(texts: SourceTexts) -> int:
     return sum(bool(text.strip()) for text in texts.texts)
-
-
-def _runs(each: ComparedTexts) -> list[tuple[SourceTexts, SourceTexts, Mapping[str, Any]]]:
-    return [(texts, each.real.texts, mauve) for texts, mauve in zip(each.runs, each.mauve, strict=True)]
 
 
 def _floors(evaluation: Evaluation, each: ComparedTexts) -> dict[str, tuple[SourceTexts, SourceTexts, None]]:

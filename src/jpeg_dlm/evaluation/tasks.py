@@ -20,7 +20,6 @@ from jpeg_dlm.evaluation.scorer import Scorer
 from jpeg_dlm.evaluation.texts import ModelSource, SourceTexts, batches
 from jpeg_dlm.flow.guidance import keep_fixed
 from jpeg_dlm.methods.base import FREE, require_capability
-from jpeg_dlm.options import to_dict
 from jpeg_dlm.sampling.prompts import FixedTokenCounter
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.text.packing import RowLayout
@@ -63,7 +62,7 @@ def infill(source: ModelSource, evaluation: Evaluation, n: int, seed: int, sampl
     require_capability("templates", model.parts.writer)
     rows_NL = heldout.rows(range(min(n, len(heldout))))
     fixed_NL = templates(rows_NL, layout, seed)
-    about = _about(source, seed, sampler, len(rows_NL))
+    about = source.about(sampler, len(rows_NL), seed=seed)
 
     def write() -> dict[str, Any]:
         evaluation.console.say(f"{source.name}: filling in {len(rows_NL):,} templates of seed {seed} ...")
@@ -98,20 +97,6 @@ def infill(source: ModelSource, evaluation: Evaluation, n: int, seed: int, sampl
         "recovered": _share(filled_NL == rows_NL, text_NL & (fixed_NL < 0)),
         "scores": evaluation.cache.get_or_compute(f"infill-scores-{source.name}-seed{seed}", depends, score),
         "samples": [dict(zip(texts, some, strict=True)) for some in islice(zip(*texts.values(), strict=True), SHOWN)],
-    }
-
-
-def _about(source: ModelSource, seed: int, sampler: dict[str, Any], n: int) -> dict[str, Any]:
-    """Return what tells one row of a task from another."""
-    options = source.model.sampler_options(**sampler)
-    return {
-        "name": source.name,
-        "title": source.model.method.title,
-        "heldout": source.blocks.fingerprint,
-        "n": n,
-        "seed": seed,
-        "sampler": to_dict(options),
-        "sampler_label": options.label(),
     }
 
 
@@ -189,7 +174,7 @@ def continuation(
     cases = block_cases(source.blocks, count, n) if count else row_cases(source.blocks, model.layout, n)
     if len(cases) < 2:
         raise DataError(f"The held-out texts of '{source.name}' are too short to be continued: give longer ones with --data.")
-    about = _about(source, seed, sampler, len(cases)) | {"scale": scale}
+    about = source.about(sampler, len(cases), seed=seed) | {"scale": scale}
 
     def write() -> dict[str, Any]:
         evaluation.console.say(f"{source.name}: continuing {counted(len(cases), 'prompt')} with seed {seed} ...")

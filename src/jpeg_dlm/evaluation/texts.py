@@ -99,6 +99,19 @@ class ModelSource:
             **({"sources": self.blocks.fingerprint} if self.model.config.data.source_len else {}),
         }
 
+    def about(self, sampler: dict[str, Any], n: int, **more: Any) -> dict[str, Any]:
+        """Return what tells the results of a task on n held-out texts from others."""
+        options = self.model.sampler_options(**sampler)
+        return {
+            "name": self.name,
+            "title": self.model.method.title,
+            "heldout": self.blocks.fingerprint,
+            "n": n,
+            **more,
+            "sampler": to_dict(options),
+            "sampler_label": options.label(),
+        }
+
     def write(self, run: int, n: int | None, sampler: dict[str, Any], specials: bool) -> SourceTexts:
         """Return the texts of a run; those of a model of pairs are targets of the sources of held-out rows, in order."""
 

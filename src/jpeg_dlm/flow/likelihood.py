@@ -59,12 +59,6 @@ def to_noise(predict: Predict, y: Tensor, grid: Sequence[float], signs: Tensor) 
     return y, total_B
 
 
-def log_density(predict: Predict, y: Tensor, grid: Sequence[float], signs: Tensor) -> Tensor:
-    """Return log p(y) (B) of states at the end of a grid."""
-    y_0, trace_B = to_noise(predict, y, grid, signs)
-    return -half_squares(y_0) - y_0[0].numel() / 2 * math.log(2 * math.pi) - trace_B
-
-
 def code_nats(
     predict: Predict, x: Tensor, eps: Tensor, signs: Tensor, grid: Sequence[float], given: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

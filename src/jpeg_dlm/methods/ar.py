@@ -15,18 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jpeg_dlm.config import Checks, Config, opt
+from jpeg_dlm.methods import discrete
 from jpeg_dlm.methods.base import FREE, Batch, CheckpointSignature, Likelihood, Watch
-from jpeg_dlm.methods.discrete import (
-    CE_CHUNK,
-    DditMethod,
-    Reduction,
-    TokenSampler,
-    cooled,
-    draw_tokens,
-    nucleus,
-    reduce_loss,
-    with_mask,
-)
+from jpeg_dlm.methods.discrete import DditMethod, Reduction, TokenSampler
 from jpeg_dlm.nn.ddit import CausalTransformer, TransformerConfig
 from jpeg_dlm.nn.token_loss import most_probable, token_nll
 from jpeg_dlm.util.rng import RowNoise
@@ -63,7 +54,7 @@ class ArObjective:
     """Reduction of the loss."""
 
     reduction: Reduction = opt("token_mean", "mean over tokens (MDLM, Duo), or over rows of the sum of a row's tokens")
-    ce_chunk: int = opt(0, CE_CHUNK, ge=0, le=1 << 30)
+    ce_chunk: int = opt(0, discrete.CE_CHUNK, ge=0, le=1 << 30)
 
 
 @dataclass(frozen=True)
@@ -94,7 +85,7 @@ class Ar(DditMethod):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        ids, self.mask_id = with_mask(config.model.mask_id, config.data.vocab_size)
+        ids, self.mask_id = discrete.with_mask(config.model.mask_id, config.data.vocab_size)
         self.backbone = CausalTransformer(ids, config.model)
         # Exactly one is 1: positions before a row, or positions of a row that are not predicted.
         self.before, self.unpredicted = (1, 0) if config.model.start_id == -1 else (0, 1)
@@ -118,7 +109,7 @@ class Ar(DditMethod):
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         first = batch.source_len or self.unpredicted
         nll = self.token_nll(batch.tokens_BL, first)
-        return {"ce": reduce_loss(nll, batch, self.config.objective.reduction, first)}
+        return {"ce": discrete.reduce_loss(nll, batch, self.config.objective.reduction, first)}
 
     @torch.no_grad()
     def likelihood(self, batch: Batch, noise: RowNoise) -> Likelihood:
@@ -172,7 +163,7 @@ class Ar(DditMethod):
                 start = cache[0].length if cache else 0
                 h_BSH = self.backbone.states(read_BS[:, start : i + self.before], cache)
                 p_BV = next_token_probabilities(self.logits(h_BSH[:, -1]), sampler)
-                tokens_BL[:, i] = torch.where(free_BL[:, i], draw_tokens(p_BV, u_BL[:, i]), tokens_BL[:, i])
+                tokens_BL[:, i] = torch.where(free_BL[:, i], discrete.draw_tokens(p_BV, u_BL[:, i]), tokens_BL[:, i])
         if watch:
             watch(L, L, 1.0, tokens_BL.clone)
         return tokens_BL.clone()
@@ -180,8 +171,8 @@ class Ar(DditMethod):
 
 def next_token_probabilities(logits_BV: Tensor, sampler: ArSampler) -> Tensor:
     """Return next-token probabilities in float64: temperature, then top-k, then top-p of the remaining tokens."""
-    logits_BV = cooled(logits_BV.double(), sampler.temperature)
+    logits_BV = discrete.cooled(logits_BV.double(), sampler.temperature)
     if sampler.top_k:
         order_BV = logits_BV.argsort(dim=-1, descending=True, stable=True)
         logits_BV = logits_BV.scatter(-1, order_BV[:, sampler.top_k :], -torch.inf)
-    return nucleus(logits_BV, sampler.top_p).softmax(-1)
+    return discrete.nucleus(logits_BV, sampler.top_p).softmax(-1)

@@ -21,23 +21,10 @@ from torch import Tensor
 
 from jpeg_dlm.config import LARGEST_STEPS, Checks, Config, opt
 from jpeg_dlm.flow.guidance import keep_fixed
+from jpeg_dlm.methods import discrete
 from jpeg_dlm.methods.argmax_noise import gamma_of, survival
 from jpeg_dlm.methods.base import Batch, CheckpointSignature, Likelihood, Watch
-from jpeg_dlm.methods.discrete import (
-    DIFFUSION_TENSORS,
-    POSITIONS_AT_ONCE,
-    T_MIN_SAMPLING,
-    AncestralSampler,
-    DditMethod,
-    DiscreteObjective,
-    ExtendedDdit,
-    LogLinear,
-    draw_tokens,
-    reduce_loss,
-    sampling_times,
-    training_times,
-    with_source,
-)
+from jpeg_dlm.methods.discrete import AncestralSampler, DditMethod, DiscreteObjective, ExtendedDdit, LogLinear
 from jpeg_dlm.nn.ddit import DDiT
 from jpeg_dlm.nn.token_loss import in_parts
 from jpeg_dlm.util.rng import RowNoise
@@ -94,7 +81,7 @@ class Duo(DditMethod):
     """The whole system; only training uses the curriculum, likelihood and sampler do not."""
 
     title = "Duo"
-    signature = CheckpointSignature(("duo", "duo_base"), hub="duo", tensors=DIFFUSION_TENSORS)
+    signature = CheckpointSignature(("duo", "duo_base"), hub="duo", tensors=discrete.DIFFUSION_TENSORS)
     groups = {"model": ExtendedDdit, "objective": DuoObjective, "sampler": DuoSampler}
     has_phases = True  # the curriculum
 
@@ -121,10 +108,10 @@ class Duo(DditMethod):
 
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         o: DuoObjective = self.config.objective
-        t_B = training_times(noise, o).double()
+        t_B = discrete.training_times(noise, o).double()
         corrupt = self.gaussian_noised if self.in_curriculum(noise.step) else self.noised
         nats_BL = self.nelbo(batch.tokens_BL, self.beginning_clean(corrupt(batch.tokens_BL, t_B, noise), batch))
-        return {"nelbo": reduce_loss(nats_BL, batch, o.reduction).float()}
+        return {"nelbo": discrete.reduce_loss(nats_BL, batch, o.reduction).float()}
 
     def in_curriculum(self, step: int) -> bool:
         """Return True if an optimizer step belongs to the curriculum; evaluation never does."""
@@ -156,7 +143,9 @@ class Duo(DditMethod):
         """Return rows whose sources have no noise."""
         source_BS = batch.tokens_BL[:, : batch.source_len]
         seen = source_BS if noised.seen.ndim == 2 else F.one_hot(source_BS, self.ids).to(noised.seen)
-        return replace(noised, x_t_BL=with_source(noised.x_t_BL, source_BS), seen=with_source(noised.seen, seen))
+        return replace(
+            noised, x_t_BL=discrete.with_source(noised.x_t_BL, source_BS), seen=discrete.with_source(noised.seen, seen)
+        )
 
     def nelbo(self, x0_BL: Tensor, noised: Noised) -> Tensor:
         """Return nats at every position (B, L), per unit of time, in float64."""
@@ -164,10 +153,7 @@ class Duo(DditMethod):
         h_BLH = self.backbone.states(noised.seen, -noised.alpha_B.log().float())
         odds_BL = (self.ids * alpha_B1 / (1 - alpha_B1)).float().expand(x0_BL.shape)
         places = [x.flatten(0, 1) for x in (h_BLH, odds_BL, x0_BL, noised.x_t_BL)]
-
-        def terms(h: Tensor, odds: Tensor, x0: Tensor, x_t: Tensor) -> Tensor:
-            return log_terms(self.backbone.head(h).float(), odds, x0, x_t)
-
+        terms = lambda h, *others: log_terms(self.backbone.head(h).float(), *others)  # noqa: E731
         logs_BL3 = in_parts(terms, self.config.objective.ce_chunk, *places).view(*x0_BL.shape, 3).double()
         return nelbo_integrand(logs_BL3, noised.x_t_BL == x0_BL, alpha_B1, dalpha_B1, self.ids)
 
@@ -178,7 +164,7 @@ class Duo(DditMethod):
         The bound is the integral over time plus the divergence of x_1 from the uniform prior, about 3e-3 nats per token for
         the vocabularies of the paper. Below T_MIN_SAMPLING the integrand is taken as constant.
         """
-        t_B = noise.stratified("time").double().clamp_min(T_MIN_SAMPLING)
+        t_B = noise.stratified("time").double().clamp_min(discrete.T_MIN_SAMPLING)
         nats_BL = self.nelbo(batch.tokens_BL, self.beginning_clean(self.noised(batch.tokens_BL, t_B, noise), batch))
         return Likelihood.over(nats_BL + prior_divergence(self.schedule.eps, self.ids), batch.real_BL)
 
@@ -190,7 +176,7 @@ class Duo(DditMethod):
     ) -> Tensor:
         streams, length = noise.streams("sample"), self.config.data.row_len
         x_BL = keep_fixed(self.uniform_ids(streams.uniform(length)), fixed_BL)
-        grid, last_id = F.pad(sampling_times(sampler.steps), (0, 1)), self.config.data.vocab_size - 1
+        grid, last_id = F.pad(discrete.sampling_times(sampler.steps), (0, 1)), self.config.data.vocab_size - 1
         for k, (alpha_t, alpha_s) in enumerate(pairwise(self.schedule.alpha(grid).tolist())):
             if watch and k < sampler.steps:  # extra ids are shown as the tokenizer's last
                 watch(k, sampler.steps, 1 - grid[k].item(), partial(x_BL.clamp_max, last_id))
@@ -211,7 +197,7 @@ class Duo(DditMethod):
                     return logits_NK.argmax(-1)
             return draw_posterior(sampler.sharpened(logits_NK), x_N, alpha_t, alpha_s, u_N)
 
-        return in_parts(drawn, POSITIONS_AT_ONCE, *(x.flatten(0, 1) for x in (h_BLH, x_BL, u_BL))).view(x_BL.shape)
+        return in_parts(drawn, discrete.POSITIONS_AT_ONCE, *(x.flatten(0, 1) for x in (h_BLH, x_BL, u_BL))).view(x_BL.shape)
 
     def uniform_ids(self, u: Tensor) -> Tensor:
         """Map float64 uniform numbers in [0, 1), fine enough for any K, to uniform ids."""
@@ -269,5 +255,5 @@ def draw_posterior(logits_NK: Tensor, x_N: Tensor, alpha_t: float, alpha_s: floa
         x_s_N = torch.where(v_N < 0, x_N, any_id_N)
     chosen_N = v_N >= anything
     rest = ((v_N[chosen_N] - anything) / predicted).clamp(0, BELOW_ONE)
-    x_s_N[chosen_N] = draw_tokens(logits_NK[chosen_N].double().softmax(-1), rest)
+    x_s_N[chosen_N] = discrete.draw_tokens(logits_NK[chosen_N].double().softmax(-1), rest)
     return x_s_N

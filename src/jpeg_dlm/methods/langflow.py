@@ -174,11 +174,8 @@ class LangFlow(DditMethod):
         nll_BL = token_nll(lambda s: self.logits(s, E), states, batch.tokens_BL, self.config.objective.ce_chunk)
         real_BL = batch.real_BL
         nll_B = (nll_BL.detach() * real_BL).sum(1) / real_BL.sum(1).clamp_min(1)
-        return {"ce": batch.token_mean(nll_BL), "proposal": self.proposal_loss(nll_B, gamma_B)}
-
-    def proposal_loss(self, nll_B: Tensor, gamma_B: Tensor) -> Tensor:
-        """Return the squared error of the proposal's model of the loss; gamma and the loss get no gradient."""
-        return ((nll_B - self.proposal.predicted_loss(gamma_B)) ** 2).mean()
+        error_B = nll_B - self.proposal.predicted_loss(gamma_B)  # gamma and the loss get no gradient
+        return {"ce": batch.token_mean(nll_BL), "proposal": (error_B**2).mean()}
 
     @torch.no_grad()
     def self_condition(

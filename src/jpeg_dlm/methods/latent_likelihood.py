@@ -20,15 +20,15 @@ SIGNAL = 0.5
 
 
 @torch.no_grad()
-def latent_likelihood(model: LatentModel, batch: Batch, noise: RowNoise, signal: float = SIGNAL) -> Likelihood:
+def latent_likelihood(model: LatentModel, batch: Batch, noise: RowNoise) -> Likelihood:
     """Estimate the bound from one code of each row; the decoder reads the denoiser's prediction of the code."""
 
     def predict(y: Tensor, r: float) -> Tensor:
         return model.predict(model.noisy(torch.zeros_like(y), y, 1 / r), 1 / r)
 
     x = model.encode(batch)
-    y, nats_B = code_nats(predict, x, *code_noise(noise, x), signal_grid(STEPS, signal))
-    logits_BLV = model.logits(predict(y, signal))
+    y, nats_B = code_nats(predict, x, *code_noise(noise, x), signal_grid(STEPS, SIGNAL))
+    logits_BLV = model.logits(predict(y, SIGNAL))
     nll_BL = F.cross_entropy(logits_BLV.transpose(1, 2), batch.tokens_BL, reduction="none")
     return Likelihood.over(nll_BL.double(), batch.real_BL).plus(nats_B)
 

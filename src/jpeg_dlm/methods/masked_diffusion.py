@@ -27,23 +27,9 @@ from torch import Tensor
 from jpeg_dlm.config import Config, opt
 from jpeg_dlm.flow.guidance import keep_fixed
 from jpeg_dlm.flow.path import per_sample
+from jpeg_dlm.methods import discrete
 from jpeg_dlm.methods.base import Batch, CheckpointSignature, Likelihood, Watch
-from jpeg_dlm.methods.discrete import (
-    DIFFUSION_TENSORS,
-    PAPER_TOKENIZERS,
-    POSITIONS_AT_ONCE,
-    T_MIN_SAMPLING,
-    AncestralSampler,
-    DditMethod,
-    DiscreteObjective,
-    LogLinear,
-    MaskedDdit,
-    draw_tokens,
-    reduce_loss,
-    sampling_times,
-    training_times,
-    with_mask,
-)
+from jpeg_dlm.methods.discrete import AncestralSampler, DditMethod, DiscreteObjective, LogLinear, MaskedDdit
 from jpeg_dlm.nn.ddit import DDiT
 from jpeg_dlm.nn.token_loss import in_parts
 from jpeg_dlm.util.rng import RowNoise, RowStreams, chosen_rows, on_device
@@ -78,7 +64,7 @@ class MaskedDiffusion(DditMethod):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        self.vocab, self.mask_id = with_mask(config.model.mask_id, config.data.vocab_size)
+        self.vocab, self.mask_id = discrete.with_mask(config.model.mask_id, config.data.vocab_size)
         self.schedule = LogLinear()
         self.backbone = DDiT(self.vocab, config.model)
         self.loss_weights = {"nelbo": 1.0}
@@ -119,14 +105,14 @@ class MaskedDiffusion(DditMethod):
     def losses(self, batch: Batch, noise: RowNoise) -> dict[str, Tensor]:
         """Estimate the mean integrand of the bound over [t_min, 1]; `likelihood` does not omit the least noise."""
         o, host = self.config.objective, noise.on_host  # the host has to know how many tokens are masked
-        t_B = training_times(host, o)
+        t_B = discrete.training_times(host, o)
         masked_BL = host.uniform("mask", batch.tokens_BL.shape[1]) < 1 - self.schedule.alpha(t_B)[:, None]
         masked_BL[:, : batch.source_len] = False
         _, places_N = chosen_rows(masked_BL.flatten().numpy(), noise.device)
         t_B = on_device(t_B, noise.device)
         weight_B = self.schedule.dsigma(t_B) / self.schedule.sigma(t_B).expm1()  # 1 / t
         nelbo_BL = weight_B[:, None] * self.costs(batch.tokens_BL, places_N, t_B)
-        return {"nelbo": reduce_loss(nelbo_BL, batch, o.reduction)}
+        return {"nelbo": discrete.reduce_loss(nelbo_BL, batch, o.reduction)}
 
     def costs(self, x0_BL: Tensor, places_N: Tensor, t_B: Tensor) -> Tensor:
         """Return `cost` at masked places, which count through the rows, and 0 elsewhere (B, L)."""
@@ -163,7 +149,7 @@ class MaskedDiffusion(DditMethod):
         x_BL = keep_fixed(masked_BL, fixed_BL)
         streams = noise.streams("sample")
         states = RowCache(self.states_at, self.mask_id) if getattr(sampler, "cache", False) else self.states_at
-        grid = sampling_times(sampler.steps)
+        grid = discrete.sampling_times(sampler.steps)
         chances = self.chances(grid[:-1], grid[1:]).tolist()
         for k, (t, c) in enumerate(zip(grid.tolist(), chances, strict=False)):
             h_BLH = states(x_BL, t)
@@ -172,9 +158,9 @@ class MaskedDiffusion(DditMethod):
             x_BL = self.step(x_BL, h_BLH, c, streams, sampler)
         u_BL, masked_BL = streams.uniform(x_BL.shape[1]), x_BL == self.mask_id
         if masked_BL.any():
-            h_NH = states(x_BL, T_MIN_SAMPLING)[masked_BL]
+            h_NH = states(x_BL, discrete.T_MIN_SAMPLING)[masked_BL]
             last_tokens = partial(self.last_tokens, sampler=sampler)
-            x_BL[masked_BL] = in_parts(last_tokens, POSITIONS_AT_ONCE, h_NH, u_BL[masked_BL])
+            x_BL[masked_BL] = in_parts(last_tokens, discrete.POSITIONS_AT_ONCE, h_NH, u_BL[masked_BL])
         if watch:
             watch(sampler.steps, sampler.steps, 1.0, lambda: x_BL)
         return x_BL
@@ -191,22 +177,22 @@ class MaskedDiffusion(DditMethod):
     def prediction(self, x_BL: Tensor, h_BLH: Tensor) -> Tensor:
         """Return the tokens so far, with masks replaced by the most probable tokens."""
         masked_BL = x_BL == self.mask_id
-        best_N = in_parts(lambda h: self.logits(h).argmax(-1), POSITIONS_AT_ONCE, h_BLH[masked_BL])
+        best_N = in_parts(lambda h: self.logits(h).argmax(-1), discrete.POSITIONS_AT_ONCE, h_BLH[masked_BL])
         return x_BL.masked_scatter(masked_BL, best_N)
 
     def step(self, x_BL: Tensor, h_BLH: Tensor, c: float, streams: RowStreams, sampler: AncestralSampler = EXACT) -> Tensor:
         """Unmask with probability c sum_y w_y (at most 1), then draw y with probability w_y / sum: the exact distribution."""
         masked_BL, (coin_BL, u_BL) = x_BL == self.mask_id, streams.uniform(2, x_BL.shape[1]).unbind(1)
-        total_N = in_parts(self.total_weight, POSITIONS_AT_ONCE, h_BLH[masked_BL])
+        total_N = in_parts(self.total_weight, discrete.POSITIONS_AT_ONCE, h_BLH[masked_BL])
         leave_BL = coin_BL < torch.zeros_like(coin_BL).masked_scatter(masked_BL, c * total_N.double())
         x_BL = x_BL.clone()
         draw = partial(self.draw, sampler=sampler)
-        x_BL[leave_BL] = in_parts(draw, POSITIONS_AT_ONCE, h_BLH[leave_BL], u_BL[leave_BL])
+        x_BL[leave_BL] = in_parts(draw, discrete.POSITIONS_AT_ONCE, h_BLH[leave_BL], u_BL[leave_BL])
         return x_BL
 
     def draw(self, h_NH: Tensor, u_N: Tensor, sampler: AncestralSampler) -> Tensor:
         """Draw tokens with probability w_y / sum, or from that distribution sharpened; when to unmask does not change."""
-        return draw_tokens(self.weights(h_NH, sampler), u_N)
+        return discrete.draw_tokens(self.weights(h_NH, sampler), u_N)
 
 
 # ---------------------------------------------------------------- MDLM
@@ -237,7 +223,7 @@ class Mdlm(MaskedDiffusion):
         ("mdlm",),
         "subs",
         hub="mdlm",
-        tensors=DIFFUSION_TENSORS,
+        tensors=discrete.DIFFUSION_TENSORS,
         fixed={(*where, "time_conditioning"): False for where in ((), ("config",), ("config", "algo"))},
     )
     groups = {"model": MaskedDdit, "objective": DiscreteObjective, "sampler": MdlmSampler}
@@ -276,7 +262,7 @@ class Sedd(MaskedDiffusion):
         "sedd",
         hub="sedd",
         keys=frozenset({"tokens", "graph", "noise"}),
-        tensors=DIFFUSION_TENSORS,
+        tensors=discrete.DIFFUSION_TENSORS,
         fixed={("graph", "type"): "absorb", ("noise", "type"): "loglinear", ("model", "scale_by_sigma"): True},
     )
     groups = {"model": MaskedDdit, "objective": DiscreteObjective, "sampler": AncestralSampler}
@@ -290,7 +276,7 @@ class Sedd(MaskedDiffusion):
         A small preset has stratified times and a mean over tokens, as the others: less noise, and a comparable loss.
         """
         config = super().adapt(base, name)
-        if base.preset not in PAPER_TOKENIZERS:
+        if base.preset not in discrete.PAPER_TOKENIZERS:
             return config
         objective = replace(config.objective, stratified=False, reduction="sequence_sum")
         data, train = replace(config.data, frame=False), replace(config.train, steps=1_300_001)
