@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor

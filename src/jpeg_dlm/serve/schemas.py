@@ -19,7 +19,8 @@ SEED = "text i of a seed is always the same; drawn if absent"
 SAMPLER_FIELDS = ("steps", "solver", "grid", "w", "temperature", "top_k", "top_p")
 
 Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
-Words = Annotated[Text, Field(json_schema_extra={"minLength": 1, "pattern": r"\S"})]  # a blank text is refused by its own sentence
+# Only the description has these bounds: a blank text is refused in a sentence of its own.
+Words = Annotated[Text, Field(json_schema_extra={"minLength": 1, "pattern": r"\S"})]
 Word = Annotated[str, Field(min_length=1, max_length=100)]
 Seed = Annotated[int, Field(ge=0, le=LARGEST, default_factory=lambda: secrets.randbelow(DRAWN_SEEDS), description=SEED)]
 Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=MOST_TEXTS)]
