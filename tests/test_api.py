@@ -211,6 +211,15 @@ def test_a_template_is_kept_where_a_hole_was_filled_with_an_end(stand_ins, micro
     assert model.generate(1, template="The farmer [MASK] steers") == ["The farmer steers"]
 
 
+def test_a_template_that_ends_with_text_is_the_whole_text(stand_ins, micro_folders):
+    model = load(micro_folders("unigram", data__packing="padded"), "cpu")
+    row = model.fixed_tokens(template="The farmer [MASK] steers").tolist()
+    last = row.index(model.tokenizer.eos_id)
+    assert row[:last] == model.fixed_tokens(template="[MASK] The farmer [MASK] steers [MASK]").tolist()[1 : last + 1]
+    assert set(row[last + 1 :]) == {-1} and model.tokenizer.eos_id not in model.fixed_tokens(template="The [MASK]")
+    assert all(text.endswith(" steers") for text in model.generate(8, template="The farmer [MASK] steers"))
+
+
 @pytest.mark.parametrize("frame", [False, True])
 def test_texts_are_encoded_as_the_rows_of_training_were(frame, micro_folders):
     """Against what `prepare` makes of the same text."""
@@ -246,6 +255,7 @@ def test_latents_of_one_text_and_numpy_arrays_are_decoded(model, block_texts):
     text = model.decode(moved[None])
     assert model.decode(moved) == model.decode(moved.numpy()) == model.decode(moved.double().numpy()) == text
     assert model.decode(z.numpy()) == model.decode(z)
+    assert model.decode(z.numpy()[::-1]) == model.decode(z.flip(0))
 
 
 def test_the_codec_works_in_batches(model, corpus_file, monkeypatch):

@@ -47,6 +47,8 @@ def test_info_says_how_to_go_on_with_a_run_that_is_not_done(run, capsys):
     (run / "metrics.jsonl").write_text('{"step": 5, "loss": 3.0}\n{"step": 6, "lo')
     assert main(["info", str(run)]) == 0
     text = capsys.readouterr().out
+    assert "cannot be shown" not in text  # nothing is saved yet, which is no damage
+    assert "no checkpoint yet" in refusal(capsys, ["generate", run], 1)  # its encoder's training makes it a run
     assert "5 of 12" in text and f"jpeg-dlm train --resume --out {shlex.quote(str(run))}" in text
 
 

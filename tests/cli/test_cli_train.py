@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import re
+import shlex
 import shutil
 
 import pytest
@@ -53,6 +55,18 @@ def test_a_run_is_not_overwritten_or_continued_as_another(micro_folders, corpus_
     shutil.rmtree(run / "checkpoints")
     (run / "config.json").unlink()
     assert "--resume" in refusal(capsys, train(corpus_file, run), 2)  # its encoder's training counts as a run
+
+
+def test_a_run_says_how_often_it_reads_the_text_and_how_to_go_on(corpus_file, tmp_path, capsys):
+    run = tmp_path / "my run"
+    words = [word for word in train(corpus_file, run, "--train.steps", "20000", "--stop-at", "1") if word != "--quiet"]
+    assert main(words) == 0
+    err = capsys.readouterr().err
+    passes, rows = re.search(r"([\d.e+]+) passes over ([\d,]+) rows; it will learn them by heart", err).groups()
+    assert float(passes) == pytest.approx(20_000 * 8 / int(rows.replace(",", "")), rel=0.01)
+    resume = shlex.split(err[err.index("jpeg-dlm train") :])
+    assert resume == ["jpeg-dlm", "train", "--resume", "--out", str(run), "--device", "cpu"]
+    assert main([*resume[1:], "--stop-at", "2", "--quiet"]) == 0 and checkpoint.newest_step(run) == 2
 
 
 @pytest.mark.parametrize("verb", ["prepare", "evaluate"])

@@ -58,6 +58,8 @@ def test_memory_adds_up_and_time_is_operations_over_speed():
     assert planned["rows_per_step"] == 64 and planned["tokens_per_step"] == 64 * 16
     assert planned["row_macs"] == plan.encoder_cost(config)[1] + cost.forward + cost.backward
     assert planned["seconds_per_step"] == pytest.approx(2 * planned["row_macs"] * 32 / 1e12)
+    (time,) = (row[1] for row in plan.plan_tables(planned | {"days": 5 / 86_400})[0].rows if row[0] == "whole run")
+    assert time == "5 s"
     assert planned["days"] == pytest.approx(600 * planned["seconds_per_step"] / 86_400) and planned["steps"] == 600
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -326,6 +327,15 @@ def test_metrics(models):
 
 
 def test_the_description_says_what_is_checked(ask):
-    fields = ask("/openapi.json").json["components"]["schemas"]["Completion"]["properties"]
+    described = ask("/openapi.json").json
+    fields = described["components"]["schemas"]["Completion"]["properties"]
     lists = next(kind for kind in fields["prompt"]["anyOf"] if kind.get("type") == "array")
     assert (lists["minItems"], lists["maxItems"]) == (1, 64) and fields["n"]["maximum"] == 64
+    largest = fields["seed"]["maximum"]  # exact, though it is written as a real number
+    assert ask("/v1/completions", {"seed": int(largest)}).status == 200
+    assert ask("/v1/completions", {"seed": int(largest) + 1}).status == 422
+    blank = described["components"]["schemas"]["Edit"]["properties"]["input"]
+    for text in ("", " ", "a"):
+        refused = len(text) < blank["minLength"] or not re.search(blank["pattern"], text)
+        assert (ask("/v1/edit", {"input": text}).status == 422) == refused
+    assert list(described["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]

@@ -46,6 +46,11 @@ def test_the_page(browser):
         eventually(lambda: page.texts("#write [name=model] option"))
         page.type("#write [name=n]", "3")
         page.type("#write [name=seed]", "7")
+        page.type("#write [name=prompt]", "xyzzy")
+        page.one("#write form button").click()
+        eventually(lambda: "xyzzy" in page.one("#write .note").text)
+        assert not page.one("#write .result").is_displayed()  # there is no text to play
+        page.one("#write [name=prompt]").clear()
         page.send("write")
         assert page.texts("#write .texts li") == list(model.generate(3, seed=7))
         page.one(".stage [type=range]").send_keys(Keys.HOME)

@@ -66,6 +66,10 @@ def test_rows_end_at_the_first_end_behind_what_was_given(rows, kept):
         ends = [i for i in range(kept, 6) if row[i] == EOS]
         expected.append(row[: ends[0] + 1] + [PAD] * (5 - ends[0]) if ends else row)
     assert end_rows(torch.tensor(rows), EOS, PAD, fixed_L).tolist() == expected
+    if 0 < kept < 6:  # given text may end the row itself
+        ended = torch.tensor([[7] * (kept - 1) + [EOS] + row[kept:] for row in rows])
+        fixed_L[kept - 1] = EOS
+        assert end_rows(ended, EOS, PAD, fixed_L).tolist() == [[7] * (kept - 1) + [EOS] + [PAD] * (6 - kept) for _ in rows]
     if kept == 0:
         assert end_rows(torch.tensor(rows), EOS, PAD).tolist() == expected
 

@@ -123,7 +123,7 @@ def read_model(path: Path, warn: Callable[[str], None] | None = None) -> ModelPa
         raise CheckpointError(f"'{path}' is not a folder: name that of a model or a run (jpeg-dlm import converts files).")
     if (path / STATE).is_file():
         return _from_checkpoint(load_checkpoint(path), path.parent.parent)
-    if (path / "checkpoints").is_dir():
+    if (path / "checkpoints").is_dir() or any(path.glob("*-training")):  # of a stage before the method
         from jpeg_dlm.util.console import Console  # loads rich, which generating does not need
 
         checkpoint = latest_checkpoint(path, warn or Console().warn)

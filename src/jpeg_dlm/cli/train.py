@@ -113,7 +113,9 @@ def run_train(args: argparse.Namespace) -> int:
         where = f"at step {outcome.step:,}{stage} and saved"
         if outcome.step == 0:
             where = "before the first step, so there is no checkpoint; what was prepared is kept"
-        console.say(f"Stopped by {outcome.stopped_by} {where}: continue with --resume.")
+        same = [word for name in ("device", "threads") if (value := getattr(args, name)) for word in (f"--{name}", value)]
+        resume = command("train", "--resume", "--out", args.out, *same)
+        console.say(f"Stopped by {outcome.stopped_by} {where}: continue with  {resume}")
         return {"SIGTERM": 143, "SIGINT": 130}.get(outcome.stopped_by, 0)
     if config.method == "encoder":
         console.say(f"Done. Use it with  --encoder.name {shlex.quote(str(args.out / 'encoder'))}")

@@ -15,7 +15,7 @@ from jpeg_dlm.cost.flops import build_weightless, parameter_parts, planned_preci
 from jpeg_dlm.evaluation.paper import QUALITY, paper_figures
 from jpeg_dlm.evaluation.table import Cell, Table
 from jpeg_dlm.methods.registry import method_class
-from jpeg_dlm.util.errors import UsageError
+from jpeg_dlm.util.errors import UsageError, minutes
 
 FP32 = 4  # bytes
 UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30}
@@ -185,7 +185,7 @@ def plan_tables(plan: dict[str, Any]) -> list[Table]:
         "seconds per step": f"{plan['seconds_per_step']:.3g}",
         "tokens per day": f"{plan['tokens_per_day'] / 1e9:.3g} B",
         "steps": f"{plan['steps']:,}",
-        "whole run": f"{days:.1f} days" if days >= 2 else f"{24 * days:.1f} hours",
+        "whole run": f"{days:.1f} days" if days >= 2 else minutes(DAY * days),
     }
     if not plan["steps"]:
         facts |= {"steps": "unknown", "whole run": "unknown: state the corpus with --tokens 1.2B"}

@@ -77,7 +77,7 @@ def writes(name: str) -> bool:
 def _entry(name: str) -> Entry:
     known = METHODS if name in METHODS else methods()
     if name not in known:
-        raise UsageError(f"Unknown method '{name}'; choose one of {', '.join(known)}.")
+        raise UsageError(f"Unknown method '{name}'; choose one of {', '.join(known)}, or install the package that has it.")
     return known[name]
 
 

@@ -19,9 +19,9 @@ from jpeg_dlm.evaluation.table import visible
 from jpeg_dlm.methods.base import system_class
 from jpeg_dlm.methods.registry import method_class, writes
 from jpeg_dlm.options import from_dict, read_json_file
-from jpeg_dlm.studies.training_cache import minutes, training_seconds
+from jpeg_dlm.studies.training_cache import training_seconds
 from jpeg_dlm.training.metrics import HELDOUT, read_invocations, read_metrics
-from jpeg_dlm.util.errors import CheckpointError, command, reason_of
+from jpeg_dlm.util.errors import CheckpointError, command, minutes, reason_of
 from jpeg_dlm.util.files import MANIFEST, MANIFEST_BYTES, load_json
 
 SAMPLES_IN_TERMINAL = 2  # (assumed) enough to see what a run writes
@@ -69,13 +69,14 @@ def run_summary(folder: Path) -> dict[str, Any]:
     if step is not None:
         options = problems.guard("The newest checkpoint", lambda: load_json(home / STATE, STATE_BYTES)["config"], {})
     options = options or problems.guard("The configuration", lambda: read_json_file(folder / "config.json"), {})
+    saved = step is not None or is_model(folder)
     config = problems.guard("The configuration", lambda: validate(from_dict(options)), None) if options else None
     summary: dict[str, Any] = {
         "path": str(folder),
         "kind": "run" if is_run(folder) else "model",
         "config": options,
         "checkpoint": None if step is None else home.name,
-        "manifest": problems.guard("The manifest", lambda: load_json(home / MANIFEST, MANIFEST_BYTES), {}),
+        "manifest": problems.guard("The manifest", lambda: load_json(home / MANIFEST, MANIFEST_BYTES), {}) if saved else {},
     }
     if config:
         summary |= problems.guard("The system", lambda: _system(config), {})
@@ -84,7 +85,7 @@ def run_summary(folder: Path) -> dict[str, Any]:
         summary |= problems.guard("The training", lambda: _training(folder, config), {})
         summary["samples"] = problems.guard("The samples", lambda: samples_of(folder), {})
         summary["commands"] = problems.guard("The commands", lambda: [typed(row) for row in read_invocations(folder)], [])
-    summary["next"] = _next(folder, summary, step is not None or is_model(folder))
+    summary["next"] = _next(folder, summary, saved)
     return summary | {"problems": problems.sentences}
 
 

@@ -1,6 +1,7 @@
 """Text that samples must contain, as a row of ids: a prompt at the beginning, or a template with holes.
 
-A hole is written [MASK] for one token, [MASK:n] for n. All positions after a prompt or a template are free.
+A hole is written [MASK] for one token, [MASK:n] for n. All positions after a prompt, and after a hole at the end of a template,
+are free; a template that ends with text is the whole text of a row, if rows end.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def template_row(tokenizer: TextTokenizer, layout: RowLayout, template: str) -> 
     size = max(sum(holes), len(ids))
     if size > layout.payload:
         raise UsageError(f"The template has {size} tokens or more, a text of this model {layout.payload}: shorten it.")
+    if layout.packing == "padded" and ids[-1] != FREE and size < layout.payload:
+        ids.append(layout.eos_id)
     return torch.tensor(layout.beginning(ids, FREE))
 
 

@@ -18,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from jpeg_dlm import __version__
 from jpeg_dlm.serve import codec, schemas
@@ -143,7 +143,7 @@ def api_routes(service: Service) -> APIRouter:
         """Describe one model."""
         return JSONResponse(service.find(name).as_json())
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Return metrics in Prometheus' text format."""
         content = prometheus_client.generate_latest(service.metrics.registry)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_core import PydanticCustomError
 
 LONGEST_TEXT = 20_000  # characters
-LARGEST = (1 << 63) - 1
+LARGEST = (1 << 53) - 1  # JSON has no larger numbers that every reader gets right, this description's included
 MOST_TEXTS = 64  # of one request
 MOST_MESSAGES = 1024  # of a chat (assumed)
 MOST_STEPS = 1024
@@ -19,12 +19,15 @@ SEED = "text i of a seed is always the same; drawn if absent"
 SAMPLER_FIELDS = ("steps", "solver", "grid", "w", "temperature", "top_k", "top_p")
 
 Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
+# Only the description has these bounds: a blank text is refused in a sentence of its own.
+Words = Annotated[Text, Field(json_schema_extra={"minLength": 1, "pattern": r"\S"})]
 Word = Annotated[str, Field(min_length=1, max_length=100)]
 Seed = Annotated[int, Field(ge=0, le=LARGEST, default_factory=lambda: secrets.randbelow(DRAWN_SEEDS), description=SEED)]
 Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=MOST_TEXTS)]
+Inputs = Words | Annotated[list[Words], Field(min_length=1, max_length=MOST_TEXTS)]
 
 
-def as_list(texts: Texts | None) -> list[str]:
+def as_list(texts: Texts | Inputs | None) -> list[str]:
     """Return one text or several as a list."""
     return [] if texts is None else [texts] if isinstance(texts, str) else texts
 
@@ -140,7 +143,7 @@ class Trajectory(Writing):
 class EmbeddingRequest(Request):
     """Latents of texts."""
 
-    input: Texts = Field(description="texts to encode")
+    input: Inputs = Field(description="texts to encode")
     pooling: Literal["mean", "flat"] = Field("mean", description="mean of the latents, or all of them in a row")
     encoding_format: Literal["float", "base64"] = Field("float", description="numbers, or float32 in base64")
     dimensions: int | None = Field(None, ge=1, le=LARGEST, description="must be what the model has")
@@ -149,21 +152,21 @@ class EmbeddingRequest(Request):
 class Reconstruction(Request):
     """Texts that are encoded to latents and decoded again."""
 
-    input: Texts = Field(description="texts to encode and decode again")
+    input: Inputs = Field(description="texts to encode and decode again")
 
 
 class Interpolation(Request):
     """Points between the latents of two texts."""
 
-    first: Text = Field(description="the text at one end")
-    second: Text = Field(description="the text at the other end")
+    first: Words = Field(description="the text at one end")
+    second: Words = Field(description="the text at the other end")
     points: int = Field(5, ge=2, le=65, description="texts along the line, ends included")
 
 
 class Edit(Request):
     """Variations of a text."""
 
-    input: Text = Field(description="the text to vary")
+    input: Words = Field(description="the text to vary")
     noise: float = Field(0.4, ge=0, le=1, description="how much noise its latents get")
     n: int = Field(1, ge=1, le=MOST_TEXTS, description="variations")
     seed: Seed

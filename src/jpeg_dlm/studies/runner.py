@@ -30,12 +30,12 @@ from jpeg_dlm.evaluation.texts import BASELINES, ModelSource, Source, TextBaseli
 from jpeg_dlm.evaluation.throughput import Subject, measure
 from jpeg_dlm.options import to_dict
 from jpeg_dlm.studies.plan import Plan, Point, all_steps
-from jpeg_dlm.studies.training_cache import TrainingCache, minutes, training_seconds
+from jpeg_dlm.studies.training_cache import TrainingCache, training_seconds
 from jpeg_dlm.studies.verdicts import CACHED, MEASURES, OVERLAP, PAIRS, judge
 from jpeg_dlm.text.blocks import Blocks
 from jpeg_dlm.training.data import batch_of
 from jpeg_dlm.util.distributed import on_main
-from jpeg_dlm.util.errors import UsageError
+from jpeg_dlm.util.errors import UsageError, minutes
 
 SAMPLES = 4  # texts of a model kept in its record
 TEXT_SECONDS = 0.3  # to score a text by the default scorer, with MAUVE, on one core (measured)

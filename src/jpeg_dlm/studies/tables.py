@@ -10,6 +10,7 @@ import numpy as np
 
 from jpeg_dlm.evaluation.results import scorer_label
 from jpeg_dlm.evaluation.table import Cell, Column, Span, Table
+from jpeg_dlm.methods.registry import method_class
 from jpeg_dlm.studies.verdicts import CACHED, MEASURES, Record, at_end, by_variant, degenerate, over_trainings, unmatched
 
 Result = Mapping[str, Any]
@@ -120,6 +121,11 @@ def _notes(result: Result) -> list[str]:
             notes.append(f"{label}: look at the texts before believing the perplexity: {'; '.join(signs)}.")
         if unmatched(group):
             notes.append(f"{label}: a frontier does not reach the entropy of real text, so that its nearest end stands here.")
+    reading = [r for r in result["records"] if method_class(r["method"]).uses_encoder and not r.get("encoder_seconds")]
+    given = {r["label"]: r["options"].get("encoder.name") for r in reading}
+    for name in sorted(set(filter(None, given.values()))):
+        whose = ", ".join(label for label in given if given[label] == name)
+        notes.append(f"The text encoder '{name}' of {whose} was trained before, at a cost that no column counts.")
     return notes + [f"{label} in the paper: {paper['note']}." for label, paper in result["paper"].items() if "note" in paper]
 
 

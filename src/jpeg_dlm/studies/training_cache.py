@@ -263,11 +263,6 @@ class TrainingCache:
         return on_main(look)
 
 
-def minutes(seconds: float) -> str:
-    """Return a duration in a unit that fits it."""
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
 # ---------------------------------------------------------------- facts about a trained run
 
 

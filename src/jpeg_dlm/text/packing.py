@@ -99,11 +99,11 @@ def first_copy(row: list[int], separator: int) -> list[int]:
 def end_rows(tokens_BL: Tensor, eos_id: int, pad_id: int, fixed: Tensor | None = None) -> Tensor:
     """Replace all tokens after the first end token with padding, for models whose rows end (`DataConfig.rows_end`).
 
-    Given text (`fixed`, (L) or (B, L), -1 elsewhere) is kept: only end tokens after it count.
+    Given text (`fixed`, (L) or (B, L), -1 elsewhere) is kept: only end tokens after it, or given at its end, count.
     """
     ends_BL = (tokens_BL == eos_id).long()
     if fixed is not None:
-        kept = (fixed >= 0).long().to(tokens_BL.device)
+        kept = ((fixed >= 0) & (fixed != eos_id)).long().to(tokens_BL.device)
         ends_BL = ends_BL * (kept.flip(-1).cumsum(-1).flip(-1) == 0)  # no given token here or later
     return tokens_BL.masked_fill(ends_BL.cumsum(1) > ends_BL, pad_id)
 

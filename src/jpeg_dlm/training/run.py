@@ -51,6 +51,7 @@ from jpeg_dlm.util.files import write_atomic
 from jpeg_dlm.util.rng import RowNoise
 
 SAMPLE_TEXTS = 8
+MANY_PASSES = 50  # over the training rows (assumed; the paper has 5 and 20)
 HELDOUT_ROWS, HELDOUT_BATCH = 512, 128  # rows of an evaluation, and rows at a time over all processes (assumed)
 
 
@@ -217,7 +218,12 @@ def train_stage(
         if warning := checkpoint.changed_environment():
             console.warn(warning)
         console.say(f"Resuming {config.method} from step {trainer.step:,} of {train.steps:,}.")
-    console.say(f"Training {config.method}: {train.steps:,} steps of {stream.rows_per_step:,} rows from step {trainer.step:,}.")
+    passes = train.steps * stream.rows_per_step / len(stream.blocks)
+    by_heart = "; it will learn them by heart: more text or fewer --train.steps helps" if passes > MANY_PASSES else ""
+    console.say(
+        f"Training {config.method}: {train.steps:,} steps of {stream.rows_per_step:,} rows from step {trainer.step:,}, "
+        f"{passes:.3g} passes over {len(stream.blocks):,} rows{by_heart}."
+    )
     if ranks.is_main:
         context.blocks.tokenizer().save(folder / "tokenizer.json")
     stopped_by = train_loop(trainer, context, trainer.step if checkpoint else None, stop_at)

@@ -47,7 +47,7 @@ def real_number(value: Any, name: str, least: float, most: float = math.inf) -> 
 
 def as_latents(latents: Any, *sizes: int) -> Tensor:
     """Return latents (B, N, D), or those of one text (N, D), of torch or NumPy, as a tensor (B, N, D)."""
-    z = torch.from_numpy(latents) if isinstance(latents, np.ndarray) and latents.dtype.kind == "f" else latents
+    z = torch.tensor(latents.astype(np.float32)) if isinstance(latents, np.ndarray) and latents.dtype.kind == "f" else latents
     if not isinstance(z, Tensor) or not z.is_floating_point():
         raise UsageError(f"Latents must be an array of real numbers, as encode returns them, not {describe(latents)}.")
     z = z[None] if z.dim() == 2 else z

@@ -58,6 +58,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def minutes(seconds: float) -> str:
+    """Return a duration in a unit that fits it."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def either(names: Sequence[str]) -> str:
     """Return the names as alternatives: "a", "a or b", "a, b or c"."""
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -93,6 +93,7 @@
         await act(found, own.signal, result);
       } catch (error) {
         if (error.name !== "AbortError" && running === own) {
+          if (error.status) result.hidden = true; // refused, so that there is nothing to show
           note.textContent = error.message;
           note.hidden = false;
         }
