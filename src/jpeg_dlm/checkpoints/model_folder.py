@@ -107,7 +107,7 @@ BUNDLED_FOLDER = PACKAGED["bundled"]
 
 
 def named_folder(path: str | os.PathLike[str]) -> Path:
-    """Return the folder of a model that is given by its path or by its name in the package; a folder of that name comes first."""
+    """Return the folder of a model that is given by path or by its name in the package; such a folder comes first."""
     name = os.fspath(path)
     return PACKAGED[name] if name in PACKAGED and not Path(name).exists() else Path(name)
 

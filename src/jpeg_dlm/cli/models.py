@@ -22,7 +22,7 @@ PLAN_ONLY = ("devices", "tokens", "tflops", "utilization")
 FORMATS = {"safetensors": "a model folder in the released layout", "onnx": "the networks of jpeg-dlm for ONNX Runtime"}
 RUN = "run or model folder to describe; without it, a preset is described"
 PUBLISHED = "a .safetensors, .ckpt, .pth, .pt or .bin file, or a Hugging Face folder; sizes are read from it"
-BLEND = "average the weights with another model's, such as the one that was fine-tuned ('bundled', 'translator': models of the package)"
+BLEND = "average the weights with another model's, such as the one that was fine-tuned (bundled, translator: of the package)"
 
 
 def add_info_arguments(parser: Parser) -> None:
