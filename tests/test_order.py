@@ -68,4 +68,9 @@ def test_imports_point_to_the_left(part):
 
 def test_no_file_asks_a_library_to_run_code_of_a_file():
     switch = re.compile(r"""(trust_remote_code|allow_pickle)["']?\s*[=:]\s*True|weights_only["']?\s*[=:]\s*False""")
-    assert [path.name for path in PACKAGE.rglob("*.py") if switch.search(path.read_text("utf-8"))] == []
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text("utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+                node.value = ""  # a sentence, or code for users to run
+        assert not switch.search(ast.unparse(tree)), path.name

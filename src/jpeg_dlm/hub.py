@@ -25,9 +25,7 @@ CARD = """---
 {title} trained on `{source}` with jpeg-dlm: rows of {token_len} tokens, sampled with {sampler}.
 
 ```python
-from jpeg_dlm import Model
-
-Model.from_pretrained("REPOSITORY").generate(4, seed=0)
+{usage}
 ```
 
 ## Intended use and limits
@@ -40,6 +38,9 @@ false or offensive text or repeat its training text.
 ## Evaluation
 `jpeg-dlm evaluate MODEL -n 1000` prints Gen-PPL, entropy and MAUVE beside real and shuffled text. Add its table here.
 """
+USAGE = """from jpeg_dlm import Model
+
+Model.from_pretrained("REPOSITORY").generate(4, seed=0)"""
 DOWNLOAD = {"revision", "cache_dir", "force_download", "local_files_only", "token"}
 IGNORED = {"config", "proxies", "resume_download"}  # arguments of the mixin that have no meaning here
 
@@ -54,8 +55,8 @@ class HubModel(ModelHubMixin):
         with tempfile.TemporaryDirectory() as scratch:
             shutil.copytree(write_model(self.parts, Path(scratch) / "model"), save_directory, dirs_exist_ok=True)
 
-    def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
-        """Return a card with the hub's metadata, extended or replaced by `kwargs` (`model_card_kwargs`)."""
+    def generate_model_card(self, *args: Any, usage: str = USAGE, **kwargs: Any) -> ModelCard:
+        """Return a card with code to use and the hub's metadata, extended or replaced by `kwargs` (`model_card_kwargs`)."""
         config = portable_config(self.parts)
         source = config.data.source
         name, data = source.split(":")[0], f"`{source}`: describe this text here, with its license and credit."
@@ -71,6 +72,7 @@ class HubModel(ModelHubMixin):
         text = CARD.format(
             metadata=ModelCardData(**(metadata | kwargs)).to_yaml(),
             title=self.parts.method.title,
+            usage=usage,
             source=source,
             token_len=config.data.token_len,
             sampler=config.sampler.label(),

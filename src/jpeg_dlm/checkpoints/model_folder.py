@@ -137,7 +137,10 @@ def read_model(path: Path, warn: Callable[[str], None] | None = None) -> ModelPa
 
 def _from_model_folder(path: Path) -> ModelParts:
     files.verify_manifest(path)
-    config = validate(from_dict(read_json_file(path / "config.json")))
+    values = read_json_file(path / "config.json")
+    if "auto_map" in values:
+        raise CheckpointError(f"'{path}' was exported for transformers: load it there, or name the model it was made from.")
+    config = validate(from_dict(values))
     if config.encoder.kind == "small" and config.encoder.name:
         raise CheckpointError(
             f"The config in '{path}' points to an encoder outside the folder, which is not allowed: do not use it."

@@ -19,7 +19,11 @@ from jpeg_dlm.util.errors import UsageError, command
 
 DEFAULT = "lm1b"
 PLAN_ONLY = ("devices", "tokens", "tflops", "utilization")
-FORMATS = {"safetensors": "a model folder in the released layout", "onnx": "the networks of jpeg-dlm for ONNX Runtime"}
+FORMATS = {
+    "safetensors": "a model folder in the released layout",
+    "onnx": "the networks of jpeg-dlm for ONNX Runtime",
+    "transformers": "jpeg-dlm, elf and mdlm for AutoModel, without this package",
+}
 RUN = "run or model folder to describe; without it, a preset is described"
 PUBLISHED = "a .safetensors, .ckpt, .pth, .pt or .bin file, or a Hugging Face folder; sizes are read from it"
 BLEND = "average the weights with another model's, such as the one that was fine-tuned (bundled, translator: of the package)"
@@ -143,9 +147,9 @@ def add_export_arguments(parser: Parser) -> None:
 def run_export(args: argparse.Namespace) -> None:
     if args.share is not None and not args.blend:
         raise UsageError("--share is the weight of another model: name it with --blend.")
-    if args.half and args.format == "onnx":
+    if args.half and args.format != "safetensors":
         raise UsageError("--half is for safetensors: leave it out, or choose that format.")
-    if args.precision and args.format == "safetensors":
+    if args.precision and args.format != "onnx":
         raise UsageError("--precision is for --format onnx: leave it out, or choose that format.")
 
     from jpeg_dlm.checkpoints.model_folder import blend, named_model, write_model
@@ -157,6 +161,14 @@ def run_export(args: argparse.Namespace) -> None:
     parts = replace(parts, config=validate(override(parts.config, changes)))
     if args.blend:
         blend(parts, named_model(args.blend), 0.5 if args.share is None else args.share)
+    if args.format == "transformers":
+        from jpeg_dlm.export.transformers_folder import usage, write_transformers
+        from jpeg_dlm.hub import HubModel
+
+        card = HubModel(parts).generate_model_card(usage=usage(parts), library_name="transformers")
+        write_transformers(parts, args.out, str(card))
+        print(f"Wrote '{args.out}': load it with  AutoModel.from_pretrained({str(args.out)!r}, trust_remote_code=True)")
+        return
     if args.format == "onnx":
         from jpeg_dlm.export.onnx_model import write_exported
 

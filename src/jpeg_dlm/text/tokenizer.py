@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from threading import Event
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from jpeg_dlm.text.download import fetch
 from jpeg_dlm.util.background import Background
@@ -108,6 +108,24 @@ class TextTokenizer:
     def save(self, path: Path) -> None:
         """Write tokenizer.json."""
         write_atomic(path, self._backend.to_str(pretty=False))
+
+    def save_pretrained(self, folder: Path, most_tokens: int) -> None:
+        """Write the files of `transformers.AutoTokenizer`, which then encodes and decodes as this tokenizer."""
+        backend = Tokenizer.from_str(self._backend.to_str())
+        backend.post_processor = None  # it adds no special tokens
+        if isinstance(backend.decoder, decoders.ByteLevel) and not self.keeps_white_space:  # `collapse` is left to it
+            spaces = (Regex(r"[\s\x1c-\x1f]+"), " "), (Regex(r"\A | \z"), "")
+            backend.normalizer = normalizers.Sequence([normalizers.Replace(*pair) for pair in spaces])
+            backend.decoder = decoders.Sequence([decoders.ByteLevel(), *(decoders.Replace(*pair) for pair in spaces)])
+        ids = {"eos": self.eos_id, "pad": self.pad_id, "unk": self.unk_id, "bos": self.bos_id, "mask": self.mask_id}
+        specials = {f"{role}_token": backend.id_to_token(i) for role, i in ids.items() if i is not None}
+        options = {"clean_up_tokenization_spaces": self._is_t5, "split_special_tokens": True, "padding_side": "right"}
+        if isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):  # transformers 4 would set it to its own default
+            options["add_prefix_space"] = backend.pre_tokenizer.add_prefix_space
+        options |= {"model_input_names": ["input_ids", "attention_mask"], "model_max_length": most_tokens}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **specials, **options}
+        write_atomic(folder / "tokenizer.json", backend.to_str(pretty=False))
+        write_atomic(folder / "tokenizer_config.json", json.dumps(config, indent=1) + "\n")
 
     @cached_property
     def fingerprint(self) -> str:
