@@ -30,13 +30,13 @@ demo: $(CORE)
 test: $(STAMP)
 	$(PYTEST) --dist loadfile
 
-# The slow tests open a report in a browser: Debian's Chromium, with sudo where this user is not root.
+# The slow tests open pages in a browser: Debian's Chromium, with sudo where this user is not root. npm fetches what one page needs.
 browser:
-	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null && command -v npm >/dev/null || { \
 	  sudo=; [ "$$(id -u)" = 0 ] || sudo='sudo -n'; \
 	  command -v apt-get >/dev/null && { $$sudo apt-get update -qq || true; } \
-	    && $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver; \
-	} || { echo 'error: The slow tests need chromium and chromedriver, which could not be installed: install both by hand.' >&2; exit 1; }
+	    && $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver npm; \
+	} || { echo 'error: The slow tests need chromium, chromedriver and npm, which could not be installed: install them by hand.' >&2; exit 1; }
 
 slow: $(STAMP) browser
 	$(PYTEST) --dist worksteal -m slow

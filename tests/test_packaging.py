@@ -58,7 +58,7 @@ def test_the_wheel_alone_runs_the_demo(dist: Path, environment: Path, tmp_path: 
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("jpeg_dlm/")}
     assert packed == {name for name in files if "__pycache__" not in name}
 
-    assert "3. Halfway between" in run(environment / "jpeg-dlm", "demo", cwd=tmp_path)
+    assert "4. Halfway between" in run(environment / "jpeg-dlm", "demo", cwd=tmp_path)
     place, of_tests = run(environment / "python", "-c", PLACES, cwd=tmp_path).split()
     assert place.startswith(str(environment.parent)) and of_tests == "False"
 

@@ -33,7 +33,7 @@ VERBS = {  # the module of `cli` that has `add_VERB_arguments` and `run_VERB`, a
     "info": ("models", "describe a run or model and what to do next; or sizes, operations and memory of a preset"),
     "new-system": ("new_system", "write a package with a system of your own, which begins as a small one that works"),
     "import": ("models", "bring in a published checkpoint: JPEG-DLM, MDLM, SEDD, Duo, AR, ELF, LangFlow, FLM"),
-    "export": ("models", "write a model folder, or its networks for ONNX Runtime"),
+    "export": ("models", "write a model folder, its networks for ONNX Runtime, or a page that writes text in the browser"),
     "verify": ("models", "check every file of a run or model against its hashes"),
     "doctor": ("doctor", "show what is installed on this machine, what is missing, and how to fix it"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -23,9 +24,11 @@ FORMATS = {
     "safetensors": "a model folder in the released layout",
     "onnx": "the networks of jpeg-dlm for ONNX Runtime",
     "transformers": "jpeg-dlm, elf and mdlm for AutoModel, without this package",
+    "web": "a page that writes text in the browser",
 }
 RUN = "run or model folder to describe; without it, a preset is described"
 PUBLISHED = "a .safetensors, .ckpt, .pth, .pt or .bin file, or a Hugging Face folder; sizes are read from it"
+RUNTIME = "with --format web: folder 'dist' of the package onnxruntime-web (default: npm downloads it)"
 BLEND = "average the weights with another model's, such as the one that was fine-tuned (bundled, translator: of the package)"
 
 
@@ -137,7 +140,8 @@ def add_export_arguments(parser: Parser) -> None:
     add("checkpoint", type=Path, help="run, checkpoint or model folder")
     add("--out", type=Path, required=True, help="folder to write")
     add("--format", choices=FORMATS, default="safetensors", metavar="NAME", help=formats)
-    add("--precision", choices=("fp32", "int8"), help="with --format onnx (default: fp32)")
+    add("--precision", choices=("fp32", "int8"), help="with --format onnx or web (default: fp32)")
+    add("--runtime", type=Path, metavar="FOLDER", help=RUNTIME)
     add("--blend", type=Path, metavar="MODEL", help=BLEND)
     add("--share", type=unit, help="with --blend: weight of the other model, from 0 to 1 (default: 0.5)")
     add("--half", action="store_true", help="store the weights in fp16, at half the size (safetensors)")
@@ -149,8 +153,10 @@ def run_export(args: argparse.Namespace) -> None:
         raise UsageError("--share is the weight of another model: name it with --blend.")
     if args.half and args.format != "safetensors":
         raise UsageError("--half is for safetensors: leave it out, or choose that format.")
-    if args.precision and args.format != "onnx":
-        raise UsageError("--precision is for --format onnx: leave it out, or choose that format.")
+    if args.precision and args.format not in ("onnx", "web"):
+        raise UsageError("--precision is for --format onnx or web: leave it out, or choose one of these formats.")
+    if args.runtime and args.format != "web":
+        raise UsageError("--runtime is for --format web: leave it out, or choose that format.")
 
     from jpeg_dlm.checkpoints.model_folder import blend, named_model, write_model
     from jpeg_dlm.config import validate
@@ -169,6 +175,12 @@ def run_export(args: argparse.Namespace) -> None:
         write_transformers(parts, args.out, str(card))
         print(f"Wrote '{args.out}': load it with  AutoModel.from_pretrained({str(args.out)!r}, trust_remote_code=True)")
         return
+    if args.format == "web":
+        from jpeg_dlm.export.web import write_web
+
+        write_web(parts, args.out, args.precision or "fp32", args.runtime)
+        server = shlex.join(["python", "-m", "http.server", "--directory", str(args.out)])
+        return print(f"Wrote '{args.out}', a page for any server of files, such as  {server}")
     if args.format == "onnx":
         from jpeg_dlm.export.onnx_model import write_exported
 

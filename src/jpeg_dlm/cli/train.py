@@ -53,7 +53,7 @@ def add_train_arguments(parser: Parser) -> None:
     students, add = names("student"), parser.add_argument
     method = f"system to train; encoder: the small text encoder alone; {', '.join(students)}: from a trained --teacher; "
     add("--method", choices=names("system", "stage", "student"), metavar="NAME", help=f"{method}default: jpeg-dlm")
-    teacher = f"of {' and '.join(students)}: model folder, run or checkpoint to learn from (bundled, translator: of the package)"
+    teacher = f"of {' and '.join(students)}: model folder, run or checkpoint to learn from (or bundled, translator)"
     add("--teacher", type=Path, metavar="MODEL", help=teacher)
     add("--init", type=Path, metavar="MODEL", help=INIT)
     add("--data", help="text file, folder, .jsonl, prepared folder, named corpus or hf:NAME (default: the preset's)")

@@ -7,6 +7,7 @@ it, how closely it agreed with torch, and the config. Shapes: B batch, N latents
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -145,8 +146,10 @@ def is_exported(path: Path) -> bool:
     return (path / EXPORT_FILE).is_file()
 
 
-def write_exported(parts: ModelParts, out: Path, precision: Precision = "fp32") -> Path:
-    """Write a folder that `load` reads; nothing is written unless its networks agree with torch's."""
+def write_exported(
+    parts: ModelParts, out: Path, precision: Precision = "fp32", files: Mapping[str, bytes] | None = None
+) -> Path:
+    """Write a folder that `load` reads, with more files in it; nothing is written unless its networks agree with torch's."""
     networks = exportable(parts)
     if out.exists():
         raise CheckpointError(f"'{out}' already exists: name another folder, nothing was overwritten.")
@@ -154,8 +157,8 @@ def write_exported(parts: ModelParts, out: Path, precision: Precision = "fp32") 
     agreement = compare(networks, OnnxNetworks(parts.config, graphs), precision)
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_directory(out, new=True) as temp:
-        for name, graph in graphs.items():
-            (temp / f"{name}.onnx").write_bytes(graph)
+        for name, content in {**(files or {}), **{f"{name}.onnx": graph for name, graph in graphs.items()}}.items():
+            (temp / name).write_bytes(content)
         parts.copy_tokenizer(temp)
         versions = {package: importlib.metadata.version(package) for package in ("torch", "onnx", "onnxruntime")}
         config = portable_config(parts)

@@ -133,6 +133,14 @@ class TextTokenizer:
         canonical = json.dumps(json.loads(self._backend.to_str()), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
+    @property
+    def trained_here(self) -> bool:
+        """True for the tokenizers of `TRAINED`."""
+        form = json.loads(self._backend.to_str())
+        words, names = form["pre_tokenizer"] or {}, tuple(token["content"] for token in form["added_tokens"])
+        plain = form["normalizer"] is None and form["model"]["type"] in ("BPE", "WordLevel")
+        return plain and words.get("type") == "ByteLevel" and words["add_prefix_space"] and names == SPECIALS
+
     @cached_property
     def starts_with_space(self) -> bool:
         """True if texts that are encoded separately decode as separate words when their ids are concatenated."""
