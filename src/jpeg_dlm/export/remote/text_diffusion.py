@@ -118,10 +118,11 @@ class TextDiffusion(PreTrainedModel):
         return ids.masked_fill(place == length_B1, c.eos_token_id).masked_fill(place > length_B1, c.pad_token_id)
 
     def ended(self, tokens: Tensor, fixed: Tensor | None) -> Tensor:
-        """Return rows with padding behind the first end token after what was given, for a model whose rows end."""
+        """Return rows with padding behind the first end token after, or at the end of, what was given, if rows end."""
         if not self.c.rows_end:
             return tokens
         ends = tokens == self.c.eos_token_id
         if fixed is not None:
-            ends &= (fixed >= 0).flip(1).cumsum(1).flip(1) == 0
+            kept = (fixed >= 0) & (fixed != self.c.eos_token_id)
+            ends &= kept.flip(1).cumsum(1).flip(1) == 0
         return tokens.masked_fill(ends.cumsum(1) > ends.long(), self.c.pad_token_id)
