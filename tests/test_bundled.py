@@ -1,4 +1,4 @@
-"""The model that ships with the package: whole, small, and able to do what the demo shows."""
+"""The models that ship with the package: whole, small, and able to do what the demo shows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from jpeg_dlm import load
-from jpeg_dlm.checkpoints.model_folder import BUNDLED_FOLDER
+from jpeg_dlm.checkpoints.model_folder import PACKAGED
+from jpeg_dlm.cli.doctor import PAIRS
 from jpeg_dlm.cli.main import main
 from jpeg_dlm.evaluation.tasks import templates
 from jpeg_dlm.presets import preset
@@ -28,16 +29,23 @@ def model():
     return load(device="cpu")
 
 
-def test_its_files_are_whole_and_small():
-    assert verify_manifest(BUNDLED_FOLDER) and sum(file.stat().st_size for file in BUNDLED_FOLDER.iterdir()) < 30e6
+@pytest.fixture(scope="module")
+def translator():
+    return load("translator", "cpu")
 
 
-def test_it_has_a_name_that_gives_way_to_a_folder(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "limit"), [("bundled", 15e6), ("translator", 15e6)])
+def test_their_files_are_whole_and_small(name, limit):
+    assert verify_manifest(PACKAGED[name]) and sum(file.stat().st_size for file in PACKAGED[name].iterdir()) < limit
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_they_have_names_that_give_way_to_a_folder(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert load("bundled", "cpu").parts.origin == BUNDLED_FOLDER
-    (tmp_path / "bundled").mkdir()
-    with pytest.raises(CheckpointError, match="bundled"):
-        load("bundled", "cpu")
+    assert load(name, "cpu").parts.origin == PACKAGED[name]
+    (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointError, match=name):
+        load(name, "cpu")
 
 
 def test_it_has_the_sizes_text_and_sampler_of_the_preset(model):
@@ -51,12 +59,30 @@ def test_it_has_the_sizes_text_and_sampler_of_the_preset(model):
     assert model.tokenizer.vocab_size == expected.data.vocab_size
 
 
+def test_the_translator_is_the_model_of_its_preset(translator):
+    expected = preset("translate")
+    expected = replace(expected, data=replace(expected.data, tokenizer="bpe"))
+    for section in ("data", "encoder", "model", "objective", "sampler"):
+        assert getattr(translator.config, section) == getattr(expected, section)
+
+
+def test_the_translator_translates_its_own_source(translator):
+    """Held-out sentences: words are those of a person's translation, and not those of another sentence's."""
+    from sacrebleu import CHRF
+
+    texts, references = translator.generate(source=list(PAIRS)), list(PAIRS.values())
+    own, other = (CHRF().corpus_score(texts, [refs]).score for refs in (references, references[1:] + references[:1]))
+    assert own > 30 and own > 2 * other
+    assert texts[:3] == translator.generate(source=list(PAIRS)[:3], seed=5)  # without noise at the start there is one answer
+
+
 def test_the_demo_shows_all_its_acts(capsys):
     assert main(["demo"]) == 0
     out, err = capsys.readouterr()
     assert "step " in err and "t=1.00" in err
-    for part in ("1. Writing", "2. The codec", "3. Halfway", "What to try next"):
-        assert part in out
+    acts = ("1. French to English", "2. Writing", "3. The codec", "4. Halfway", "What to try next")
+    for part in (*acts, *PAIRS, *PAIRS.values()):
+        assert part in " ".join(out.split())
 
 
 @pytest.mark.parametrize("text", ["A dog is running in the grass.", "A man is sitting.", SENTENCES[1]])

@@ -154,18 +154,29 @@ def keywords() -> JpegDlmConfig:
 
 
 def translate() -> JpegDlmConfig:
-    """Everyday sentences from French to English, fewer than 16 pieces of words each (r = 0.5; other options assumed).
+    """Everyday sentences from French to English, fewer than 16 pieces of words each (r = 0.5): the translator of the package.
 
     The token loss on predictions at all times teaches words sooner: after 720 steps of a network of depth 4 and width 128,
-    ROUGE-L was 24 instead of 17 (measured).
+    ROUGE-L was 24 instead of 17 (measured). Without noise at the start a sample is what agrees best with its source, as greedy
+    decoding is for AR: after a quarter of the training BLEU was 18.4 instead of 9.1 (measured).
     """
     base = keywords()
     return replace(
         base,
         preset="translate",
         data=replace(base.data, source="tatoeba:fra-eng", source_len=16, tokenizer="bpe", vocab_size=6000, known=False),
-        objective=replace(base.objective, ce_time_min=0.0),
-        train=replace(base.train, steps=40_000),
+        objective=replace(base.objective, ce_time_min=0.0, flow_draws=1),  # more pairs instead of more draws (assumed)
+        train=replace(
+            base.train,
+            steps=4800,
+            batch=128,
+            optimizer="muon",
+            lr=5e-3,  # assumed
+            codec_lr=5e-3,  # assumed
+            eval_every=300,
+            encoder_steps=6000,
+        ),
+        sampler=replace(base.sampler, steps=4, noise_scale=0.0),
     )
 
 

@@ -29,7 +29,7 @@ PAIRS = {
     "Il s'agit d'une approche globale.": "This is a comprehensive approach.",
     "Cela vous dérangerait-il si je changeais de siège maintenant ?": "Would you mind if I changed seats now?",
 }
-CARD = "On 3,106 held-out sentences it has BLEU 00.0, an AR model of its size 00.0 (docs/translator.md)."
+CARD = "Of 3,093 held-out sentences it has BLEU 29.7, an AR model of its size 56.4 (docs/translator.md)."
 SENTENCE = "A woman in a red dress is walking down the street."
 ENDS = ("Two dogs are running in the grass.", "A woman is sitting on a bench in the park.")
 NEXT = {  # commands that work when pasted, with a note
@@ -62,10 +62,12 @@ def run_demo(args: argparse.Namespace) -> None:
     for (source, reference), text in zip(PAIRS.items(), model.generate(source=list(PAIRS)), strict=True):
         say(source, "   ")
         say(f"{text}  ({reference})", "     -> ")
-    print(f"\n   {CARD}")
+    print()
+    say(CARD)
     model = load()
     m, d = model.config.model, model.config.data
-    say(f"\n2. Writing: {m.latent_len} latents of noise become a sentence of up to {d.token_len} tokens (model: bundled).", "")
+    print()
+    say(f"2. Writing: {m.latent_len} latents of noise become a sentence of up to {d.token_len} tokens (model: bundled).", "")
     say("Each moment shows what the model would write if it had to stop there.\n")
     model.generate(1, seed=7, watch=Watcher(model))
     print("\n   Eight more, not chosen:\n")
