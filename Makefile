@@ -1,7 +1,7 @@
 # make demo   install and see text form        make test   the fast tests
 # make slow   the slow tests                   make lint   style and types
 # make bench  speed, as ratios                 make all-tests  both kinds
-# make site   the documentation as a web site
+# make site   these pages as a web site         make notebook  new outputs for docs/notebook.ipynb
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Two processes of one thread each: most tests start many small operations, which more threads only slow down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test slow all-tests browser lint site bench clean
+.PHONY: demo test slow all-tests browser lint site notebook bench clean
 
 # On Linux, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives the CPU build of torch, without gigabytes for GPUs.
 $(CORE): pyproject.toml constraints.txt
@@ -52,6 +52,9 @@ lint: site
 # Strict, which --quiet would undo: a link that leads nowhere, or a page that would load something from another host, is an error.
 site: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+notebook: $(STAMP)
+	$(BIN)/python tools/notebook.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py

@@ -21,6 +21,8 @@ def page(path: str) -> SimpleNamespace:
     ("path", "link", "leads_to"),
     [
         ("index.md", "docs/results.md", "results.md"),
+        ("index.md", "docs/notebook.ipynb", "notebook.md"),
+        ("extending.md", "../CONTRIBUTING.md#the-map", "contributing.md#the-map"),
         ("index.md", "examples/jpeg_dlm_in_one_file.py", "files/examples/jpeg_dlm_in_one_file.py"),
         ("systems/jpeg-dlm.md", "../data.md#pairs", "../data.md#pairs"),
         ("extending.md", "../tests/toy_system.py", "files/tests/toy_system.py"),
