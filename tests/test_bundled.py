@@ -99,7 +99,8 @@ def test_it_fills_in_templates_through_its_latents(model):
     for strength in (0.0, 1.0):
         decoded = FixedTokenCounter(fixed)
         tokens = model.sample(len(rows), fixed=fixed, watch=decoded, strength=strength)
-        assert tokens[fixed >= 0].equal(fixed[fixed >= 0])
+        given = (fixed >= 0) & (fixed != model.tokenizer.eos_id)  # an earlier end may take the place of the one that is given
+        assert tokens[given].equal(fixed[given])
         shares.append(decoded.kept / decoded.tokens)
     assert shares[0] < 0.4 and shares[1] > 0.95
 
