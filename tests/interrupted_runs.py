@@ -106,7 +106,7 @@ SERVER.set_forkserver_preload(["pytest", "jpeg_dlm.cli.train", "jpeg_dlm.trainin
 MOMENTS = {  # name -> the function whose first call starts it
     "while preparing text": ("jpeg_dlm.text.prepare", "write_atomic"),
     "in the first steps": ("jpeg_dlm.training.trainer:Trainer", "launch_step"),
-    "while saving": ("jpeg_dlm.checkpoints.checkpoint.files", "write_manifest"),
+    "while saving": ("jpeg_dlm.checkpoints.checkpoint", "write_manifest"),
     "in an evaluation": ("jpeg_dlm.training.optim:WeightEma", "swap"),  # the averaged weights have replaced the live ones
 }
 

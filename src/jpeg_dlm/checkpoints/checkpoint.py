@@ -15,6 +15,7 @@ from torch import Tensor
 
 from jpeg_dlm.util import files
 from jpeg_dlm.util.errors import CheckpointError
+from jpeg_dlm.util.files import write_manifest
 
 STATE = "state.json"
 STATE_BYTES = 16 << 20
@@ -57,7 +58,7 @@ def save_checkpoint(
             for name, group in tensors.items():
                 files.save_tensors(temp / f"{name}.safetensors", group)
             files.write_atomic(temp / STATE, text)
-            files.write_manifest(temp, {"step": step})
+            write_manifest(temp, {"step": step})
     except OSError as error:
         raise CheckpointError(
             f"Cannot save '{path}' ({error.strerror or error}): earlier checkpoints are intact, so mend the disk and resume."
