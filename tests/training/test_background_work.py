@@ -54,7 +54,7 @@ def copies(trainer: Trainer) -> dict[str, dict[str, torch.Tensor]]:
 def test_steps_go_on_while_a_checkpoint_is_written(trainer, monkeypatch):
     """The first write ends only after step 4, and holds the state of step 2; the next copy is made after that."""
     stepped_on, events, state = threading.Event(), [], {}
-    real_step, real_write, real_copies = Trainer.launch_step, ck.files.write_manifest, sharding.host_copies
+    real_step, real_write, real_copies = Trainer.launch_step, ck.write_manifest, sharding.host_copies
 
     def launch_step(self, *args):
         stats = real_step(self, *args)
@@ -74,7 +74,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(trainer, monkeypatch):
         return real_copies(tensors, **keep)
 
     monkeypatch.setattr(Trainer, "launch_step", launch_step)
-    monkeypatch.setattr(ck.files, "write_manifest", write_manifest)
+    monkeypatch.setattr(ck, "write_manifest", write_manifest)
     monkeypatch.setattr(sharding, "host_copies", host_copies)
     fit(trainer)
     assert events[:7] == ["step 1", "step 2", *["copy"] * 3, "step 3", "step 4"] and events[7:9] == ["wrote 2", "copy"]
@@ -87,14 +87,14 @@ def test_steps_go_on_while_a_checkpoint_is_written(trainer, monkeypatch):
 
 @pytest.mark.parametrize("bad, reached", [(2, 4), (6, 6)], ids=["at the next save", "at the end"])
 def test_an_error_of_the_writer_ends_the_run(trainer, monkeypatch, bad, reached):
-    real = ck.files.write_manifest
+    real = ck.write_manifest
 
     def write(temp, extra):
         if extra["step"] == bad:
             raise OSError(errno.EROFS, "Read-only file system")
         real(temp, extra)
 
-    monkeypatch.setattr(ck.files, "write_manifest", write)
+    monkeypatch.setattr(ck, "write_manifest", write)
     with pytest.raises(CheckpointError, match=f"step-0000000{bad}' .Read-only file system."):
         fit(trainer)
     assert trainer.step == reached
@@ -102,7 +102,7 @@ def test_an_error_of_the_writer_ends_the_run(trainer, monkeypatch, bad, reached)
 
 
 def test_the_log_is_durable_before_the_checkpoint(trainer, monkeypatch):
-    events, real_sync, real_write = [], MetricsLog.sync, ck.files.write_manifest
+    events, real_sync, real_write = [], MetricsLog.sync, ck.write_manifest
 
     def sync(self):
         lines = [row["step"] for row in read_metrics(self.path)]
@@ -115,7 +115,7 @@ def test_the_log_is_durable_before_the_checkpoint(trainer, monkeypatch):
         real_write(temp, extra)
 
     monkeypatch.setattr(MetricsLog, "sync", sync)
-    monkeypatch.setattr(ck.files, "write_manifest", write)
+    monkeypatch.setattr(ck, "write_manifest", write)
     fit(trainer)
     assert events[1::2] == [2, 4, 6]
 
@@ -127,7 +127,7 @@ from jpeg_dlm.cli.main import main
 from jpeg_dlm.checkpoints import checkpoint
 from jpeg_dlm.training.trainer import Trainer
 mark, words, stalled = Path(sys.argv[1]), sys.argv[2:], threading.Event()
-real_step, real_manifest = Trainer.launch_step, checkpoint.files.write_manifest
+real_step, real_manifest = Trainer.launch_step, checkpoint.write_manifest
 def write_manifest(temp, extra):
     if extra["step"] == 8:
         stalled.set()
@@ -141,7 +141,7 @@ def launch_step(self, *args):
         while True:
             time.sleep(0.05)  # a signal just before one long sleep would be handled only after it
     return stats
-checkpoint.files.write_manifest, Trainer.launch_step = write_manifest, launch_step
+checkpoint.write_manifest, Trainer.launch_step = write_manifest, launch_step
 raise SystemExit(main(words))
 """
 
