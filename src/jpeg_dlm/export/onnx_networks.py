@@ -91,8 +91,10 @@ class Graph:
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
         return quantize(model, self.quantized) if self.int8 else model.SerializeToString()
 
-    def linear(self, x: str, weight_OI: Tensor, bias_O: Tensor | None = None) -> str:
+    def linear(self, x: str, weight_OI: Tensor, bias_O: Tensor | None = None, int8: bool = False) -> str:
         y = self.op("MatMul", x, self.constant(weight_OI.T))
+        if int8:
+            self.quantized.append(y)
         return y if bias_O is None else self.op("Add", y, self.constant(bias_O))
 
     def block_linear(self, x: str, weight_OI: Tensor, bias_O: Tensor, level: bool = True) -> str:
@@ -105,8 +107,7 @@ class Graph:
         if self.int8 and not level:
             largest = self.op("ReduceMax", self.op("Abs", x), self.constant([-1]), keepdims=1)
             scale = self.op("Max", largest, self.constant(1e-30))
-        y = self.linear(self.op("Div", x, scale) if scale else x, weight_OI)
-        self.quantized.append(y)
+        y = self.linear(self.op("Div", x, scale) if scale else x, weight_OI, int8=True)
         return self.op("Add", self.op("Mul", y, scale) if scale else y, self.constant(bias_O))
 
     def rms_norm(self, x: str, gain: Tensor, eps: float) -> str:
@@ -224,7 +225,7 @@ def logits(g: Graph, networks: JpegDlm, z: str, w: str) -> str:
     down, up = networks.decompressor.out_proj.down.weight, networks.decompressor.out_proj.up.weight
     h = g.linear(decompressed(g, networks.decompressor, zhat), down)
     h = g.linear(h, networks.unembed_proj.weight @ up, networks.unembed_proj.bias)
-    return g.linear(g.op("Gelu", h), networks.lm_head.weight, networks.lm_head.bias)
+    return g.linear(g.op("Gelu", h), networks.lm_head.weight, networks.lm_head.bias, int8=True)
 
 
 def states(g: Graph, dit: DiT, z: str, s: str | None, time: str, w: str, mode: str, memory: str = "", present: str = "") -> str:
