@@ -31,12 +31,16 @@ test: $(STAMP)
 	$(PYTEST) --dist loadfile
 
 # The slow tests open pages in a browser: Debian's Chromium, with sudo where this user is not root. npm fetches what one page needs.
+# Only what is missing is installed: Debian's npm conflicts with a node from elsewhere, which brings its own.
 browser:
-	@command -v chromium >/dev/null && command -v chromedriver >/dev/null && command -v npm >/dev/null || { \
+	@missing=; command -v chromium >/dev/null || missing=chromium; \
+	command -v chromedriver >/dev/null || missing="$$missing chromium-driver"; \
+	command -v npm >/dev/null || missing="$$missing npm"; \
+	test -z "$$missing" || { \
 	  sudo=; [ "$$(id -u)" = 0 ] || sudo='sudo -n'; \
 	  command -v apt-get >/dev/null && { $$sudo apt-get update -qq || true; } \
-	    && $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver npm; \
-	} || { echo 'error: The slow tests need chromium, chromedriver and npm, which could not be installed: install them by hand.' >&2; exit 1; }
+	    && $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; \
+	} || { echo "error: The slow tests need$$missing, which could not be installed: install them by hand." >&2; exit 1; }
 
 slow: $(STAMP) browser
 	$(PYTEST) --dist worksteal -m slow
