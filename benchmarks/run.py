@@ -28,7 +28,7 @@ from jpeg_dlm.util.distributed import cpu_name
 from jpeg_dlm.util.files import write_atomic
 from jpeg_dlm.util.pictures import LINE_COLORS, dress, new_figure, save_png
 
-BENCHMARKS = ("attention", "sampling", "systems", "training", "service", "long_text")
+BENCHMARKS = ("attention", "sampling", "systems", "translation", "training", "service", "long_text")
 RECORD = Path(__file__).parent / "ratios.json"
 FELL = 0.8  # warn if a ratio is below this share of the recorded one (assumed: rounds differ by up to a tenth)
 
