@@ -129,7 +129,8 @@ def run_announcing(words: list[str], moment: str, reached, sent) -> None:
 
 def signaled(number: signal.Signals, moment: str, text: Path, run: Path) -> int | None:
     """Send a signal to a real run at a moment; return its exit code after resuming the run to its end."""
-    words = train_words("jpeg-dlm", text, run, train__save_every=2)
+    # The second save waits for the first, so steps are left when the signal comes while the first is written.
+    words = train_words("jpeg-dlm", text, run, train__save_every=1)
     reached, sent = SERVER.Event(), SERVER.Semaphore(0)
     process = SERVER.Process(target=run_announcing, args=(words, moment, reached, sent), daemon=True)
     process.start()

@@ -76,8 +76,10 @@ def download(scratch: Path) -> Path:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[0]
         raise AssetError(f"npm cannot download onnxruntime-web {VERSION} ({reason}): check the network, or {elsewhere}.")
     wanted = {f"{INSIDE}/{member}" for member, _ in RUNTIME.values()}
+    (scratch / INSIDE).mkdir(parents=True)
     with tarfile.open(scratch / f"onnxruntime-web-{VERSION}.tgz") as archive:
         for member in archive:  # in one pass, as going back means to unpack again
-            if member.name in wanted:
-                archive.extract(member, scratch, filter="data")
+            content = archive.extractfile(member) if member.name in wanted else None
+            if content:
+                (scratch / member.name).write_bytes(content.read())
     return scratch / INSIDE
