@@ -33,7 +33,7 @@ test: $(STAMP)
 # The slow tests open pages in a browser: Debian's Chromium, with sudo where this user is not root. npm fetches what one page needs.
 # Only what is missing is installed: Debian's npm conflicts with a node from elsewhere, which brings its own.
 browser:
-	@missing=; command -v chromium >/dev/null || missing=chromium; \
+	@missing=; command -v chromium >/dev/null || missing=' chromium'; \
 	command -v chromedriver >/dev/null || missing="$$missing chromium-driver"; \
 	command -v npm >/dev/null || missing="$$missing npm"; \
 	test -z "$$missing" || { \

@@ -130,11 +130,12 @@ def draw_ratios(result: Mapping[str, Any], path: Path) -> Path:
     """Draw the ratios as bars."""
     names = list(result["ratios"])
     figure, (axes,) = new_figure(1, result["title"])
+    figure.set_figheight(max(figure.get_figheight(), 0.8 + 0.18 * len(names)))  # a line for each name
     axes.barh(range(len(names)), [result["ratios"][name] for name in names], color=LINE_COLORS[0])
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
     axes.axvline(1, color="black", lw=0.8)
-    dress(axes, "", "", "ratio to the first row of its table")
+    dress(axes, "", "", "ratio to the reference of its table")
     return save_png(figure, path)
 
 

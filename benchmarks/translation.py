@@ -3,8 +3,8 @@
 python benchmarks/run.py translation            # batch 1, 8 and 64: about two minutes
 python benchmarks/run.py translation --short    # batch 1
 
-AR is stopped when all texts of a batch have ended, after as many tokens as held-out targets have; the other systems always
-write whole rows. The others have random weights, which are equally fast. docs/translator.md has the BLEU of each.
+AR stops when all texts of a batch have ended, after as many tokens as targets have; the other systems always write whole rows.
+All but the translator have random weights, which are equally fast. docs/translator.md has the BLEU of the translator and of AR.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ def translators(batch: int) -> dict[str, Contestant]:
     writers = {"torch fp32": method}
     writers |= {f"ONNX Runtime {p}": OnnxNetworks(model.config, build_graphs(method, p)) for p in PRECISIONS}
     return {
-        f"JPEG-DLM, {steps} steps, {backend}": (steps + 1, partial(written, writer, sampler, model.config, batch))
+        f"JPEG-DLM, {steps} step{'s' * (steps > 1)}, {backend}": (
+            steps + 1,
+            partial(written, writer, sampler, model.config, batch),
+        )
         for backend, writer in writers.items()
         for steps in STEPS
         for sampler in [replace(model.config.sampler, steps=steps)]
